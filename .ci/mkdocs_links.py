@@ -65,10 +65,15 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
     def replace(link: re.Match[str]) -> str:
         address = outside(
-            link["target"], page.file.src_uri, config.extra["repository"], lambda path: (root / path).exists()
+            link["target"],
+            page.file.src_uri,
+            config.extra["repository"],
+            lambda path: (root / path).exists(),
         )
         # A relative Markdown link would be one to a page.
         return link[0] if address is None else f'<a href="{address}">{link["text"]}</a>'
 
     parts = FENCED.split(markdown)  # Text and fenced code in turn.
-    return "".join(part if number % 2 else LINK.sub(replace, part) for number, part in enumerate(parts))
+    return "".join(
+        part if number % 2 else LINK.sub(replace, part) for number, part in enumerate(parts)
+    )

@@ -23,10 +23,17 @@ HEAD = "| setting | default | what it does | values |\n|---|---|---|---|\n"
 def values(leaf: Leaf) -> str:
     """Returns the values that a setting takes, and the settings that it needs or excludes."""
     declared, kind, group = leaf.setting, leaf.type.kind, leaf.name.rpartition(".")[0]
-    found = ", ".join(kind) if issubclass(kind, enum.Enum) else "list of " * leaf.type.is_list + kind.__name__
+    found = (
+        ", ".join(kind)
+        if issubclass(kind, enum.Enum)
+        else "list of " * leaf.type.is_list + kind.__name__
+    )
     # NaN is outside of any range.
     found += f" {bounds}" if (bounds := declared.missed_range(float("nan"))) else ""
-    needs = [f"only if `{group}.{name}` is {', '.join(readers)}" for name, readers in declared.only_with.items()]
+    needs = [
+        f"only if `{group}.{name}` is {', '.join(readers)}"
+        for name, readers in declared.only_with.items()
+    ]
     excludes = [f"not with `{group}.{name}`" for name in declared.not_with]
     return "; ".join([found + " or none" * leaf.type.is_optional, *needs, *excludes])
 
@@ -38,7 +45,9 @@ def row(leaf: Leaf) -> str:
     """
     name = f"`--{leaf.name}`" if leaf.setting.flag else f"`{leaf.name}`, code only"
     free = " *" if leaf.setting.free_on_resume or leaf.setting.may_grow else ""
-    default = str(leaf.default).lower() if isinstance(leaf.default, bool) else format_value(leaf.default)
+    default = (
+        str(leaf.default).lower() if isinstance(leaf.default, bool) else format_value(leaf.default)
+    )
     return f"| {name}{free} | {default or 'empty'} | {html.escape(leaf.setting.help)} | {values(leaf)} |\n"
 
 

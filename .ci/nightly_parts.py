@@ -87,7 +87,9 @@ def read_parts(text: str | None = None) -> tuple[list[Part], dict[str, float]]:
     for row in table["part"]:
         part = Part(**{name: _frozen(value) for name, value in row.items()})
         if part.machine not in machines:
-            raise ValueError(f"part {part.name}: machine must be one of {list(machines)}, got {part.machine!r}")
+            raise ValueError(
+                f"part {part.name}: machine must be one of {list(machines)}, got {part.machine!r}"
+            )
         parts.append(part)
     return parts, machines
 
@@ -217,9 +219,15 @@ def record_passed(text: str, names: Sequence[str], commit: str) -> str:
 def find_python(version: str) -> str | None:
     """Returns an interpreter of this version ("3.11"), from the PATH or from pyenv, or None."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    candidates = [f"python{version}", *map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python")))]
+    candidates = [
+        f"python{version}",
+        *map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python"))),
+    ]
     for candidate in candidates:
         # pyenv has commands on the PATH for versions that are not active, and these fail.
-        if shutil.which(candidate) and subprocess.run([candidate, "-c", ""], capture_output=True).returncode == 0:
+        if (
+            shutil.which(candidate)
+            and subprocess.run([candidate, "-c", ""], capture_output=True).returncode == 0
+        ):
             return candidate
     return None

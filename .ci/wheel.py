@@ -11,8 +11,21 @@ import txl_jax
 from txl_jax.config import config_tree
 from txl_jax.runs.convert import convert
 
-TINY = {"model.n_layer": 1, "model.d_model": 8, "model.n_head": 2, "model.d_head": 4, "model.d_inner": 8}
-ONE_CALL = {"steps": 2, "batch_size": 2, "segments_per_call": 2, "log_every": 2, "eval_every": 2, "checkpoint_every": 2}
+TINY = {
+    "model.n_layer": 1,
+    "model.d_model": 8,
+    "model.n_head": 2,
+    "model.d_head": 4,
+    "model.d_inner": 8,
+}
+ONE_CALL = {
+    "steps": 2,
+    "batch_size": 2,
+    "segments_per_call": 2,
+    "log_every": 2,
+    "eval_every": 2,
+    "checkpoint_every": 2,
+}
 
 folders = {file.parts[0].partition("-")[0] for file in files("txl_jax") or ()}
 assert folders == {"txl_jax"}, f"the wheel must contain txl_jax alone, got {sorted(folders)}"
@@ -21,7 +34,9 @@ for name in ("experiments", "launch"):
 
 with open("text.txt", "w") as file:
     file.write("one two three four five six seven\n" * 500)
-config = config_tree.replace(txl_jax.preset("small"), TINY | {"data.file": "text.txt", "optimizer.warmup_steps": 1})
+config = config_tree.replace(
+    txl_jax.preset("small"), TINY | {"data.file": "text.txt", "optimizer.warmup_steps": 1}
+)
 config = dataclasses.replace(config, train=dataclasses.replace(config.train, **ONE_CALL))
 txl_jax.train(config, "run")
 convert("run", "portable")

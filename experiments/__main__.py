@@ -30,7 +30,11 @@ def main() -> None:
     """Prints the commands."""
     lines = ["python -m NAME --help lists the flags of a command."]
     for folder, heading in HEADINGS.items():
-        lines += ["", f"{heading}:", *(f"  {name}\n      {text}" for name, text in programs(folder).items())]
+        lines += [
+            "",
+            f"{heading}:",
+            *(f"  {name}\n      {text}" for name, text in programs(folder).items()),
+        ]
     # The list is the whole output: `| head` may end this process, and its text may be in any
     # encoding.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -27,11 +27,16 @@ class Plan(cli.Plan):
     """Source and target of the conversion."""
 
     from_: str = setting(
-        "", "Workdir, portable checkpoint, or another implementation's weights.", path=True, required=True
+        "",
+        "Workdir, portable checkpoint, or another implementation's weights.",
+        path=True,
+        required=True,
     )
     to: str = setting("", "Directory to create.", path=True, required=True)
     to_format: TargetFormat = setting(TargetFormat.NATIVE, "Format of --to.")
-    ensemble_member: str | None = setting(None, "Name of the ensemble member, if --from is an ensemble's workdir.")
+    ensemble_member: str | None = setting(
+        None, "Name of the ensemble member, if --from is an ensemble's workdir."
+    )
 
 
 def run(plan: Plan, _job: cli.Job) -> None:

@@ -44,7 +44,10 @@ class Plan(cli.WatchPlan, cli.TextPlan):
 
     mode: Mode = setting(Mode.TRAIN, "Train all ensemble members, or split one off.")
     workdir: str = setting(
-        "", "Directory for the ensemble's checkpoints, logs and results. Created if missing.", path=True, required=True
+        "",
+        "Directory for the ensemble's checkpoints, logs and results. Created if missing.",
+        path=True,
+        required=True,
     )
     ensemble_member: tuple[str, ...] = setting(
         (),
@@ -68,13 +71,17 @@ def run(plan: Plan, job: cli.Job) -> int | None:
         ensemble.split_off(plan.workdir, plan.ensemble_member[0], plan.to)
         return 0
     with Run.open(plan.workdir) as run:
-        members = [_parse_member(text) for text in plan.ensemble_member] or [dict(each) for each in run.members]
+        members = [_parse_member(text) for text in plan.ensemble_member] or [
+            dict(each) for each in run.members
+        ]
         watched = plan.watch(run)
         config = job.config(run)
         ensemble.member_configs(config, members)  # Before a text is read.
         corpus = job.corpus(config, run)
         with job.stop:
-            outcome = train_run(config, corpus, run, members=members, stop_requested=lambda: job.stop, **watched)
+            outcome = train_run(
+                config, corpus, run, members=members, stop_requested=lambda: job.stop, **watched
+            )
     return 0 if outcome.finished else None
 
 

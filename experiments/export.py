@@ -43,10 +43,14 @@ _CALLS = 3  # Calls of each function when the exported files are compared with t
 class Plan(cli.StoredTypes):
     """Source and target of the export."""
 
-    from_: str = setting("", "Model to export: a workdir or a portable checkpoint.", path=True, required=True)
+    from_: str = setting(
+        "", "Model to export: a workdir or a portable checkpoint.", path=True, required=True
+    )
     to: str = setting("", "Directory to create.", path=True, required=True)
     rows: int = setting(1, "Batch size, which is fixed in the exported functions.", at_least=1)
-    ensemble_member: str | None = setting(None, "Name of the ensemble member, if --from is an ensemble's workdir.")
+    ensemble_member: str | None = setting(
+        None, "Name of the ensemble member, if --from is an ensemble's workdir."
+    )
 
 
 def run(plan: Plan, _job: cli.Job) -> None:
@@ -55,14 +59,21 @@ def run(plan: Plan, _job: cli.Job) -> None:
     Both steps are read back and compared with the model.
     """
     if importlib.util.find_spec("flatbuffers") is None:
-        raise MissingPackageError("jax.export requires the package flatbuffers. Run pip install '.[export]'.")
+        raise MissingPackageError(
+            "jax.export requires the package flatbuffers. Run pip install '.[export]'."
+        )
     target = as_path(plan.to)
     check_new_folder(target)
     found = open_weights(
-        plan.from_, member=plan.ensemble_member, weight_dtype=plan.weight_dtype, cache_dtype=plan.cache_dtype
+        plan.from_,
+        member=plan.ensemble_member,
+        weight_dtype=plan.weight_dtype,
+        cache_dtype=plan.cache_dtype,
     )
     if f"{target}/".startswith(f"{found.path}/"):
-        raise UserError(f"--to={target} must be outside of --from={found.path}. Choose another directory.")
+        raise UserError(
+            f"--to={target} must be outside of --from={found.path}. Choose another directory."
+        )
     components = _on_one_device(found.config, found.vocabulary, plan.rows)
     step, params = found.params(components, log=say)
     say(f"from      {found.description}, step {step:,}")
@@ -71,7 +82,11 @@ def run(plan: Plan, _job: cli.Job) -> None:
     metadata = {
         "description": found.description.partition(", ")[2],
         "step": step,
-        "versions": {"txl_jax": __version__, "jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")},
+        "versions": {
+            "txl_jax": __version__,
+            "jax": jax.__version__,
+            "jaxlib": importlib.metadata.version("jaxlib"),
+        },
         "rows": plan.rows,
         "segment_len": lengths.segment_len,
         "mem_len": lengths.mem_len,
@@ -79,7 +94,9 @@ def run(plan: Plan, _job: cli.Job) -> None:
     with new_folder(target) as folder:
         exported.write(folder, model, found.vocabulary, metadata)
         difference = _verify(folder, model, found.vocabulary.size)
-        print(f"written   {', '.join(model.functions)}: {sum(map(size, folder.iterdir())) / 1e6:,.1f} MB")
+        print(
+            f"written   {', '.join(model.functions)}: {sum(map(size, folder.iterdir())) / 1e6:,.1f} MB"
+        )
     print(f"verified  read back, maximum difference {difference:.1g} on {jax.default_backend()}")
     print(f"to        {target}, for {', '.join(exported.PLATFORMS)}")
 
@@ -89,7 +106,11 @@ def _on_one_device(config: ExperimentConfig, vocabulary: Vocabulary, rows: int) 
 
     Kernels would belong to one platform.
     """
-    changes: dict[str, Any] = {"eval.batch_size": rows, "eval.stride": None, "eval.warmup_tokens": 0}
+    changes: dict[str, Any] = {
+        "eval.batch_size": rows,
+        "eval.stride": None,
+        "eval.warmup_tokens": 0,
+    }
     changes |= {"mesh": MeshConfig(data=1), "model.attention": "reference"}
     config = config_tree.replace(config, changes)
     return build_for(config, vocabulary, mesh=make_mesh(config.mesh, jax.devices()[:1]))
@@ -104,7 +125,9 @@ def _functions_of(components: Built, params: Any) -> Functions:
         print(f"note      scoring only: {error}")
         generates = False
     weights = jax.device_get(components.prepare_params(params))
-    return exported.functions_of(components.model, components.config.eval, weights, generates=generates)
+    return exported.functions_of(
+        components.model, components.config.eval, weights, generates=generates
+    )
 
 
 def _verify(folder: Path, model: Functions, vocab_size: int) -> float:
@@ -118,7 +141,9 @@ def _verify(folder: Path, model: Functions, vocab_size: int) -> float:
     for name, function in model.functions.items():
         expected = _results(function.call, function, model.weights, model.memory, vocab_size)
         found = _results(functions[name].call, function, weights, model.memory, vocab_size)
-        for (path, one), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True):
+        for (path, one), other in zip(
+            jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True
+        ):
             is_float = jnp.issubdtype(one.dtype, jnp.floating)
             rounding = max(1e-6, float(jnp.finfo(one.dtype).eps)) if is_float else 0.0
             one, other = one.astype(np.float64), other.astype(np.float64)

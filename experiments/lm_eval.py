@@ -21,20 +21,32 @@ from txl_jax.runtime import storage
 class Plan(cli.Plan):
     """The model and the tasks."""
 
-    model_path: str = setting("", "Workdir of a run, or portable checkpoint.", path=True, required=True)
+    model_path: str = setting(
+        "", "Workdir of a run, or portable checkpoint.", path=True, required=True
+    )
     ensemble_member: str | None = setting(None, "Name of the ensemble member to use.")
-    tasks: tuple[str, ...] = setting((), "The harness's tasks and groups, or paths of YAML files.", required=True)
+    tasks: tuple[str, ...] = setting(
+        (), "The harness's tasks and groups, or paths of YAML files.", required=True
+    )
     include_path: str | None = setting(
         None,
         "Directory with YAML files of more tasks. They may name functions in Python files there, which are run.",
         path=True,
         loads_code=True,
     )
-    num_fewshot: int | None = setting(None, "Examples in the context. By default the task's own number.", at_least=0)
-    limit: float | None = setting(None, "Documents per task: a number, or a fraction below 1. By default all.")
+    num_fewshot: int | None = setting(
+        None, "Examples in the context. By default the task's own number.", at_least=0
+    )
+    limit: float | None = setting(
+        None, "Documents per task: a number, or a fraction below 1. By default all."
+    )
     batch_size: int = setting(8, "Documents scored or continued in parallel.", at_least=1)
-    first: str | None = setting(None, "Text of the token before a document. By default a line mark or a newline.")
-    output: str | None = setting(None, "JSON file for the results. By default only the table is printed.", path=True)
+    first: str | None = setting(
+        None, "Text of the token before a document. By default a line mark or a newline."
+    )
+    output: str | None = setting(
+        None, "JSON file for the results. By default only the table is printed.", path=True
+    )
 
 
 def run(plan: Plan, _job: cli.Job) -> None:
@@ -47,11 +59,19 @@ def run(plan: Plan, _job: cli.Job) -> None:
         from lm_eval.utils import make_table
 
         from txl_jax.lm_eval_model import HarnessModel
-    model = HarnessModel(plan.model_path, member=plan.ensemble_member, batch_size=plan.batch_size, first=plan.first)
+    model = HarnessModel(
+        plan.model_path, member=plan.ensemble_member, batch_size=plan.batch_size, first=plan.first
+    )
     manager = TaskManager(include_path=plan.include_path)
-    unknown = [name for name in plan.tasks if name not in manager.all_tasks and not name.endswith((".yaml", ".yml"))]
+    unknown = [
+        name
+        for name in plan.tasks
+        if name not in manager.all_tasks and not name.endswith((".yaml", ".yml"))
+    ]
     if unknown:
-        raise UserError(f"unknown tasks: {', '.join(unknown)}. Use the harness's names, or --include_path=DIRECTORY.")
+        raise UserError(
+            f"unknown tasks: {', '.join(unknown)}. Use the harness's names, or --include_path=DIRECTORY."
+        )
     limit = int(plan.limit) if plan.limit and plan.limit >= 1 else plan.limit
     results = simple_evaluate(
         model,
@@ -66,7 +86,9 @@ def run(plan: Plan, _job: cli.Job) -> None:
     if results.get("groups"):
         print(make_table(results, "groups"))
     if plan.output:
-        results = {name: value for name, value in results.items() if name not in ("samples", "config")}
+        results = {
+            name: value for name, value in results.items() if name not in ("samples", "config")
+        }
         storage.write(plan.output, (json.dumps(results, indent=2, default=str) + "\n").encode())
         print(f"results   {plan.output}")
 

@@ -47,7 +47,10 @@ from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import is_remote
 
-COMPRESSORS = {"zlib -9": lambda data: zlib.compress(data, 9), "lzma -9": lambda data: lzma.compress(data, preset=9)}
+COMPRESSORS = {
+    "zlib -9": lambda data: zlib.compress(data, 9),
+    "lzma -9": lambda data: lzma.compress(data, preset=9),
+}
 
 
 CURVE_BYTES = 1 << 17  # Of the test split. All of it would take 20 s more on two cores.
@@ -68,12 +71,22 @@ def compare(config: ExperimentConfig, corpus: Corpus, run: Run, *, tested: float
     `tested` are its bits with memory, from results.json.
     """
     text, lengths = corpus.vocabulary.decode(corpus.test), config.eval
-    found = Comparison({name: 8 * len(compress(text)) / len(text) for name, compress in COMPRESSORS.items()}, {})
-    without, memory = f"without memory (segments of {lengths.segment_len})", f"with a memory of {lengths.mem_len}"
+    found = Comparison(
+        {name: 8 * len(compress(text)) / len(text) for name, compress in COMPRESSORS.items()}, {}
+    )
+    without, memory = (
+        f"without memory (segments of {lengths.segment_len})",
+        f"with a memory of {lengths.mem_len}",
+    )
     first = corpus.test[:CURVE_BYTES]
-    reader = evaluation_segments(first, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
+    reader = evaluation_segments(
+        first, batch_size=lengths.batch_size, segment_len=lengths.segment_len
+    )
     scored_LxSxB = np.moveaxis(reader.scored(0, reader.n_segments), -1, 0)
-    for name, changes, known in (without, {"eval.mem_len": 0, "eval.same_length": False}, None), (memory, {}, tested):
+    for name, changes, known in (
+        (without, {"eval.mem_len": 0, "eval.same_length": False}, None),
+        (memory, {}, tested),
+    ):
         components = build_for(config_tree.replace(config, changes), corpus.vocabulary)
         _, params = load_parameters(components, run, log=say)
         nats = np.zeros(len(first), np.float32)
@@ -119,7 +132,14 @@ DEFAULTS = ExperimentConfig(
         eval_every=500,
         checkpoint_every=500,
     ),
-    eval=EvalConfig(batch_size=16, segment_len=64, mem_len=64, clamp_len=None, same_length=True, valid_tokens=50_000),
+    eval=EvalConfig(
+        batch_size=16,
+        segment_len=64,
+        mem_len=64,
+        clamp_len=None,
+        same_length=True,
+        valid_tokens=50_000,
+    ),
     generate=GenerateConfig(prompt="def ", length=400, temperature=0.8),
 )
 
@@ -136,7 +156,9 @@ class Plan(cli.TimedPlan):
 def run(plan: Plan, job: cli.Job) -> int | None:
     """Trains, compares, draws, prints a sample and what to try next."""
     if is_remote(plan.workdir):
-        raise UserError(f"--workdir must be a local directory, which also stores the text, got {plan.workdir}")
+        raise UserError(
+            f"--workdir must be a local directory, which also stores the text, got {plan.workdir}"
+        )
     prepared = os.path.join(plan.workdir, "prepared")
     with Run.open(plan.workdir) as run:
         config = plan.keep_steps(job.config(run), job, run)
@@ -157,7 +179,9 @@ def run(plan: Plan, job: cli.Job) -> int | None:
         levels = {name: found.bits[name] for name in COMPRESSORS}
         title = "Transformer-XL on Python's standard library"
         records = read_metrics(trained.path)
-        plots.learning_curve(records, path, title=title, levels=levels, by_position=found.by_position)
+        plots.learning_curve(
+            records, path, title=title, levels=levels, by_position=found.by_position
+        )
         print(f"picture {path}")
     print()
     generate_text(config, trained)

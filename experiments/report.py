@@ -31,14 +31,18 @@ class Plan(cli.Plan):
     """The report."""
 
     out: str | None = setting(
-        None, "Directory for report.md, report.csv and report.png. If none, the tables are only printed.", path=True
+        None,
+        "Directory for report.md, report.csv and report.png. If none, the tables are only printed.",
+        path=True,
     )
 
 
 def run(plan: Plan, job: cli.Job) -> None:
     """Prints the tables and writes the files."""
     if not job.words:
-        raise UserError("no run was passed. Pass workdirs: python -m experiments.report runs/mine --out=report.")
+        raise UserError(
+            "no run was passed. Pass workdirs: python -m experiments.report runs/mine --out=report."
+        )
     runs = records.read_runs(job.words)
     names = records.swept_settings(runs)
     # A row has the last step even while the run is training, and the speed once it is known.
@@ -56,14 +60,20 @@ def run(plan: Plan, job: cli.Job) -> None:
     storage.write(os.path.join(plan.out, "report.csv"), records.csv_file(columns, rows))
     if len(measures := {run.measure for run in runs}) > 1:
         different = " and others ".join(sorted(measures))
-        print(f"no figure: some runs have {different}, which one axis cannot show. Compare their bits per byte.")
+        print(
+            f"no figure: some runs have {different}, which one axis cannot show. Compare their bits per byte."
+        )
     elif _draw(learning_curves(names, runs), runs[0].measure, os.path.join(plan.out, "report.png")):
         lines += ["", "![Learning curves](report.png)"]
     storage.write(os.path.join(plan.out, "report.md"), "\n".join([*lines, ""]).encode())
-    print(f"report    {os.path.join(plan.out, 'report.md')}: {len(runs)} run{'s' if len(runs) > 1 else ''}")
+    print(
+        f"report    {os.path.join(plan.out, 'report.md')}: {len(runs)} run{'s' if len(runs) > 1 else ''}"
+    )
 
 
-def learning_curves(names: Sequence[str], runs: Sequence[RunRecords]) -> dict[str, dict[int, list[float]]]:
+def learning_curves(
+    names: Sequence[str], runs: Sequence[RunRecords]
+) -> dict[str, dict[int, list[float]]]:
     """Returns the lines of the figure by name: the scores of a line's runs at each step.
 
     Each run is a line of validation scores, and runs that differ only in their seed are one line
@@ -72,13 +82,27 @@ def learning_curves(names: Sequence[str], runs: Sequence[RunRecords]) -> dict[st
     """
     if len(runs) == 1:
         kinds = {kind: runs[0].scores(kind) for kind in ("train", "valid")}
-        return {kind: {step: [score] for step, score in points} for kind, points in kinds.items() if points}
+        return {
+            kind: {step: [score] for step, score in points}
+            for kind, points in kinds.items()
+            if points
+        }
     by_name, lines = {run.name: run for run in runs}, {}
     for group in records.seed_groups(names, [run.row(names) for run in runs]):
-        curves = {row["run"]: points for row in group if (points := dict(by_name[row["run"]].scores("valid")))}
+        curves = {
+            row["run"]: points
+            for row in group
+            if (points := dict(by_name[row["run"]].scores("valid")))
+        }
         if steps := sorted(set.intersection(*map(set, curves.values()))) if curves else []:
-            settings = [f"{short_name(name)} {group[0][name]}" for name in names if name != records.SEED]
-            name = ", ".join([*settings, f"mean of {len(curves)} seeds"]) if len(curves) > 1 else next(iter(curves))
+            settings = [
+                f"{short_name(name)} {group[0][name]}" for name in names if name != records.SEED
+            ]
+            name = (
+                ", ".join([*settings, f"mean of {len(curves)} seeds"])
+                if len(curves) > 1
+                else next(iter(curves))
+            )
             lines[name] = {step: [points[step] for points in curves.values()] for step in steps}
     return lines
 
@@ -92,12 +116,16 @@ def _draw(lines: dict[str, dict[int, list[float]]], measure: Measure, path: str)
         print("no figure: no scores have been recorded yet")
     if not lines or not plots.can_draw():
         return False
-    means = {name: {step: statistics.fmean(found) for step, found in line.items()} for name, line in lines.items()}
+    means = {
+        name: {step: statistics.fmean(found) for step, found in line.items()}
+        for name, line in lines.items()
+    }
     best = sorted(means, key=lambda name: min(means[name].values()))[:MOST_LINES]
     plots.curves(
         {name: points for name, points in means.items() if name in best},
         path,
-        title="Learning curves" + (f", the best {len(best)} of {len(lines)}" if len(best) < len(lines) else ""),
+        title="Learning curves"
+        + (f", the best {len(best)} of {len(lines)}" if len(best) < len(lines) else ""),
         xlabel="training steps",
         ylabel=plots.UNITS[measure],
         deviations={

@@ -45,13 +45,17 @@ class Plan(cli.StoredTypes):
 
     model: str = setting("", "Workdir of a run, or portable checkpoint.", path=True, required=True)
     ensemble_member: str | None = setting(None, "Name of the ensemble member to use.")
-    host: str = setting("127.0.0.1", f"Address to listen on. Other than loopback, it requires {_KEYS}.")
+    host: str = setting(
+        "127.0.0.1", f"Address to listen on. Other than loopback, it requires {_KEYS}."
+    )
     allowed_hosts: tuple[str, ...] = setting(
         (),
         "Accepted names in the Host header, in addition to --host and loopback. If empty, a wildcard --host accepts "
         "any name.",
     )
-    port: int = setting(8000, "Port to listen on. 0 picks a free port and prints it.", at_least=0, at_most=65535)
+    port: int = setting(
+        8000, "Port to listen on. 0 picks a free port and prints it.", at_least=0, at_most=65535
+    )
     rows: int = setting(8, "Texts generated in parallel, each with its own KV cache.", at_least=1)
     max_request_tokens: int = setting(
         _USUAL.tokens,
@@ -60,14 +64,26 @@ class Plan(cli.StoredTypes):
         at_least=1,
     )
     max_new_tokens: int = setting(_USUAL.new_tokens, "Maximum value of max_tokens.", at_least=1)
-    max_waiting: int = setting(_USUAL.waiting, "Maximum number of choices that wait for a row.", at_least=0)
-    request_seconds: float = setting(float(_USUAL.seconds), "Request timeout in seconds.", at_least=0)
-    max_sessions: int = setting(
-        16, "Maximum number of sessions, each with a KV cache in host memory. API keys share it.", at_least=1
+    max_waiting: int = setting(
+        _USUAL.waiting, "Maximum number of choices that wait for a row.", at_least=0
     )
-    max_session_gib: float = setting(4.0, "Maximum memory of all sessions in GiB, which may allow fewer.", at_least=0)
-    session_seconds: float = setting(3600.0, "Seconds after its last use until a session expires.", at_least=0)
-    drain_seconds: float = setting(30.0, "Seconds that running requests have to finish after SIGTERM.", at_least=0)
+    request_seconds: float = setting(
+        float(_USUAL.seconds), "Request timeout in seconds.", at_least=0
+    )
+    max_sessions: int = setting(
+        16,
+        "Maximum number of sessions, each with a KV cache in host memory. API keys share it.",
+        at_least=1,
+    )
+    max_session_gib: float = setting(
+        4.0, "Maximum memory of all sessions in GiB, which may allow fewer.", at_least=0
+    )
+    session_seconds: float = setting(
+        3600.0, "Seconds after its last use until a session expires.", at_least=0
+    )
+    drain_seconds: float = setting(
+        30.0, "Seconds that running requests have to finish after SIGTERM.", at_least=0
+    )
 
 
 def run(plan: Plan, _job: cli.Job) -> int:
@@ -78,7 +94,9 @@ def run(plan: Plan, _job: cli.Job) -> int:
     keys = {key.strip() for key in (given or "").split(",")} - {""}
     no_key = f"{_KEYS} must have at least one key, got {given!r}. Set it to KEY[,KEY..], or unset it for no keys."
     require(given is None or keys, no_key)
-    require("".join(keys).isascii(), f"{_KEYS} must be ASCII, like HTTP headers. Choose other keys.")
+    require(
+        "".join(keys).isascii(), f"{_KEYS} must be ASCII, like HTTP headers. Choose other keys."
+    )
     is_loopback = plan.host == "localhost"
     with contextlib.suppress(ValueError):  # Another name.
         is_loopback |= ipaddress.ip_address(plan.host).is_loopback
@@ -93,11 +111,18 @@ def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
         import uvicorn
 
         from txl_jax.serving.app import make_app
-        from txl_jax.serving.connections import ACCEPTED_AT_ONCE, QUEUE, Connections, most_connections
+        from txl_jax.serving.connections import (
+            ACCEPTED_AT_ONCE,
+            QUEUE,
+            Connections,
+            most_connections,
+        )
         from txl_jax.serving.middleware import LOOPBACK
     most = most_connections(plan.rows + plan.max_waiting)
     if most < plan.rows + plan.max_waiting:
-        print(f"note      at most {most} connections, because of the limit of open files (ulimit -n)")
+        print(
+            f"note      at most {most} connections, because of the limit of open files (ulimit -n)"
+        )
     engine = _engine(plan, num_keys=len(keys))
     any_host = plan.host in ("0.0.0.0", "::", "") and not plan.allowed_hosts
     hosts = () if any_host else (*LOOPBACK, plan.host, *plan.allowed_hosts)
@@ -139,11 +164,14 @@ def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
 
     times = {
         "timeout_keep_alive": 30,
-        "timeout_graceful_shutdown": math.ceil(plan.drain_seconds + _SECONDS_TO_LEAVE) + _SECONDS_TO_END,
+        "timeout_graceful_shutdown": math.ceil(plan.drain_seconds + _SECONDS_TO_LEAVE)
+        + _SECONDS_TO_END,
     }
     parts: dict[str, Any] = {"http": connections.make, "ws": "none"}
     loop = asyncio.new_event_loop()
-    server = Server(uvicorn.Config(app, log_level="warning", backlog=ACCEPTED_AT_ONCE, **parts, **times))
+    server = Server(
+        uvicorn.Config(app, log_level="warning", backlog=ACCEPTED_AT_ONCE, **parts, **times)
+    )
     loop.run_until_complete(server.serve(sockets=[bound]))
     print("stopped", flush=True)
     return 1 if engine.failed or not server.started else 0
@@ -152,9 +180,13 @@ def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
 def _bind(host: str, port: int) -> socket.socket:
     """Returns a socket bound to the address. Raises `UserError` if the address is unavailable."""
     what = f"cannot listen on --host={host} --port={port} (%s)"
-    advice = "Choose another port, such as --port=0 for a free one, or another address of this machine"
+    advice = (
+        "Choose another port, such as --port=0 for a free one, or another address of this machine"
+    )
     with rephrased(f"{what}. {advice}.", OSError):
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         with contextlib.ExitStack() as on_error:
             # With its protocol: asyncio only sends small parts at once (TCP_NODELAY) on sockets
             # that are known as TCP.
@@ -170,7 +202,12 @@ def _engine(plan: Plan, *, num_keys: int) -> Engine:
 
     Raises `UserError` if the rows need more memory than the device has.
     """
-    model = load(plan.model, member=plan.ensemble_member, weight_dtype=plan.weight_dtype, cache_dtype=plan.cache_dtype)
+    model = load(
+        plan.model,
+        member=plan.ensemble_member,
+        weight_dtype=plan.weight_dtype,
+        cache_dtype=plan.cache_dtype,
+    )
     check_can_generate(model.config)
     types = {"weights": model.config.eval.weight_dtype, "cache": model.config.eval.cache_dtype}
     named = "".join(f", {kind} {name}" for name, kind in types.items() if kind)
@@ -183,7 +220,9 @@ def _engine(plan: Plan, *, num_keys: int) -> Engine:
     limit = min(plan.max_sessions, int(plan.max_session_gib * 2**30 / size))
     per_key = limit // max(1, num_keys)
     none = f"--max_sessions={plan.max_sessions} and --max_session_gib={plan.max_session_gib:g} allow {limit} sessions"
-    require(per_key, f"{none} of {each}, but {max(1, num_keys)} are required, one per key. Raise them.")
+    require(
+        per_key, f"{none} of {each}, but {max(1, num_keys)} are required, one per key. Raise them."
+    )
     print(f"sessions  at most {limit} of {each}, {per_key} per key")
     limits = Limits(
         body_bytes=max(_USUAL.body_bytes, 12 * plan.max_request_tokens),

@@ -36,14 +36,20 @@ def main() -> None:
     """Parses the flags and starts the processes."""
     output.prepare()
     how = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("launch.local", description=__doc__, formatter_class=how, allow_abbrev=False)
-    parser.add_argument("--processes", type=int, metavar="N", default=2, help="processes to start (default: 2)")
+    parser = argparse.ArgumentParser(
+        "launch.local", description=__doc__, formatter_class=how, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--processes", type=int, metavar="N", default=2, help="processes to start (default: 2)"
+    )
     devices = "simulated CPU devices per process (default: jax's devices)"
     parser.add_argument("--devices", type=int, metavar="N", help=devices)
     parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
     given = parser.parse_args()
     if given.processes < 1 or (given.devices or 1) < 1:
-        parser.error(f"--processes and --devices must be at least 1, got {given.processes} and {given.devices}")
+        parser.error(
+            f"--processes and --devices must be at least 1, got {given.processes} and {given.devices}"
+        )
     if not shutil.which(given.command[0]):
         advice = "Pass one after --, such as -- python -m experiments.enwik8."
         parser.error(f"{given.command[0]} is not a program. {advice}")
@@ -51,7 +57,9 @@ def main() -> None:
     sys.exit(ProcessGroup(given.command, environments).wait())
 
 
-def process_environments(count: int, *, devices: int | None, base: Mapping[str, str]) -> list[dict[str, str]]:
+def process_environments(
+    count: int, *, devices: int | None, base: Mapping[str, str]
+) -> list[dict[str, str]]:
     """Returns the environment variables to add to `base` for each process."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -59,7 +67,10 @@ def process_environments(count: int, *, devices: int | None, base: Mapping[str, 
     variables = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(count)}
     if devices is not None:
         simulated = f"--xla_force_host_platform_device_count={devices}"
-        variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{base.get('XLA_FLAGS', '')} {simulated}".strip()}
+        variables |= {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"{base.get('XLA_FLAGS', '')} {simulated}".strip(),
+        }
     return [variables | {"JAX_PROCESS_ID": str(number)} for number in range(count)]
 
 
@@ -79,11 +90,20 @@ class ProcessGroup:
             # terminal and from here.
             how: dict[str, Any] = {"env": os.environ | environment, "start_new_session": True}
             if number > 0:
-                how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+                how |= {
+                    "stdout": subprocess.PIPE,
+                    "stderr": subprocess.STDOUT,
+                    "text": True,
+                    "errors": "replace",
+                }
             process = subprocess.Popen(command, **how)
             self._processes.append(process)
             if number > 0:
-                self._readers.append(threading.Thread(target=_print_lines, args=(number, process.stdout), daemon=True))
+                self._readers.append(
+                    threading.Thread(
+                        target=_print_lines, args=(number, process.stdout), daemon=True
+                    )
+                )
                 self._readers[-1].start()
 
     def wait(self) -> int:
@@ -95,9 +115,16 @@ class ProcessGroup:
             time.sleep(_POLL_SECONDS)
         cause, code = first_cause(codes)
         if code and not self._signalled:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            how = (
+                f"was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"exited with code {code}"
+            )
             print(f"process {cause} {how}, stopping the others", file=sys.stderr, flush=True)
-        for number, seconds in (signal.SIGTERM, _SECONDS_TO_NOTICE), (signal.SIGKILL, _SECONDS_AFTER_SIGTERM):
+        for number, seconds in (
+            (signal.SIGTERM, _SECONDS_TO_NOTICE),
+            (signal.SIGKILL, _SECONDS_AFTER_SIGTERM),
+        ):
             until = time.monotonic() + seconds
             while None in self._codes() and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
@@ -130,7 +157,9 @@ def first_cause(codes: Sequence[int | None]) -> tuple[int, int]:
     """
     lost_another = os.EX_TEMPFAIL, -signal.SIGABRT  # As it says itself, or aborted by jax.
     failed = ((number, code) for number, code in enumerate(codes) if code)
-    return min(failed, key=lambda each: 2 if each[1] in lost_another else int(each[1] > 0), default=(0, 0))
+    return min(
+        failed, key=lambda each: 2 if each[1] in lost_another else int(each[1] > 0), default=(0, 0)
+    )
 
 
 def _print_lines(number: int, lines: Iterable[str]) -> None:

@@ -63,11 +63,27 @@ def device_settings() -> dict[str, object]:
     """
     if jax.default_backend() == "cpu":
         return {}
-    sizes = {"n_layer": 6, "d_model": 512, "n_head": 8, "d_head": 64, "d_inner": 2048, "init_std": 0.02}
+    sizes = {
+        "n_layer": 6,
+        "d_model": 512,
+        "n_head": 8,
+        "d_head": 64,
+        "d_inner": 2048,
+        "init_std": 0.02,
+    }
     # A batch of 32 divides over one device or eight.
-    lengths = {"train.batch_size": 32, "train.segment_len": 256, "train.mem_len": 256, "eval.segment_len": 256}
+    lengths = {
+        "train.batch_size": 32,
+        "train.segment_len": 256,
+        "train.mem_len": 256,
+        "eval.segment_len": 256,
+    }
     larger = {f"model.{name}": size for name, size in sizes.items()} | lengths
-    return larger | {"model.dtype": "bfloat16", "optimizer.learning_rate": 2e-3, "eval.mem_len": 1024}
+    return larger | {
+        "model.dtype": "bfloat16",
+        "optimizer.learning_rate": 2e-3,
+        "eval.mem_len": 1024,
+    }
 
 
 def train(config: ExperimentConfig, corpus: Corpus, workdir: Path, *, title: str) -> Outcome:
@@ -126,11 +142,16 @@ def upload() -> Path:
 
     Raises `UserError` if this is not Colab, or no file was chosen.
     """
-    require(in_colab(), "TEXT must be the path of a file, because only Colab can upload, got 'upload'")
+    require(
+        in_colab(), "TEXT must be the path of a file, because only Colab can upload, got 'upload'"
+    )
     from google.colab import files
 
     names = list(files.upload())
-    require(names, "no file was uploaded. Run the cell again and choose one, or set TEXT to the path of a file.")
+    require(
+        names,
+        "no file was uploaded. Run the cell again and choose one, or set TEXT to the path of a file.",
+    )
     return Path(names[0]).resolve()
 
 

@@ -113,7 +113,9 @@ def reason(error: BaseException) -> str:
 
 
 class _Storage(optuna.storages.RDBStorage):
-    def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
+    def set_trial_state_values(
+        self, trial_id: int, state: TrialState, values: Sequence[float] | None = None
+    ) -> bool:
         if state is TrialState.RUNNING:  # Before it is taken: its worker may die right after.
             self.record_heartbeat(trial_id)
         return super().set_trial_state_values(trial_id, state, values)
@@ -136,7 +138,12 @@ class _Training:
         environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         # A session of its own: else Ctrl-C would reach it twice, and the second one stops a run
         # without saving.
-        how: dict[str, Any] = {"stdout": self._log, "stderr": self._log, "env": environment, "start_new_session": True}
+        how: dict[str, Any] = {
+            "stdout": self._log,
+            "stderr": self._log,
+            "env": environment,
+            "start_new_session": True,
+        }
         self.process = subprocess.Popen([*tie, *run.command], **how)
         _say(f"started   {run.name}" + (f" on GPU {gpu}" if gpu is not None else ""))
 
@@ -181,14 +188,21 @@ class Worker:
         self._trainings: list[_Training] = []
         if place.drivername == "sqlite":
             open(str(place.database), "a").close()  # Its error names the file.
-        with rephrased("--storage=postgresql:... requires a driver (%s): pip install 'psycopg[binary]'", ImportError):
+        with rephrased(
+            "--storage=postgresql:... requires a driver (%s): pip install 'psycopg[binary]'",
+            ImportError,
+        ):
             # Of workers that start together one makes the tables, and others may fail once.
-            self._storage, self._study = self._patiently(functools.partial(_connect, sweep, place), seconds=15)
+            self._storage, self._study = self._patiently(
+                functools.partial(_connect, sweep, place), seconds=15
+            )
         # Runs that failed before are tried again, and those whose folder was removed.
         self._outdated: set[int] = set()
         for trial in self._study.get_trials(deepcopy=False):
             results = os.path.join(sweep.out, trial.user_attrs.get("run", ""), RESULTS)
-            if "failed" in trial.user_attrs or (trial.state is TrialState.COMPLETE and not storage.exists(results)):
+            if "failed" in trial.user_attrs or (
+                trial.state is TrialState.COMPLETE and not storage.exists(results)
+            ):
                 self._outdated.add(trial.number)
 
     def run(self) -> None:
@@ -205,7 +219,9 @@ class Worker:
             bar = at_end.enter_context(tqdm(total=len(self._sweep.queue), unit="run", disable=None))
             at_end.callback(self._end_trainings)
             while self._patiently(functools.partial(self._step, bar), PATIENCE_SECONDS):
-                time.sleep(REMOTE_POLL_SECONDS if storage.is_remote(self._sweep.out) else POLL_SECONDS)
+                time.sleep(
+                    REMOTE_POLL_SECONDS if storage.is_remote(self._sweep.out) else POLL_SECONDS
+                )
 
     def report(self) -> list[str]:
         """Returns lines with the best run.
@@ -220,7 +236,10 @@ class Worker:
         lines = [f"best      {name}: validation loss {best.value:.4f} nats", *self._next(name)]
         if len(finished) < _FEWEST_FOR_IMPORTANCES:
             return lines
-        with contextlib.suppress(ValueError, RuntimeError), warnings.catch_warnings(action="ignore"):
+        with (
+            contextlib.suppress(ValueError, RuntimeError),
+            warnings.catch_warnings(action="ignore"),
+        ):
             evaluator = optuna.importance.PedAnovaImportanceEvaluator()
             shares = optuna.importance.get_param_importances(self._study, evaluator=evaluator)
             lines += [f"matters   {share:4.0%} {name}" for name, share in shares.items()]
@@ -262,7 +281,9 @@ class Worker:
             return
         self.signal_number = number
         for training in self._trainings:
-            training.process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            training.process.send_signal(
+                signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+            )
 
     def _end_trainings(self) -> None:
         """Ends the trainings that are left after an error, and waits until they have saved."""
@@ -286,12 +307,16 @@ class Worker:
         optuna.storages.fail_stale_trials(self._study)
         while self._free_gpus and not self.signal_number and self._take():
             self._beat()
-        bar.n = sum(trial.state.is_finished() for trial in self._trials().values() if self._counts(trial))
+        bar.n = sum(
+            trial.state.is_finished() for trial in self._trials().values() if self._counts(trial)
+        )
         bar.refresh()
         is_left = bar.n < len(self._sweep.queue)
         if is_left and not self._trainings and not self._is_waiting:
             self._is_waiting = True
-            _say(f"waiting   for runs of other workers, a dead worker is noticed after {GRACE_SECONDS} s")
+            _say(
+                f"waiting   for runs of other workers, a dead worker is noticed after {GRACE_SECONDS} s"
+            )
         return is_left
 
     def _beat(self) -> None:
@@ -318,12 +343,18 @@ class Worker:
     def _queue(self) -> bool:
         """Queues a trial for an empty place. Returns whether there is such a place."""
         trials = self._trials()
-        places = [place for place in self._sweep.queue if place not in trials or not self._counts(trials[place])]
+        places = [
+            place
+            for place in self._sweep.queue
+            if place not in trials or not self._counts(trials[place])
+        ]
         if self._was_late:  # Workers that start together should not all want the same place.
             random.shuffle(places)
         for place in places:
             before = trials.get(place)
-            folder = os.path.join(self._sweep.out, before.user_attrs.get("run", place) if before else place)
+            folder = os.path.join(
+                self._sweep.out, before.user_attrs.get("run", place) if before else place
+            )
             if not is_held(folder):  # Else by a training that saves, as its worker has died.
                 params = dict(before.params if before else {}) | dict(self._sweep.queue[place])
                 self._study.enqueue_trial(params, user_attrs={"place": place})
@@ -335,7 +366,10 @@ class Worker:
 
         Returns whether there was a trial to take.
         """
-        if not self._study.get_trials(deepcopy=False, states=[TrialState.WAITING]) and not self._queue():
+        if (
+            not self._study.get_trials(deepcopy=False, states=[TrialState.WAITING])
+            and not self._queue()
+        ):
             return False
         try:
             trial, run, failed = self._ask()
@@ -386,11 +420,23 @@ class Worker:
         training.close()
         # A training in a workdir that another one has locked fails.
         is_final = not self.signal_number and not is_held(training.run.folder)
-        self._tell(training.trial, training.run, pruned=training.pruned, failed=training.state if is_final else "")
+        self._tell(
+            training.trial,
+            training.run,
+            pruned=training.pruned,
+            failed=training.state if is_final else "",
+        )
         self._trainings.remove(training)
         self._free_gpus.append(training.gpu)
 
-    def _tell(self, trial: optuna.Trial, run: "Run | None" = None, *, pruned: bool = False, failed: str = "") -> None:
+    def _tell(
+        self,
+        trial: optuna.Trial,
+        run: "Run | None" = None,
+        *,
+        pruned: bool = False,
+        failed: str = "",
+    ) -> None:
         """Ends a trial, with the lowest validation loss in nats if its run has finished."""
         results = run.results if run else None
         value, state = None, TrialState.PRUNED if pruned else TrialState.FAIL
@@ -418,7 +464,12 @@ def _connect(sweep: "Sweep", place: sqlalchemy.URL) -> tuple[_Storage, optuna.St
     made = _Storage(url, engine, heartbeat_interval=1, grace_period=GRACE_SECONDS)
     name = f"{os.path.basename(sweep.out)}-{sweep.digest}"
     pruner = sweep.pruner or optuna.pruners.NopPruner()
-    how: dict[str, Any] = {"study_name": name, "load_if_exists": True, "sampler": sweep.sampler, "pruner": pruner}
+    how: dict[str, Any] = {
+        "study_name": name,
+        "load_if_exists": True,
+        "sampler": sweep.sampler,
+        "pruner": pruner,
+    }
     return made, optuna.create_study(storage=made, **how)
 
 

@@ -57,7 +57,11 @@ _PROGRAMS = list(dict.fromkeys(map(program_of, CorpusName)))
 _KEYS = ("program", "flagfile", "base", "sampler", "pruner", "grid", "random", "runs")
 # Values of a run, how its last process ended, and the seconds of all of them.
 _NOTES = "sweep.json"
-_STOP_CODES = [code for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for code in (-number, 128 + number)]
+_STOP_CODES = [
+    code
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for code in (-number, 128 + number)
+]
 # Each run has a process and a directory. All are checked before the first: this many take a minute
 # (6.7 ms each).
 MAX_RUNS = 10_000
@@ -94,7 +98,10 @@ class Run:
             same = results["eval"] == config_tree.to_dict(self.config.eval)
             # A run that was given more steps keeps the old results until it ends. With patience it
             # may end early.
-            ended = results["steps"] == self.config.train.steps or self.config.train.patience is not None
+            ended = (
+                results["steps"] == self.config.train.steps
+                or self.config.train.patience is not None
+            )
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
         return results if same and ended else None
@@ -104,7 +111,11 @@ class Run:
 
         `state` is None if the last process has not ended.
         """
-        notes = {"values": self.values, "seconds": _notes(self.folder).get("seconds", 0.0) + seconds, "state": state}
+        notes = {
+            "values": self.values,
+            "seconds": _notes(self.folder).get("seconds", 0.0) + seconds,
+            "state": state,
+        }
         storage.write_json(os.path.join(self.folder, _NOTES), notes)
 
     def end(self, code: int, seconds: float, *, pruned: bool) -> str:
@@ -118,7 +129,12 @@ class Run:
             step = max((step for step, _ in find_steps(run_lib.Run(self.folder).latest)), default=0)
             state = f"{'pruned' if pruned else 'stopped'} after step {step}"
         else:
-            lines = storage.read(os.path.join(self.folder, study.LOG)).decode(errors="replace").strip().split("\n")
+            lines = (
+                storage.read(os.path.join(self.folder, study.LOG))
+                .decode(errors="replace")
+                .strip()
+                .split("\n")
+            )
             why = lines[-1].strip()[:300] or f"exit code {code}"
             state = f"failed: {f'killed by {signal.Signals(-code).name}' if code < 0 else why}"
         self.note(state, seconds)
@@ -131,7 +147,11 @@ class Run:
             [found] = records.read_runs([self.folder])
             row |= dataclasses.replace(found, results=self.results).row([])
         if self.results is None:
-            row["state"] = f"running, {row['state']}" if is_held(self.folder) else notes.get("state") or row["state"]
+            row["state"] = (
+                f"running, {row['state']}"
+                if is_held(self.folder)
+                else notes.get("state") or row["state"]
+            )
         if seconds := notes.get("seconds"):  # Else the recorded rates are the time.
             row["seconds"] = round(seconds, 1)
         in_effect = config_tree.to_dict(self.config) | dict(self.differs)
@@ -148,31 +168,57 @@ class Sweep:
     def __init__(self, path: Path, out: str):
         content = _content(path)
         self.out, self.program, given = out, content["program"], content.get("flagfile", [])
-        self._common = [f"--flagfile={name}" for name in ([given] if isinstance(given, str) else given)]
+        self._common = [
+            f"--flagfile={name}" for name in ([given] if isinstance(given, str) else given)
+        ]
         self._common += _as_flags(_flat(content.get("base", {})))
         self._entries = _entries(content.get("runs") or [{}])
         self._grid = _grid(_flat(content.get("grid", {})))
         ranges, samples, seed = _random(content.get("random", {}))
-        of_entries = {name: None for entry in self._entries.values() for name in entry if name != "name"}
-        tables: dict[str, Mapping[str, Any]] = {"the grid": self._grid, "runs": of_entries, "random": ranges}
+        of_entries = {
+            name: None for entry in self._entries.values() for name in entry if name != "name"
+        }
+        tables: dict[str, Mapping[str, Any]] = {
+            "the grid": self._grid,
+            "runs": of_entries,
+            "random": ranges,
+        }
         for first, second in itertools.combinations(tables, 2):
             twice = ", ".join(sorted(tables[first].keys() & tables[second].keys()))
-            require(not twice, f"{twice} is in both {first} and {second}, but a run has one value. Remove it from one.")
+            require(
+                not twice,
+                f"{twice} is in both {first} and {second}, but a run has one value. Remove it from one.",
+            )
         texts = ({"runs": self._entries} if len(self._entries) > 1 else {}) | self._grid
         # Values by their names in the study.
-        self.space = ranges | {name: CategoricalDistribution(list(each)) for name, each in texts.items()}
+        self.space = ranges | {
+            name: CategoricalDistribution(list(each)) for name, each in texts.items()
+        }
         self.names = [*of_entries, *ranges, *self._grid]  # The settings in which runs differ.
         # Another content is another study; the folders are the same.
-        self.digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:8]
-        made = {kind: study.made(kind, content[kind]) for kind in ("sampler", "pruner") if kind in content}
+        self.digest = hashlib.sha256(
+            json.dumps(content, sort_keys=True, default=str).encode()
+        ).hexdigest()[:8]
+        made = {
+            kind: study.made(kind, content[kind])
+            for kind in ("sampler", "pruner")
+            if kind in content
+        }
         self.sampler, self.pruner = made.get("sampler"), made.get("pruner")
         online = self.sampler is not None
-        require(ranges or not online, f"[sampler] has no range to draw from in [random]. Add {_RANGE}")
+        require(
+            ranges or not online, f"[sampler] has no range to draw from in [random]. Add {_RANGE}"
+        )
         _check_number({name: len(values) for name, values in texts.items()}, samples, online=online)
         points = study.drawn(ranges, samples, seed) if ranges else [{}]
         if online:
-            points = [{name: getattr(each, end) for name, each in ranges.items()} for end in ("low", "high")]
-        combinations = [dict(zip(texts, each, strict=True)) for each in itertools.product(*texts.values())]
+            points = [
+                {name: getattr(each, end) for name, each in ranges.items()}
+                for end in ("low", "high")
+            ]
+        combinations = [
+            dict(zip(texts, each, strict=True)) for each in itertools.product(*texts.values())
+        ]
         found: dict[str, Run] = {}
         for run in (self.run(point | each) for point in points for each in combinations):
             same = found.setdefault(run.name, run).config == run.config  # Draws may be equal.
@@ -187,17 +233,28 @@ class Sweep:
 
     def run(self, values: Mapping[str, Any]) -> Run:
         """Returns the run with these values. Raises `UserError` as its program would."""
-        settings, rounded = dict(self._entries[values.get("runs", next(iter(self._entries)))]), dict[str, Any]()
+        settings, rounded = (
+            dict(self._entries[values.get("runs", next(iter(self._entries)))]),
+            dict[str, Any](),
+        )
         given = settings.pop("name", None)
         for name, of in self.space.items():
             if isinstance(of, FloatDistribution):  # Four digits keep the names of runs short.
                 rounded[name] = min(max(float(f"{values[name]:.4g}"), of.low), of.high)
             elif name != "runs":
-                rounded[name] = self._grid[name][values[name]] if name in self._grid else values[name]
+                rounded[name] = (
+                    self._grid[name][values[name]] if name in self._grid else values[name]
+                )
         # "seed=1+dropout.rate=0.3": without the first group where that is unique.
         ends = [name.partition(".")[2] or name for name in self.names]
-        short = {name: end if ends.count(end) == 1 else name for name, end in zip(self.names, ends, strict=True)}
-        parts = [f"{short[each]}={_as_text(value)}" for each, value in (({} if given else settings) | rounded).items()]
+        short = {
+            name: end if ends.count(end) == 1 else name
+            for name, end in zip(self.names, ends, strict=True)
+        }
+        parts = [
+            f"{short[each]}={_as_text(value)}"
+            for each, value in (({} if given else settings) | rounded).items()
+        ]
         settings |= rounded
         name = safe_name(given, parts)
         arguments, folder = [*self._common, *_as_flags(settings)], os.path.join(self.out, name)
@@ -206,7 +263,13 @@ class Sweep:
             config = config_of(self.program, arguments, recorded.config if recorded else None)
             if recorded is not None:
                 recorded.compare(config)
-        command = (sys.executable, "-m", f"experiments.{self.program}", *arguments, f"--workdir={folder}")
+        command = (
+            sys.executable,
+            "-m",
+            f"experiments.{self.program}",
+            *arguments,
+            f"--workdir={folder}",
+        )
         return Run(name, folder, values, settings, command, config)
 
     def _has(self, values: Mapping[str, Any]) -> bool:
@@ -224,8 +287,15 @@ class Sweep:
         """
         runs: Iterable[Run] = self.runs.values()
         if not runs and storage.is_dir(self.out):
-            found = (_notes(os.path.join(self.out, name)).get("values") for name in storage.names(self.out))
-            runs = [self.run(values) for values in found if isinstance(values, dict) and self._has(values)]
+            found = (
+                _notes(os.path.join(self.out, name)).get("values")
+                for name in storage.names(self.out)
+            )
+            runs = [
+                self.run(values)
+                for values in found
+                if isinstance(values, dict) and self._has(values)
+            ]
         rows = [run.row(self.names) for run in runs]
         _write_table(self.names, rows, self.out)
         return int(any(row["state"].startswith("failed") for row in rows))
@@ -248,7 +318,10 @@ def safe_name(given: Any, parts: Sequence[str]) -> str:
     )
     name = "+".join([*filter(None, [text]), *parts])
     name = re.sub(r"[^\w.,=+-]+", "_", name) or "base"
-    require(name not in _OWN_FILES, f"the name of a run must not be one of {', '.join(_OWN_FILES)}, got {name!r}")
+    require(
+        name not in _OWN_FILES,
+        f"the name of a run must not be one of {', '.join(_OWN_FILES)}, got {name!r}",
+    )
     data = name.encode()
     if len(data) <= MAX_NAME_BYTES:
         return name
@@ -282,23 +355,39 @@ def _refuse_equal(runs: Iterable[Run]) -> None:
     found: dict[ExperimentConfig, str] = {}
     for run in runs:
         other = found.setdefault(run.config, run.name)
-        require(other == run.name, f"{other} and {run.name} have the same settings. Remove one of them.")
+        require(
+            other == run.name, f"{other} and {run.name} have the same settings. Remove one of them."
+        )
 
 
 def _content(path: Path) -> dict[str, Any]:
-    missing, invalid = f"cannot read {path} (%s). Pass the path of a TOML file.", f"{path} is not valid TOML: %s"
-    with rephrased(missing, OSError), rephrased(invalid, tomllib.TOMLDecodeError, UnicodeDecodeError):
+    missing, invalid = (
+        f"cannot read {path} (%s). Pass the path of a TOML file.",
+        f"{path} is not valid TOML: %s",
+    )
+    with (
+        rephrased(missing, OSError),
+        rephrased(invalid, tomllib.TOMLDecodeError, UnicodeDecodeError),
+    ):
         content = tomllib.loads(storage.read_text(path))
     for key, value in content.items():
         near = config_tree.did_you_mean(key, _KEYS)
-        require(key in _KEYS, f"the keys of {path} must be of {', '.join(_KEYS)}, got {key!r}{near}")
+        require(
+            key in _KEYS, f"the keys of {path} must be of {', '.join(_KEYS)}, got {key!r}{near}"
+        )
         fits = key in _KEYS[:2] or isinstance(value, list if key == "runs" else dict)
         require(fits, f"{key} must be a table [{key}] with one flag per line, got {value!r}")
     nothing = f"{path} must have a grid, random ranges or runs"
-    require(any(map(content.get, _KEYS[5:])), f"{nothing}. For a single run use python -m experiments.PROGRAM.")
+    require(
+        any(map(content.get, _KEYS[5:])),
+        f"{nothing}. For a single run use python -m experiments.PROGRAM.",
+    )
     program = content.get("program")
     near = config_tree.did_you_mean(str(program), _PROGRAMS)
-    require(program in _PROGRAMS, f"program must be one of {', '.join(_PROGRAMS)}, got {program!r}{near}")
+    require(
+        program in _PROGRAMS,
+        f"program must be one of {', '.join(_PROGRAMS)}, got {program!r}{near}",
+    )
     return content
 
 
@@ -306,7 +395,10 @@ def _entries(given: list[Any]) -> dict[str, dict[str, Any]]:
     """Returns the entries of [[runs]] by name, or else by their settings."""
     found: dict[str, dict[str, Any]] = {}
     for entry in given:
-        require(isinstance(entry, dict), f"each run must be a table [[runs]] with one flag per line, got {entry!r}")
+        require(
+            isinstance(entry, dict),
+            f"each run must be a table [[runs]] with one flag per line, got {entry!r}",
+        )
         flat = _flat(entry)
         name = str(flat.get("name") or " ".join(_as_flags(flat)) or "base")
         require(name not in found, f"two runs are named {name}. Give them different names.")
@@ -318,7 +410,10 @@ def _grid(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the values of each setting of the grid by their texts."""
     for name, values in flat.items():
         wanted = f"grid.{name} must be a list of values to try"
-        require(isinstance(values, list) and values, f"{wanted}, got {values!r}. Move a single value to [base].")
+        require(
+            isinstance(values, list) and values,
+            f"{wanted}, got {values!r}. Move a single value to [base].",
+        )
     return {name: {_as_text(value): value for value in values} for name, values in flat.items()}
 
 
@@ -327,13 +422,21 @@ def _random(table: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     samples, seed = table.get("samples", 1), table.get("seed", 0)
     for name, value, least in (("samples", samples, 1), ("seed", seed, 0)):
         wanted = f"random.{name} must be a whole number of at least {least}"
-        require(type(value) is int and value >= least, f"{wanted}, got {value!r}. Seeds of the runs go into [grid].")
+        require(
+            type(value) is int and value >= least,
+            f"{wanted}, got {value!r}. Seeds of the runs go into [grid].",
+        )
     whole = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.type.kind is int}
     found: dict[str, Any] = {}
-    for full, ends in _flat({name: value for name, value in table.items() if name not in ("samples", "seed")}).items():
+    for full, ends in _flat(
+        {name: value for name, value in table.items() if name not in ("samples", "seed")}
+    ).items():
         name, _, kind = full.rpartition(".")
         wrong = f"random.{full} must be one range per setting, the lower number first, {_RANGE}, got {ends!r}"
-        require(kind in ("log", "uniform") and name and name not in found and isinstance(ends, list), wrong)
+        require(
+            kind in ("log", "uniform") and name and name not in found and isinstance(ends, list),
+            wrong,
+        )
         of: Any = IntDistribution if name in whole else FloatDistribution
         with rephrased(f"{wrong} (%s)", TypeError, ValueError):
             found[name] = of(*ends, log=kind == "log")
@@ -345,7 +448,11 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flattens TOML tables: `model.n_layer = 4` is a table there, and a dotted name here."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        flat |= (
+            _flat(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{name}": value}
+        )
     return flat
 
 
@@ -370,7 +477,9 @@ def _notes(folder: str) -> dict[str, Any]:
         return {}
 
 
-def config_of(program: str, arguments: list[str], recorded: ExperimentConfig | None = None) -> ExperimentConfig:
+def config_of(
+    program: str, arguments: list[str], recorded: ExperimentConfig | None = None
+) -> ExperimentConfig:
     """Returns the config that the program would make of these arguments.
 
     The record in the workdir is taken into account. Raises `UserError` if the program would reject
@@ -395,7 +504,10 @@ def _write_table(names: Sequence[str], rows: Sequence[dict[str, Any]], out: str 
     storage.make_folder(out)
     columns = ["run", *names, *records.MEASURED, "state"]
     averages = records.means(names, rows)
-    for name, header, content in ("results", columns, rows), ("means", records.mean_columns(names), averages):
+    for name, header, content in (
+        ("results", columns, rows),
+        ("means", records.mean_columns(names), averages),
+    ):
         if content:
             path = os.path.join(out, f"{name}.csv")
             storage.write(path, records.csv_file(header, content))
@@ -414,7 +526,10 @@ def main(argv: Sequence[str]) -> int:
         return _run(given)
     except study.UNREACHABLE as error:
         advice = "Check --storage, and rerun the same command"
-        print(f"error: the database of the study is unreachable ({study.reason(error)}). {advice}.", file=sys.stderr)
+        print(
+            f"error: the database of the study is unreachable ({study.reason(error)}). {advice}.",
+            file=sys.stderr,
+        )
         return os.EX_TEMPFAIL
     except OSError as error:
         print(f"error: {one_line(describe_system_error(error))}", file=sys.stderr)
@@ -429,9 +544,14 @@ def _run(given: argparse.Namespace) -> int:
     if given.table and files and not files[0].endswith(".toml"):
         found = records.read_runs(files)
         names = records.swept_settings(found)
-        _write_table(names, [run.row(names) for run in found], storage.as_path(out) if out else None)
+        _write_table(
+            names, [run.row(names) for run in found], storage.as_path(out) if out else None
+        )
         return output.exit_code()
-    require(len(files) == 1, f"one file must be passed, such as sweep.toml, got {' '.join(files) or 'none'}")
+    require(
+        len(files) == 1,
+        f"one file must be passed, such as sweep.toml, got {' '.join(files) or 'none'}",
+    )
     require(given.jobs > 0, f"--jobs must be at least 1, got {given.jobs}")
     require(out, "--out is required: the directory of the runs. Pass --out=PATH.")
     wrong = f"--storage=postgresql://USER@HOST/DATABASE is required for a bucket, got --out={out}"
@@ -455,25 +575,47 @@ def _run(given: argparse.Namespace) -> int:
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
     how = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("launch.sweep", description=__doc__, formatter_class=how, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "launch.sweep", description=__doc__, formatter_class=how, allow_abbrev=False
+    )
     add = parser.add_argument
     add("files", nargs="*", help="the sweep file, or with --table directories of runs")
     add("--out", help="directory or bucket for runs and tables, created if missing")
-    several = "for multiple machines postgresql://USER@HOST/DATABASE, with the password in PGPASSWORD"
+    several = (
+        "for multiple machines postgresql://USER@HOST/DATABASE, with the password in PGPASSWORD"
+    )
     add("--storage", help=f"database of the study (default: sqlite:///OUT/study.db), {several}")
     add("--jobs", type=int, metavar="N", default=1, help="runs at a time")
-    add("--gpus", type=lambda text: text.split(","), help="GPUs to use, such as 0,1, with one run at a time on each")
+    add(
+        "--gpus",
+        type=lambda text: text.split(","),
+        help="GPUs to use, such as 0,1, with one run at a time on each",
+    )
     add("--table", action="store_true", help="only print the table of results")
     add("--dry_run", action="store_true", help="only print the commands of the unfinished runs")
-    add("--print", choices=["sky"], help="only print commands that start --jobs workers as managed jobs of SkyPilot")
+    add(
+        "--print",
+        choices=["sky"],
+        help="only print commands that start --jobs workers as managed jobs of SkyPilot",
+    )
     return parser.parse_args(words)
 
 
 def _sky(given: argparse.Namespace) -> list[Sequence[str]]:
     """Returns a command for each managed job: a worker of the study on a separate machine."""
     shared = storage.is_remote(given.out) and given.storage and study.database(given.storage).host
-    require(shared, "SkyPilot jobs share a bucket and a database. Set --out=gs://BUCKET/DIRECTORY and --storage.")
-    run = ["python", "-m", "launch.sweep", *given.files, f"--out={given.out}", f"--storage={given.storage}"]
+    require(
+        shared,
+        "SkyPilot jobs share a bucket and a database. Set --out=gs://BUCKET/DIRECTORY and --storage.",
+    )
+    run = [
+        "python",
+        "-m",
+        "launch.sweep",
+        *given.files,
+        f"--out={given.out}",
+        f"--storage={given.storage}",
+    ]
     # Not its value.
     more = [f"--env=RUN={shlex.join(run)}"] + ["--secret=PGPASSWORD"] * ("PGPASSWORD" in os.environ)
     start = ["sky", "jobs", "launch", "launch/sky.yaml", "--yes", "--detach-run", *more]

@@ -77,7 +77,9 @@ def usual_emitters():
         if "fusion_emitters" in os.environ["XLA_FLAGS"]:
             compile_quickly = jax.stages.Lowered.compile
             options = {"xla_cpu_use_fusion_emitters": True}
-            patch.setattr(jax.stages.Lowered, "compile", lambda lowered: compile_quickly(lowered, options))
+            patch.setattr(
+                jax.stages.Lowered, "compile", lambda lowered: compile_quickly(lowered, options)
+            )
         tiny_run.compiled.cache_clear()
         yield
         tiny_run.compiled.cache_clear()

@@ -51,7 +51,12 @@ from txl_jax.training import ensemble
 
 def test_what_a_pickle_may_call():
     builders = {
-        pickles._set: {"builtins.set", "builtins.frozenset", "__builtin__.set", "__builtin__.frozenset"},
+        pickles._set: {
+            "builtins.set",
+            "builtins.frozenset",
+            "__builtin__.set",
+            "__builtin__.frozenset",
+        },
         pickles._bytes: {
             "builtins.bytes",
             "builtins.bytearray",
@@ -108,7 +113,17 @@ def test_the_instructions_of_a_pickle_that_are_carried_out():
     """
     known = {opcode.name for opcode in pickletools.opcodes}
     refused = {name for name in known if not hasattr(pickles._Machine, name)}
-    assert refused == {"NEXT_BUFFER", "READONLY_BUFFER", "DUP", "EXT1", "EXT2", "EXT4", "INST", "OBJ", "STOP"}
+    assert refused == {
+        "NEXT_BUFFER",
+        "READONLY_BUFFER",
+        "DUP",
+        "EXT1",
+        "EXT2",
+        "EXT4",
+        "INST",
+        "OBJ",
+        "STOP",
+    }
 
 
 def test_keys_and_encodings_that_a_pickle_may_have():
@@ -163,7 +178,13 @@ def test_names_of_files_that_are_opened():
     )
     assert set(weight_files.SUFFIXES) == {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
     assert set(weights._REMOTE_SUFFIXES) == {*weight_files.SUFFIXES, ".index", ".meta", ".h5"}
-    wrappers = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+    wrappers = {
+        "_orig_mod",
+        "module",
+        "_fsdp_wrapped_module",
+        "_checkpoint_wrapped_module",
+        "_forward_module",
+    }
     assert wrappers == tensor_names.WRAPPERS
     assert own_settings.NAME == "txl_jax.json"
     assert foreign_vocabulary.NAMES == (
@@ -190,11 +211,16 @@ def test_keys_that_are_read_of_other_implementations_settings():
     """
     sizes = {"n_layer", "d_model", "n_head", "d_head", "d_inner", "d_embed", "div_val", "n_token"}
     integers = dict.fromkeys(sizes | {"mem_len", "clamp_len", "tgt_len"}, int)
-    flags = dict.fromkeys({"untie_r", "pre_lnorm", "tie_weight", "same_length", "proj_share_all_but_first"}, bool)
+    flags = dict.fromkeys(
+        {"untie_r", "pre_lnorm", "tie_weight", "same_length", "proj_share_all_but_first"}, bool
+    )
     assert integers | flags | {"cutoffs": int, "tie_projs": bool} == infer_config._KINDS
     assert set(infer_config._LISTS) == {"cutoffs", "tie_projs"}
     assert dict.fromkeys(sizes, 1) | {"mem_len": 0} == infer_config._LEAST
-    assert infer_config._OTHER_NAMES == {"n_token": "vocab_size", "tie_weight": "tie_word_embeddings"}
+    assert infer_config._OTHER_NAMES == {
+        "n_token": "vocab_size",
+        "tie_weight": "tie_word_embeddings",
+    }
     assert infer_config._PUBLISHED_CUTOFFS == {
         267_735: (20_000, 40_000, 200_000),
         793_470: (60_000, 100_000, 640_000),
@@ -206,7 +232,14 @@ def test_keys_that_are_read_of_other_implementations_settings():
 def test_tensors_that_a_conversion_leaves_out_or_renames():
     """Every other unknown tensor is refused."""
     assert tensorflow._LEFT_OUT.pattern == ".*/(Adam|Adam_1|ExponentialMovingAverage|adam_[mv])"
-    left_out = ["x/Adam", "x/Adam_1", "x/ExponentialMovingAverage", "x/adam_m", "x/adam_v", "a/b/Adam"]
+    left_out = [
+        "x/Adam",
+        "x/Adam_1",
+        "x/ExponentialMovingAverage",
+        "x/adam_m",
+        "x/adam_v",
+        "a/b/Adam",
+    ]
     kept = ["Adam", "x/Adam_2", "x/Adam/y", "x/adam_", "x/ExponentialMovingAverage_1"]
     assert [name for name in left_out + kept if tensorflow._LEFT_OUT.fullmatch(name)] == left_out
     leaf = mock.sentinel.leaf
@@ -283,7 +316,9 @@ def test_settings_that_a_portable_checkpoint_does_not_publish():
         "sha256",
     }
     kept_back = set(config_tree.to_dict(config)) - set(saved["config"])
-    data = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.name.startswith("data.")}
+    data = {
+        leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.name.startswith("data.")
+    }
     assert kept_back == (data - {"data.reset_at"}) | {
         "init_from",
         "init_vocabulary",
@@ -357,7 +392,14 @@ class _Answer(Exception):  # noqa: N818
 
 def test_errors_of_storage_that_are_tried_again_and_what_they_mean():
     """FileNotFoundError alone means absence, and PermissionError that a retry is in vain."""
-    assert {code for code in range(100, 600) if storage._is_passing(_Answer(code))} == {408, 429, 500, 502, 503, 504}
+    assert {code for code in range(100, 600) if storage._is_passing(_Answer(code))} == {
+        408,
+        429,
+        500,
+        502,
+        503,
+        504,
+    }
     assert set(storage._PASSING_ERRORS.pattern.split("|")) == {
         "Connect",
         "Timeout",
@@ -413,7 +455,9 @@ class _EveryPlan(program.TrainPlan, program.TrainedRun, program.StoredTypes):
 
 def test_flags_that_may_differ_from_host_to_host(monkeypatch):
     compared = []
-    monkeypatch.setattr(distributed, "assert_same_on_all", lambda values, advice: compared.append(set(values)))
+    monkeypatch.setattr(
+        distributed, "assert_same_on_all", lambda values, advice: compared.append(set(values))
+    )
     other_hosts.check_same(_EveryPlan())
     run_lib.check_same_settings(ExperimentConfig())
     flags, settings = compared
@@ -471,7 +515,11 @@ def test_variables_under_which_memory_and_time_are_estimated():
 
 def test_flags_whose_values_are_not_logged():
     words = ("key", "token", "secret", "password", "name", "kind", "file")
-    hidden = [word for word in words if environment._SECRET.sub("hidden", f"--my_{word}=value") == "hidden"]
+    hidden = [
+        word
+        for word in words
+        if environment._SECRET.sub("hidden", f"--my_{word}=value") == "hidden"
+    ]
     assert hidden == ["key", "token", "secret", "password"]
 
 
@@ -509,10 +557,24 @@ def test_databases_and_keys_of_a_study():
             continue
         accepted.add((dialect, found.drivername))
     assert accepted == {("sqlite", "sqlite"), ("postgresql", "postgresql+psycopg")}
-    for url in ("sqlite+pysqlite:///x", "postgresql+psycopg2://a@b/c", "postgresql://a:word@b/c", "file:///x"):
+    for url in (
+        "sqlite+pysqlite:///x",
+        "postgresql+psycopg2://a@b/c",
+        "postgresql://a:word@b/c",
+        "file:///x",
+    ):
         with pytest.raises(UserError):
             study.database(url)
-    assert set(sweep._KEYS) == {"program", "flagfile", "base", "sampler", "pruner", "grid", "random", "runs"}
+    assert set(sweep._KEYS) == {
+        "program",
+        "flagfile",
+        "base",
+        "sampler",
+        "pruner",
+        "grid",
+        "random",
+        "runs",
+    }
 
 
 # The server
@@ -531,8 +593,19 @@ async def _status_without_key(application, method, path) -> int:
     async def send(message):
         answers.append(message)
 
-    scope = {"type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode()}
-    scope |= {"query_string": b"", "headers": [(b"host", b"localhost")], "scheme": "http", "root_path": ""}
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+    }
+    scope |= {
+        "query_string": b"",
+        "headers": [(b"host", b"localhost")],
+        "scheme": "http",
+        "root_path": "",
+    }
     await application(scope, receive, send)
     return answers[0]["status"]
 
@@ -559,7 +632,10 @@ def test_routes_methods_and_what_needs_no_key():
         ("GET", "/openapi.json"),
         ("GET", "/"),
     }
-    status = {(method, path): asyncio.run(_status_without_key(application, method, path)) for method, path in asked}
+    status = {
+        (method, path): asyncio.run(_status_without_key(application, method, path))
+        for method, path in asked
+    }
     open_to_all = {path for (_, path), code in status.items() if code != 401}
     assert open_to_all == {"/healthz", "/readyz", "/openapi.json", "/"}
 
@@ -604,6 +680,16 @@ def test_parameters_of_requests():
     assert set(protocol._StreamOptions.model_fields) == {"include_usage", "include_obfuscation"}
     assert set(protocol.TokenizeBody.model_fields) == {"model", "prompt", "add_special_tokens"}
     assert set(protocol.DetokenizeBody.model_fields) == {"model", "tokens"}
-    assert set(protocol._UNSUPPORTED) == {"frequency_penalty", "presence_penalty", "logit_bias", "suffix"}
-    for body in (protocol.Body, protocol.CompletionBody, protocol.TokenizeBody, protocol.DetokenizeBody):
+    assert set(protocol._UNSUPPORTED) == {
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
+        "suffix",
+    }
+    for body in (
+        protocol.Body,
+        protocol.CompletionBody,
+        protocol.TokenizeBody,
+        protocol.DetokenizeBody,
+    ):
         assert body.model_config == {"extra": "forbid", "strict": True, "allow_inf_nan": False}

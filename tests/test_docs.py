@@ -21,9 +21,13 @@ from txl_jax.config import ExperimentConfig
 from txl_jax.config.config_tree import leaves
 from txl_jax.config.experiment import preset_names
 
-PAGES = [ROOT / name for name in ("README.md", "BUILD.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / name for name in ("README.md", "BUILD.md", "CONTRIBUTING.md")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
 PLACEHOLDERS = {"FLAGS", "...", "NAME"}  # Of the pages.
-SOURCES = [path for folder in ("txl_jax", "experiments") for path in sorted((ROOT / folder).rglob("*.py"))]
+SOURCES = [
+    path for folder in ("txl_jax", "experiments") for path in sorted((ROOT / folder).rglob("*.py"))
+]
 SETTINGS = {leaf.name: leaf for leaf in leaves(ExperimentConfig)}
 EXAMPLES = [path.relative_to(ROOT) for path in SOURCES if ">>>" in path.read_text()]
 assert len(EXAMPLES) > 10
@@ -48,7 +52,12 @@ def test_commands_are_found_on_pages():
 def flag_names(program):
     """The flags that a program's --help lists, and those that list and read them."""
     _, out, _ = programs.run(program, "--help")
-    return {*re.findall(r"^ *--(?:\[no\])?([\w.]+)", out, flags=re.MULTILINE), "help", "helpfull", "flagfile"}
+    return {
+        *re.findall(r"^ *--(?:\[no\])?([\w.]+)", out, flags=re.MULTILINE),
+        "help",
+        "helpfull",
+        "flagfile",
+    }
 
 
 @pytest.mark.full
@@ -69,12 +78,17 @@ def test_every_command_of_a_page_can_be_typed(page):
                 assert value in preset_names() or "/" in value, (page.name, program, word)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name
+)
 def test_every_setting_of_a_page_exists(page):
     named = re.findall(
-        r"--((?:model|data|optimizer|mesh|train|regularization|average|eval|generate)\.[\w.]*\w)", page.read_text()
+        r"--((?:model|data|optimizer|mesh|train|regularization|average|eval|generate)\.[\w.]*\w)",
+        page.read_text(),
     )
-    assert not {name for name in named if name not in SETTINGS and f"{name}." not in " ".join(SETTINGS)}
+    assert not {
+        name for name in named if name not in SETTINGS and f"{name}." not in " ".join(SETTINGS)
+    }
 
 
 def test_the_page_of_settings_has_all_of_them():
@@ -84,15 +98,23 @@ def test_the_page_of_settings_has_all_of_them():
     rows = re.findall(r"^\| `(?:--)?([\w.]+)`.* \| (.*) \| .* \| (.*) \|$", text, re.MULTILINE)
     assert {name for name, _, _ in rows} == {*SETTINGS} and len(rows) == len(SETTINGS)
     found = {name: (default, values) for name, default, values in rows}
-    assert found["model.n_layer"] == ("12", "int at least 1") and found["train.same_length"] == ("false", "bool")
+    assert found["model.n_layer"] == ("12", "int at least 1") and found["train.same_length"] == (
+        "false",
+        "bool",
+    )
     assert found["model.tie_projs"] == ("empty", "list of bool")
     assert found["average.ema_decay"] == ("none", "float above 0 and below 1 or none")
-    assert found["data.tokenizer.newlines"] == ("keep", "keep, drop; only if `data.tokenizer.kind` is byte")
+    assert found["data.tokenizer.newlines"] == (
+        "keep",
+        "keep, drop; only if `data.tokenizer.kind` is byte",
+    )
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=str)
 def test_examples_in_docstrings(path):
-    assert doctest.testmod(importlib.import_module(".".join(path.with_suffix("").parts))).failed == 0
+    assert (
+        doctest.testmod(importlib.import_module(".".join(path.with_suffix("").parts))).failed == 0
+    )
 
 
 def example(name):
@@ -133,7 +155,10 @@ def test_only_the_whole_model_solves_the_task(name, least, chance, atol):
 def test_memory_finds_the_topic_as_far_back_as_it_reaches():
     module = example("document_embeddings")
     within, without = module["main"]().values()
-    reach, chance = module["CONFIG"].n_layer * module["MEM_LEN"] // module["PASSAGE"], 1 / module["TOPICS"]
+    reach, chance = (
+        module["CONFIG"].n_layer * module["MEM_LEN"] // module["PASSAGE"],
+        1 / module["TOPICS"],
+    )
     assert within[: reach + 1].min() > 0.95
     # For 128 documents, a fraction of 1 in 8 has a standard deviation of 0.03; topics are the same
     # in all passages.

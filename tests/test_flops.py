@@ -28,7 +28,9 @@ def test_a_token_costs_what_xla_counts(encoding):
     sizes = {"n_layer": 2, "d_model": 64, "n_head": 2, "d_head": 48, "d_inner": 160}
     table = {"num_positions": 300} if encoding.is_learned else {}
     model = tiny.make(encoding=encoding, **table, **sizes)
-    freeze = functools.partial(prepare_params, model=model, segment_len=1, mem_len=256, clamp_len=None)
+    freeze = functools.partial(
+        prepare_params, model=model, segment_len=1, mem_len=256, clamp_len=None
+    )
     weights = jax.jit(freeze)(tiny.variables(model)["params"])
     memory = forward.init_cache(weights, batch_size=2, mem_len=256, segment_len=1)
 
@@ -69,7 +71,12 @@ def test_updates_and_recomputation_from_forward_passes():
 
 
 def test_peaks_by_the_names_that_jax_gives():
-    peaks = {"NVIDIA H200": 989e12, "NVIDIA H100 PCIe": 756e12, "TPU v5 lite": 197e12, "TPU v5p": 459e12}
+    peaks = {
+        "NVIDIA H200": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "TPU v5 lite": 197e12,
+        "TPU v5p": 459e12,
+    }
     for kind, peak in {**peaks, "TPU v4": 275e12, "NVIDIA T400 4GB": None, "CPU": None}.items():
         assert flops.device_peak(kind) == peak, kind
 
@@ -84,8 +91,12 @@ def test_units_and_sums():
     assert "bpc" in text.per_token(Measure.BPC) and "bpc" not in text.per_token(Measure.PPL)
     assert text.per_token(Measure.PPL)["bits_per_token"] == pytest.approx(3)
     of_bytes = text.per_token(Measure.BPB)
-    assert of_bytes["bits_per_byte"] == of_bytes["bpc"] == text.value(Measure.BPB) == pytest.approx(3)
-    assert text.format(Measure.BPB) == "bits per byte 3.0000" and "bits_per_byte" not in text.per_token(Measure.BPC)
+    assert (
+        of_bytes["bits_per_byte"] == of_bytes["bpc"] == text.value(Measure.BPB) == pytest.approx(3)
+    )
+    assert text.format(
+        Measure.BPB
+    ) == "bits per byte 3.0000" and "bits_per_byte" not in text.per_token(Measure.BPC)
     assert ByteVocabulary.measure is Measure.BPB and CharacterVocabulary.measure is Measure.BPC
     nothing = Totals()
     assert all(map(math.isnan, (nothing.nll, nothing.bpc, nothing.perplexity)))
@@ -94,7 +105,13 @@ def test_units_and_sums():
 
 @pytest.mark.full
 def test_a_learning_curve(tmp_path):
-    records = [{"kind": kind, "step": step, "bpc": 8 / step} for step in range(1, 9) for kind in ("train", "valid")]
-    plots.learning_curve(records, tmp_path / "curve.png", title="a title", levels={"zlib": 1.9, "lzma": 1.6})
+    records = [
+        {"kind": kind, "step": step, "bpc": 8 / step}
+        for step in range(1, 9)
+        for kind in ("train", "valid")
+    ]
+    plots.learning_curve(
+        records, tmp_path / "curve.png", title="a title", levels={"zlib": 1.9, "lzma": 1.6}
+    )
     picture = (tmp_path / "curve.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000

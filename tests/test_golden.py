@@ -20,7 +20,16 @@ import pytest
 
 from support import foreign
 from support.tiny import enable_x64
-from txl_jax.config import CompatConfig, DropoutConfig, DType, Encoding, MemoryStart, ModelConfig, NormPlace, ShawTerms
+from txl_jax.config import (
+    CompatConfig,
+    DropoutConfig,
+    DType,
+    Encoding,
+    MemoryStart,
+    ModelConfig,
+    NormPlace,
+    ShawTerms,
+)
 from txl_jax.interop import original
 from txl_jax.interop.original import Format
 from txl_jax.memory import Memory
@@ -35,7 +44,10 @@ FILES = sorted(FOLDER.glob("*.npz"))
 LENGTHS = ("tgt_len", "ext_len", "mem_len")
 TOLERANCE = {np.float64: 1e-9, np.float32: 2e-5}  # Of the largest entry of each tensor.
 # Tiles that are smaller than the segments, and do not divide them.
-EXACT = {"reference": Implementation("reference"), "tiled": Implementation("tiled", tile=Tile(3, 5))}
+EXACT = {
+    "reference": Implementation("reference"),
+    "tiled": Implementation("tiled", tile=Tile(3, 5)),
+}
 EXACT["stored"] = Implementation("stored")
 KERNELS = {"tpu": Implementation("fused", "mosaic_roll", Tile(16, 128), interpret=True)}
 # Cases by path that the default tests compute besides all of the reference.
@@ -55,9 +67,15 @@ def runs_with_paths():
     for file in FILES:
         golden = json.loads(str(np.load(file)["config_json"]))
         by_kernels = ENCODINGS[golden["attn_type"]] is Encoding.RELATIVE and not golden["ext_len"]
-        for start, path in itertools.product(golden["initial_memory"], EXACT | KERNELS if by_kernels else EXACT):
+        for start, path in itertools.product(
+            golden["initial_memory"], EXACT | KERNELS if by_kernels else EXACT
+        ):
             name = f"{file.stem}-{start}"
-            marks = () if path not in QUICK or name in QUICK[path] else pytest.mark.nightly(part="cases")
+            marks = (
+                ()
+                if path not in QUICK or name in QUICK[path]
+                else pytest.mark.nightly(part="cases")
+            )
             yield pytest.param(file, start, path, id=f"{name}-{path}", marks=marks)
 
 
@@ -71,7 +89,10 @@ def test_golden(file, start, path):
     golden = json.loads(str(arrays["config_json"]))
     if golden["ext_len"] > 0:
         pytest.skip(f"ext_len {golden['ext_len']}: no published run uses an extended context")
-    prefix, format = "" if start == golden["initial_memory"][0] else f"{start}/", Format(golden["library"])
+    prefix, format = (
+        "" if start == golden["initial_memory"][0] else f"{start}/",
+        Format(golden["library"]),
+    )
     with enable_x64(path in EXACT):
         model, params = load(arrays, golden, start, path)
         assert original.aliases(model.config, format) == golden["aliases"]
@@ -80,29 +101,55 @@ def test_golden(file, start, path):
             if k == golden["grad_segment"]:
                 gradients = original.from_flax(found["gradients"], model.config, format=format)
                 expected = under(arrays, f"{prefix}grad/")
-                assert expected.keys() == set(under(arrays, "param/")) - set(original.aliases(model.config, format))
+                assert expected.keys() == set(under(arrays, "param/")) - set(
+                    original.aliases(model.config, format)
+                )
                 for name, value in expected.items():
                     assert_close(gradients[name], value, f"gradient of {name}")
                 for name, value in under(arrays, "buffer/").items():
                     exact = gradients[name].dtype == np.float64
-                    np.testing.assert_allclose(gradients[name], value, rtol=1e-15 if exact else 1e-6)
+                    np.testing.assert_allclose(
+                        gradients[name], value, rtol=1e-15 if exact else 1e-6
+                    )
 
 
 def load(arrays, golden, start, path):
-    implementation, dtype = (EXACT | KERNELS)[path], DType.FLOAT64 if path in EXACT else DType.FLOAT32
-    config, tensors = config_of(golden, start, dtype), under(arrays, "param/") | under(arrays, "buffer/")
-    params = foreign.to_flax(tensors, config, vocab_size=golden["n_token"], format=Format(golden["library"]))
-    model = TransformerXL(config, golden["n_token"], attention=Implementations(implementation, implementation))
+    implementation, dtype = (
+        (EXACT | KERNELS)[path],
+        DType.FLOAT64 if path in EXACT else DType.FLOAT32,
+    )
+    config, tensors = (
+        config_of(golden, start, dtype),
+        under(arrays, "param/") | under(arrays, "buffer/"),
+    )
+    params = foreign.to_flax(
+        tensors, config, vocab_size=golden["n_token"], format=Format(golden["library"])
+    )
+    model = TransformerXL(
+        config, golden["n_token"], attention=Implementations(implementation, implementation)
+    )
     return model, jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
 
 
 def config_of(golden: dict, start: str, dtype: DType) -> ModelConfig:
-    same = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "d_embed", "div_val", "tie_weight", "untie_r")
+    same = (
+        "n_layer",
+        "d_model",
+        "n_head",
+        "d_head",
+        "d_inner",
+        "d_embed",
+        "div_val",
+        "tie_weight",
+        "untie_r",
+    )
     model = ModelConfig(
         **{name: golden[name] for name in same},
         layer_norm=NormPlace.PRE if golden["pre_lnorm"] else NormPlace.POST,
         encoding=ENCODINGS[golden["attn_type"]],
-        num_positions=sum(golden[f"built_{name}"] for name in LENGTHS) if golden["attn_type"] in (1, 3) else None,
+        num_positions=sum(golden[f"built_{name}"] for name in LENGTHS)
+        if golden["attn_type"] in (1, 3)
+        else None,
         cutoffs=tuple(golden["cutoffs"]),
         tie_projs=tuple(golden["tie_projs"]),
         dropout=DropoutConfig(rate=0.0),
@@ -133,12 +180,18 @@ def run_segments(params, arrays, golden, model):
     """
     config = model.config
     absolute = not encoding_of(config).generates_by_token
-    lengths = {"clamp_len": clamp_len(golden), "same_length": golden["same_length"], "deterministic": True}
+    lengths = {
+        "clamp_len": clamp_len(golden),
+        "same_length": golden["same_length"],
+        "deterministic": True,
+    }
 
     def mean_nll(params, tokens, targets, memory):
         variables = {"params": params}
         if absolute:
-            memory = with_more_positions(memory, params, config, tokens.shape[1], lengths["clamp_len"])
+            memory = with_more_positions(
+                memory, params, config, tokens.shape[1], lengths["clamp_len"]
+            )
         before_the_norm = absolute and config.layer_norm is NormPlace.PRE
         with queries_before_the_norm() if before_the_norm else contextlib.nullcontext():
             hidden, memory = model.apply(variables, tokens, memory, **lengths)
@@ -154,12 +207,16 @@ def run_segments(params, arrays, golden, model):
         yield found | {"gradients": gradients}
 
 
-def with_more_positions(memory: Memory, params, config: ModelConfig, segment_len: int, clamp_len: int) -> Memory:
+def with_more_positions(
+    memory: Memory, params, config: ModelConfig, segment_len: int, clamp_len: int
+) -> Memory:
     """Positions added to the stored inputs (of the first layer, or of all), where those of earlier
     segments stay.
     """
     _, _, mem_len, d_model = memory.hidden.shape
-    distances = positions.key_distances(mem_len + segment_len, clamp_len=config.clamp(clamp_len))[:mem_len]
+    distances = positions.key_distances(mem_len + segment_len, clamp_len=config.clamp(clamp_len))[
+        :mem_len
+    ]
     if config.encoding is Encoding.AL_RFOU:
         vectors = params["stack"]["layers"]["positions"]["vector"][:, distances]
         return memory.replace(hidden=memory.hidden + vectors[:, None])
@@ -188,7 +245,11 @@ def queries_before_the_norm():
 
 def check_segment(found: dict, k: int, arrays: dict, golden: dict, prefix: str) -> None:
     assert_close(found["nll"].T, arrays[f"{prefix}seg{k}/nll"], f"nll of segment {k}")
-    assert_close(found["hidden"].swapaxes(0, 1), arrays[f"{prefix}seg{k}/hidden"], f"hidden states of segment {k}")
+    assert_close(
+        found["hidden"].swapaxes(0, 1),
+        arrays[f"{prefix}seg{k}/hidden"],
+        f"hidden states of segment {k}",
+    )
     memory = found["memory"]
     if golden["mem_len"] == 0:
         assert memory.hidden.size == 0
@@ -196,7 +257,9 @@ def check_segment(found: dict, k: int, arrays: dict, golden: dict, prefix: str) 
     expected = arrays[f"{prefix}seg{k}/mems"][: golden["n_layer"]].swapaxes(1, 2)
     n_filled = expected.shape[2]
     np.testing.assert_array_equal(memory.valid, np.full(golden["bsz"], n_filled))
-    assert_close(memory.hidden[:, :, memory.mem_len - n_filled :], expected, f"memory after segment {k}")
+    assert_close(
+        memory.hidden[:, :, memory.mem_len - n_filled :], expected, f"memory after segment {k}"
+    )
 
 
 def assert_close(found, expected: np.ndarray, what: str) -> None:
@@ -209,4 +272,8 @@ def assert_close(found, expected: np.ndarray, what: str) -> None:
 
 
 def under(arrays: dict, prefix: str) -> dict:
-    return {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in arrays.items()
+        if name.startswith(prefix)
+    }

@@ -35,7 +35,16 @@ from txl_jax.runtime import checkpoint, storage
 
 # Python's JSON nests no deeper than its stack, `int` takes 4,300 digits.
 DEEP, LONG = b"[" * 100_000, b"9" * 5000
-NOT_JSON = [DEEP, LONG, b'{"a": ' * 100_000, b"\xff", b"null", b'["txl_jax_model"]', b'"txl_jax_model"', b"1e999"]
+NOT_JSON = [
+    DEEP,
+    LONG,
+    b'{"a": ' * 100_000,
+    b"\xff",
+    b"null",
+    b'["txl_jax_model"]',
+    b'"txl_jax_model"',
+    b"1e999",
+]
 
 
 def changed(path: Path, **values) -> None:
@@ -47,7 +56,10 @@ def made(tmp_path_factory):
     """A run, its portable checkpoint, and the same model for Hugging Face."""
     folder = tmp_path_factory.mktemp("made")
     run = drawn_run.of_words(folder / "run", **drawn_run.WT103)
-    for name, to_format in (("portable", TargetFormat.NATIVE), ("theirs", TargetFormat.HUGGINGFACE)):
+    for name, to_format in (
+        ("portable", TargetFormat.NATIVE),
+        ("theirs", TargetFormat.HUGGINGFACE),
+    ):
         convert(run.path, folder / name, to_format=to_format, log=lambda line: None)
     return folder
 
@@ -63,7 +75,12 @@ def folders(made, tmp_path):
 @pytest.mark.parametrize("content", NOT_JSON, ids=lambda content: repr(content[:9]))
 def test_what_is_no_record_is_one_error(folders, content):
     run, step = folders / "run", next((folders / "run" / "checkpoints" / "best").iterdir())
-    for folder, name in ((step, "digests"), (run, "results"), (run, "config"), (folders / "portable", "config")):
+    for folder, name in (
+        (step, "digests"),
+        (run, "results"),
+        (run, "config"),
+        (folders / "portable", "config"),
+    ):
         (folder / f"{name}.json").write_bytes(content)
     assert checkpoint.find_damage(step) == checkpoint.NO_DIGESTS
     assert read_results(str(run)) == {} and recorded_folders(run) == {}
@@ -100,7 +117,10 @@ def test_files_without_an_end_are_not_read(tmp_path):
 
 
 def test_a_member_does_not_lead_out_of_the_workdir(folders):
-    path, members = folders / "run" / "config.json", [{"seed": 1}, {"data.file": "/../../../outside"}]
+    path, members = (
+        folders / "run" / "config.json",
+        [{"seed": 1}, {"data.file": "/../../../outside"}],
+    )
     changed(path, members=members[:1])
     assert Run.read(folders / "run", member="seed=1").member == "seed=1"
     changed(path, members=members)
@@ -114,7 +134,10 @@ def test_digests_vouch_only_for_what_they_list(folders):
     first = min(digests)
     for listed, expected in (
         ({}, checkpoint.NO_DIGESTS),
-        ({name: digest for name, digest in digests.items() if name != first}, checkpoint.NO_DIGESTS),
+        (
+            {name: digest for name, digest in digests.items() if name != first},
+            checkpoint.NO_DIGESTS,
+        ),
         (digests | {"../../../config.json": "0" * 64}, "../../../config.json"),
         (digests | {os.devnull: "0" * 64}, os.devnull),
         (digests, None),
@@ -135,7 +158,9 @@ def test_digests_vouch_only_for_what_they_list(folders):
 
 def test_a_setting_that_nests_deep(tmp_path):
     value = foreign.nvidia_checkpoint(*foreign.make("pytorch"))
-    value["model_config"] = torch_bytes.Raw(b"}X\x07\x00\x00\x00n_layer" + b"]" * 100_000 + b"a" * 99_999 + b"s")
+    value["model_config"] = torch_bytes.Raw(
+        b"}X\x07\x00\x00\x00n_layer" + b"]" * 100_000 + b"a" * 99_999 + b"s"
+    )
     torch_bytes.write_legacy(tmp_path / "checkpoint_best.pt", value)
     with pytest.raises(UserError, match="n_layer"):
         formats.read(tmp_path / "checkpoint_best.pt")
@@ -152,7 +177,11 @@ TOKENIZER = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a"
     "text",
     [
         LONG_BYTE,
-        *(f"{TITLE} {kind.kind} {start * 50_000}\na\n" for kind in KINDS for start in ("[", '{"a":')),
+        *(
+            f"{TITLE} {kind.kind} {start * 50_000}\na\n"
+            for kind in KINDS
+            for start in ("[", '{"a":')
+        ),
         f'{TITLE} id {{"size": {10**12}}}\n',
         # The package panics: it has no token "ab".
         f"{TITLE} subword {{}}\n{json.dumps(TOKENIZER)}\n",
@@ -179,10 +208,17 @@ def test_keys_of_a_pickle_have_no_hash_of_its_choice():
 # Archives
 
 
-SPARSE = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "5", "GNU.sparse.name": "y"}
+SPARSE = {
+    "GNU.sparse.major": "1",
+    "GNU.sparse.minor": "0",
+    "GNU.sparse.realsize": "5",
+    "GNU.sparse.name": "y",
+}
 
 
-@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.GNUTYPE_SPARSE, SPARSE])
+@pytest.mark.parametrize(
+    "kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.GNUTYPE_SPARSE, SPARSE]
+)
 def test_what_gzip_makes_of_few_bytes_is_not_kept_in_memory(kind, tmp_path):
     """`tarfile` reads names, attributes and maps of sparse files whole, in time that grows with the
     square.
@@ -215,7 +251,9 @@ def test_attributes_of_a_tar_are_short(kind, tmp_path):
 # Whatever a reader raises
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RecursionError("deep"), OverflowError("big"), KeyError(3)], ids=repr)
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RecursionError("deep"), OverflowError("big"), KeyError(3)], ids=repr
+)
 def test_whatever_a_reader_raises_is_one_error_that_names_the_file(error, folders, monkeypatch):
     def broken(*given, **options):
         raise error
@@ -256,22 +294,40 @@ def test_an_exported_model_reads_only_what_it_lists(tmp_path):
     folder, shape = tmp_path / "model", jax.ShapeDtypeStruct((2,), np.float32)
     folder.mkdir()
     data = bytes(export.export(jax.jit(lambda x: x + 1))(shape).serialize())
-    for path, content in ((tmp_path / "outside", data), (folder / "good", data), (folder / "bad", b"\xff" * 500)):
+    for path, content in (
+        (tmp_path / "outside", data),
+        (folder / "good", data),
+        (folder / "bad", b"\xff" * 500),
+    ):
         path.write_bytes(content)
-    safetensors.write(folder / "weights.safetensors", leaves.from_tree({"a": np.zeros(2, np.float32)}))
+    safetensors.write(
+        folder / "weights.safetensors", leaves.from_tree({"a": np.zeros(2, np.float32)})
+    )
     sums = {path.name: storage.sha256(path) for path in folder.iterdir()}
 
     def read(content: bytes):
         (folder / "manifest.json").write_bytes(content)
-        (folder / "manifest.sha256").write_text(f"{hashlib.sha256(content).hexdigest()}  manifest.json\n")
+        (folder / "manifest.sha256").write_text(
+            f"{hashlib.sha256(content).hexdigest()}  manifest.json\n"
+        )
         return exported.read(folder)
 
     def manifest(file, **more):
         return json.dumps({"functions": {"score": {"file": file}}, "sha256": sums | more}).encode()
 
     assert list(read(manifest("good"))[2]) == ["score"]
-    outside = [manifest(file) for file in ("../outside", str(tmp_path / "outside"), "manifest.json", "", ".")]
-    others = [manifest("bad"), manifest(["good"]), manifest("good", more="0" * 64), b"null", DEEP, b'{"sha256": {}}']
+    outside = [
+        manifest(file)
+        for file in ("../outside", str(tmp_path / "outside"), "manifest.json", "", ".")
+    ]
+    others = [
+        manifest("bad"),
+        manifest(["good"]),
+        manifest("good", more="0" * 64),
+        b"null",
+        DEEP,
+        b'{"sha256": {}}',
+    ]
     for content in outside + others:
         with pytest.raises(CheckpointError, match=re.escape(str(folder))):
             read(content)
@@ -289,10 +345,15 @@ def test_an_exported_model_reads_only_what_it_lists(tmp_path):
 @pytest.mark.parametrize("target", ["pickles", "headers", "vocabularies", "manifests", "archives"])
 def test_files_changed_at_random(target, tmp_path):
     """For TXL_FUZZ_SECONDS, guided by the lines that a file reaches."""
-    seconds, program = os.environ.get("TXL_FUZZ_SECONDS", "60"), ROOT / "tests" / "support" / "fuzz_readers.py"
+    seconds, program = (
+        os.environ.get("TXL_FUZZ_SECONDS", "60"),
+        ROOT / "tests" / "support" / "fuzz_readers.py",
+    )
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [sys.executable, program, target, tmp_path / "out", seconds]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", env=environment, check=False
+    )
     print(re.search(r"Done \d+ runs.*", done.stderr))
     found = [path.name for path in (tmp_path / "out").glob("*-*")]
     assert done.returncode == 0 and not found, done.stdout[-3000:] + done.stderr[-3000:]

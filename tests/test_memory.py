@@ -21,7 +21,9 @@ S, B, L, M, N, D = 6, 3, 2, 5, 4, 7
 
 
 def start(how: MemoryStart = MemoryStart.MASKED, mem_len: int = M) -> memory_lib.Memory:
-    return memory_lib.init(n_layer=N, batch_size=B, mem_len=mem_len, d_model=D, dtype=jnp.float32, start=how)
+    return memory_lib.init(
+        n_layer=N, batch_size=B, mem_len=mem_len, d_model=D, dtype=jnp.float32, start=how
+    )
 
 
 def layer_inputs(segment_len: int, seed: int = 0) -> jax.Array:
@@ -46,7 +48,9 @@ def test_update_keeps_the_last_rows_in_order(mem_len, segment_lens):
         memory, text = memory_lib.update(memory, new), np.concatenate([text, new], axis=2)
         filled = min(text.shape[2], mem_len)
         assert memory.hidden.shape == (N, B, mem_len, D) and memory.valid.tolist() == [filled] * B
-        np.testing.assert_array_equal(memory.hidden[:, :, mem_len - filled :], text[:, :, text.shape[2] - filled :])
+        np.testing.assert_array_equal(
+            memory.hidden[:, :, mem_len - filled :], text[:, :, text.shape[2] - filled :]
+        )
 
 
 @pytest.mark.parametrize("segment_len", [2, M, 7])
@@ -80,7 +84,9 @@ def body(state, memory, segment):
 
 
 @pytest.mark.parametrize("how", MemoryStart)
-@pytest.mark.parametrize("resets", [[], [(0, 0), (0, 1), (0, 2)], [(2, 1), (4, 0), (4, 2)]], ids=str)
+@pytest.mark.parametrize(
+    "resets", [[], [(0, 0), (0, 1), (0, 2)], [(2, 1), (4, 0), (4, 2)]], ids=str
+)
 def test_the_scan_is_a_loop(how, resets):
     """With random tokens; `resets` are the (segment, row) whose bit is set."""
     inputs, targets = np.random.default_rng(0).integers(1, 11, (2, S, B, L), dtype=np.int32)
@@ -95,15 +101,23 @@ def test_the_scan_is_a_loop(how, resets):
         segment = Segments(*(jnp.asarray(array[s]) for array in segments))
         state, memory, saw = body(state, reset(memory, segment.reset), segment)
         expected.append(saw)
-    tiny_run.assert_equal(found, (state, memory, jax.tree.map(lambda *leaves: np.stack(leaves), *expected)))
+    tiny_run.assert_equal(
+        found, (state, memory, jax.tree.map(lambda *leaves: np.stack(leaves), *expected))
+    )
 
 
 def test_weighted_sums_are_of_scored_positions():
     """Only a scored position shows that it is not finite."""
     for nll, weights, expected in (
-        ([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]], [[1.0, 0.0, 0.5], [0.0, 1.0, 1.0]], (1 + 2 + 16 + 32, 3.5)),
+        (
+            [[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]],
+            [[1.0, 0.0, 0.5], [0.0, 1.0, 1.0]],
+            (1 + 2 + 16 + 32, 3.5),
+        ),
         ([[math.nan, 3.0]], [[0.0, 1.0]], (3, 1)),
         ([[math.nan, 3.0]], [[1.0, 1.0]], (math.nan, 2)),
         ([[1.0, 1.0]], [[0.0, 0.0]], (0, 0)),
     ):
-        np.testing.assert_array_equal(recurrence.weighted_sum(jnp.asarray(nll), jnp.asarray(weights)), expected)
+        np.testing.assert_array_equal(
+            recurrence.weighted_sum(jnp.asarray(nll), jnp.asarray(weights)), expected
+        )

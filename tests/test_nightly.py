@@ -42,11 +42,17 @@ MARK = re.compile(r"""nightly\(part=(?:'|")(\w+)(?:'|")\)""")
 def marks_of_tests():
     """Returns the names of nightly parts that the tests' marks have."""
     files = sorted((ROOT / "tests").rglob("*.py"))
-    return {name for file in files if file != Path(__file__) for name in MARK.findall(file.read_text())}
+    return {
+        name for file in files if file != Path(__file__) for name in MARK.findall(file.read_text())
+    }
 
 
 def test_each_mark_has_its_parts_and_each_part_its_mark():
-    selected = {MARK.fullmatch(part.select)[1] for part in PARTS if part.select and MARK.fullmatch(part.select)}
+    selected = {
+        MARK.fullmatch(part.select)[1]
+        for part in PARTS
+        if part.select and MARK.fullmatch(part.select)
+    }
     marks = marks_of_tests()
     assert len(marks) > 10
     assert selected == marks
@@ -67,7 +73,12 @@ def split_parts():
     """Returns the parts with the same tests, apart from their paths, if there is more than one."""
     groups = {}
     for part in PARTS:
-        tests = (part.select, tuple(sorted(part.environment.items())), part.constraints, part.python)
+        tests = (
+            part.select,
+            tuple(sorted(part.environment.items())),
+            part.constraints,
+            part.python,
+        )
         groups.setdefault(tests, []).append(part)
     return {group[0].name: group for group in groups.values() if len(group) > 1}
 
@@ -87,7 +98,9 @@ def test_the_parts_of_a_split_have_all_its_tests_once(name):
 
 
 def test_the_newest_python_is_the_one_that_the_readme_names():
-    [(oldest, newest)] = re.findall(r"Python (3\.\d+) to (3\.\d+)", (ROOT / "README.md").read_text())
+    [(oldest, newest)] = re.findall(
+        r"Python (3\.\d+) to (3\.\d+)", (ROOT / "README.md").read_text()
+    )
     by_name = {part.name: part for part in PARTS}
     assert by_name["newest"].python == newest
     settings = configparser.ConfigParser()
@@ -117,7 +130,13 @@ class FakeHistory:
 
 def part(name, *, passed="1", covers=("file",), minutes=5.0):
     return script.Part(
-        name=name, about=name, minutes=minutes, machine="here", passed=passed, covers=covers, install=((name,),)
+        name=name,
+        about=name,
+        minutes=minutes,
+        machine="here",
+        passed=passed,
+        covers=covers,
+        install=((name,),),
     )
 
 
@@ -132,7 +151,14 @@ def test_changed_parts_come_first_and_then_those_that_passed_farthest_back():
     ]
     order = script.nightly_parts.due_order(rows, FakeHistory(changed=("file",)))
     names = [due.part.name for due in order]
-    assert names == ["never", "changed_long_ago", "also_changed_long_ago", "changed_recently", "old", "recent"]
+    assert names == [
+        "never",
+        "changed_long_ago",
+        "also_changed_long_ago",
+        "changed_recently",
+        "old",
+        "recent",
+    ]
 
 
 @pytest.fixture
@@ -141,7 +167,9 @@ def repository(tmp_path):
 
     def git(*words):
         identity = ["-c", "user.name=tester", "-c", "user.email=tester@example.com"]
-        done = subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
         return done.stdout.strip()
 
     git("init", "--quiet")
@@ -238,7 +266,12 @@ class FakeRuns:
 
 def test_parts_start_as_long_as_they_end_before_the_last_minute(capsys):
     runs = FakeRuns()
-    rows = [part("one", minutes=12), part("two", minutes=15), part("long", minutes=15), part("short", minutes=2)]
+    rows = [
+        part("one", minutes=12),
+        part("two", minutes=15),
+        part("long", minutes=15),
+        part("short", minutes=2),
+    ]
     assert runs.in_turns(rows, at_minute=40) == 0
     assert runs.started == ["one", "two", "short"]
     out = capsys.readouterr().out
@@ -274,7 +307,9 @@ def test_a_part_that_fails_once_is_repeated_and_its_output_shown(capsys):
     runs = FakeRuns(codes={"one": [1, 0]})
     assert runs.in_turns([part("one"), part("two")], at_minute=30) == 0
     assert runs.started == ["one", "one", "two"]
-    outputs = re.findall(r"===== output of one, attempt (\d) =====\n(.*)\n", capsys.readouterr().out)
+    outputs = re.findall(
+        r"===== output of one, attempt (\d) =====\n(.*)\n", capsys.readouterr().out
+    )
     assert outputs == [("1", "test of one, start 1")]
 
 
@@ -285,7 +320,9 @@ def test_a_part_that_fails_twice_or_hangs_fails_the_run_with_its_outputs(capsys,
     assert runs.started == ["one"] * starts
     out = capsys.readouterr().out
     outputs = re.findall(r"===== output of one, attempt (\d) =====\n(.*)\n", out)
-    assert outputs == [(str(number + 1), f"test of one, start {number + 1}") for number in range(starts)]
+    assert outputs == [
+        (str(number + 1), f"test of one, start {number + 1}") for number in range(starts)
+    ]
     assert "--passed" not in out
 
 

@@ -15,12 +15,16 @@ FAULTS = tomllib.loads((ROOT / ".ci/planted_faults.toml").read_text())["fault"]
 def sources():
     """The text of each Python file in which faults are planted."""
     return [
-        path.read_text() for folder in ("txl_jax", "experiments", "launch") for path in (ROOT / folder).rglob("*.py")
+        path.read_text()
+        for folder in ("txl_jax", "experiments", "launch")
+        for path in (ROOT / folder).rglob("*.py")
     ]
 
 
 def test_each_fault_is_planted_in_one_place(sources):
-    places = {fault["name"]: sum(text.count(fault["search"]) for text in sources) for fault in FAULTS}
+    places = {
+        fault["name"]: sum(text.count(fault["search"]) for text in sources) for fault in FAULTS
+    }
     assert {name: count for name, count in places.items() if count != 1} == {}
 
 

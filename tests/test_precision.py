@@ -28,7 +28,14 @@ from txl_jax.inference.decode import Limits, Rows
 from txl_jax.inference.prepare import prepare_params
 from txl_jax.metrics import Totals
 from txl_jax.ops import sampling
-from txl_jax.ops.attention import CachedVisibility, Implementation, Tile, Visibility, attention, cached_attention
+from txl_jax.ops.attention import (
+    CachedVisibility,
+    Implementation,
+    Tile,
+    Visibility,
+    attention,
+    cached_attention,
+)
 from txl_jax.ops.attention.positions import table_length
 from txl_jax.ops.attention.problem import REFERENCE
 from txl_jax.training import step as step_lib
@@ -72,7 +79,9 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", full_but(["reference", "stored", "tiled", "mosaic_gather"], VALUES))
+@pytest.mark.parametrize(
+    "name", full_but(["reference", "stored", "tiled", "mosaic_gather"], VALUES)
+)
 def test_attention_adds_scores_in_float32(name):
     by, expected = VALUES[name]
     visibility = Visibility(jnp.asarray([17, 2]), 13, 17)
@@ -98,7 +107,12 @@ CACHED = {
     "reference, a token, int8": (REFERENCE, 1, "int8", {ROUNDED: 5}),
     "reference, int8": (REFERENCE, 6, "int8", {ROUNDED: 5}),
     "tiled": (Implementation("tiled", tile=Tile(6, 16)), 6, None, {ROUNDED: 4}),
-    "fused": (Implementation("fused", "mosaic_gather", Tile(128, 128), interpret=True), 6, None, {ROUNDED: 16}),
+    "fused": (
+        Implementation("fused", "mosaic_gather", Tile(128, 128), interpret=True),
+        6,
+        None,
+        {ROUNDED: 16},
+    ),
 }
 
 
@@ -117,7 +131,10 @@ def test_attention_over_a_cache_adds_scores_in_float32(name):
     position = query, jnp.ones((n_head, width, n_position), BFLOAT16), score
     visibility = CachedVisibility(jnp.asarray([40, 20]), jnp.asarray(5), n_query, capacity, None)
     attend = functools.partial(cached_attention, implementation=by)
-    assert narrow(attend, query, query, query, (ring_key, ring_value), position, visibility) == expected
+    assert (
+        narrow(attend, query, query, query, (ring_key, ring_value), position, visibility)
+        == expected
+    )
 
 
 # Inference of two layers. Narrow are the products with matrices, the biases and the residual
@@ -133,12 +150,24 @@ INFERENCE = {
     "pre-norm": ({"layer_norm": NormPlace.PRE}, None, None, FORWARD | {ROUNDED: 11}, {}),
     "sinusoids": ({"encoding": Encoding.VASWANI}, None, None, WITHOUT_BIASES, {}),
     # Each cluster's embedding is projected, and so is its state in the softmax.
-    "clusters": (CLUSTERS, None, None, FORWARD | {"dot_general": 11, "add": 14, ROUNDED: 13}, {"dot_general": 3}),
+    "clusters": (
+        CLUSTERS,
+        None,
+        None,
+        FORWARD | {"dot_general": 11, "add": 14, ROUNDED: 13},
+        {"dot_general": 3},
+    ),
     "int8 cache": ({}, None, "int8", FORWARD | {ROUNDED: 18}, {}),
     "int8 weights": ({}, WeightDType.INT8, None, INT8_WEIGHTS, {ROUNDED: 1}),
     "float32": ({"dtype": DType.FLOAT32}, None, None, {}, {}),
     "float32, bfloat16 cache": ({"dtype": DType.FLOAT32}, None, "bfloat16", {ROUNDED: 4}, {}),
-    "float32, int8": ({"dtype": DType.FLOAT32}, WeightDType.INT8, "int8", {ROUNDED: 18}, {ROUNDED: 1}),
+    "float32, int8": (
+        {"dtype": DType.FLOAT32},
+        WeightDType.INT8,
+        "int8",
+        {ROUNDED: 18},
+        {ROUNDED: 1},
+    ),
 }
 
 
@@ -153,12 +182,14 @@ def prepared(segment_len, weight_dtype=None, **changes):
 def empty_cache(weights, segment_len, dtype=None):
     sizes = {"batch_size": tiny.B, "mem_len": 8, "segment_len": segment_len}
     return jax.eval_shape(
-        lambda weights: forward.init_cache(weights, dtype=dtype and jnp.dtype(dtype), **sizes), weights
+        lambda weights: forward.init_cache(weights, dtype=dtype and jnp.dtype(dtype), **sizes),
+        weights,
     )
 
 
 @pytest.mark.parametrize(
-    "name", full_but(["post-norm", "clusters", "int8 cache", "int8 weights", "float32, int8"], INFERENCE)
+    "name",
+    full_but(["post-norm", "clusters", "int8 cache", "int8 weights", "float32, int8"], INFERENCE),
 )
 def test_inference_computes_losses_and_norms_in_float32(name):
     changes, weight_dtype, cache_dtype, of_forward, of_loss = INFERENCE[name]
@@ -178,14 +209,21 @@ def test_int8_is_summed_in_int32():
     weights = prepared(4, WeightDType.INT8)
     cache = empty_cache(weights, 4, "int8")
     program = jax.make_jaxpr(forward.forward)(weights, integers(tiny.B, 4), cache)
-    products = [equation for equation in tiny.equations(program) if equation.primitive.name == "dot_general"]
+    products = [
+        equation for equation in tiny.equations(program) if equation.primitive.name == "dot_general"
+    ]
     of_int8 = [equation for equation in products if equation.invars[0].aval.dtype == jnp.int8]
     # In each of two layers four matrices, position keys, and keys and values of the ring.
     assert len(of_int8) == 2 * 7
     assert {equation.outvars[0].aval.dtype.name for equation in of_int8} == {"int32"}
 
 
-LIMITS = {"plain": (1.0, None, 1.0), "greedy": (0.0, None, 1.0), "cold": (0.7, None, 1.0), "all": (0.7, 5, 0.8)}
+LIMITS = {
+    "plain": (1.0, None, 1.0),
+    "greedy": (0.0, None, 1.0),
+    "cold": (0.7, None, 1.0),
+    "all": (0.7, 5, 0.8),
+}
 
 
 @pytest.mark.parametrize("changes", [{}, {"cutoffs": (4, 9)}], ids=str)
@@ -198,7 +236,10 @@ def test_tokens_are_drawn_and_scored_in_float32(changes):
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), tiny.B))
     for temperature, top_k, top_p in LIMITS.values():
         limits = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        assert narrow(functools.partial(sampling.sample, **limits), keys, hidden, weights.clusters) == {}
+        assert (
+            narrow(functools.partial(sampling.sample, **limits), keys, hidden, weights.clusters)
+            == {}
+        )
     numbers = jax.ShapeDtypeStruct((tiny.B,), jnp.float32)
 
     def of_rows(keys, hidden, clusters, temperature, top_p):
@@ -236,7 +277,9 @@ def test_evaluation_computes_losses_in_float32(network):
     """A temperature divides the hidden states (`div`), which are narrow, and the biases, which are
     wide.
     """
-    made = tiny_run.parts(model__dtype=DType.BFLOAT16, model__network=network, eval__temperature=1.3)
+    made = tiny_run.parts(
+        model__dtype=DType.BFLOAT16, model__network=network, eval__temperature=1.3
+    )
     step = make_eval_step(made.model, made.config.eval)
     params = shapes(made.abstract_state.params)
     weights = jax.eval_shape(made.prepare_params, params)
@@ -246,7 +289,14 @@ def test_evaluation_computes_losses_in_float32(network):
     assert {leaf.dtype for leaf in scores} == {jnp.dtype(jnp.float32)}
     of_forward = {
         Network.TRANSFORMER_XL: FORWARD,
-        Network.LSTM: {"mul": 7, "dot_general": 4, "add": 12, "logistic": 6, "tanh": 4, ROUNDED: 15},
+        Network.LSTM: {
+            "mul": 7,
+            "dot_general": 4,
+            "add": 12,
+            "logistic": 6,
+            "tanh": 4,
+            ROUNDED: 15,
+        },
         Network.QRNN: {"mul": 1, "dot_general": 2, "add": 2, ROUNDED: 11},
     }
     assert narrow(step, weights, memory, segments) == of_forward[network] | {"div": 1}
@@ -263,7 +313,9 @@ def test_losses_are_summed_in_double_precision():
     assert Totals.of(nats) == Totals(MANY + 3, 4)
     scored = np.asarray([[1, 2, 3, 0]])
     batches = [Windows(scored, scored, scored)] * 3
-    assert evaluate_windows(lambda params, windows, targets: nats, None, batches) == Totals(3 * (MANY + 2), 9)
+    assert evaluate_windows(lambda params, windows, targets: nats, None, batches) == Totals(
+        3 * (MANY + 2), 9
+    )
 
 
 def test_totals_of_segments_are_summed_in_double_precision():
@@ -295,7 +347,9 @@ AVERAGED = {"model__dtype": DType.BFLOAT16, "average__start_step": 0, "average__
 DIVIDED = {"train__grad_accum_steps": 3, "optimizer__l2": 0.1}
 
 
-@pytest.mark.parametrize("name", full_but([OptimizerName.ADAMW, OptimizerName.LAMB_NVIDIA], list(OptimizerName)))
+@pytest.mark.parametrize(
+    "name", full_but([OptimizerName.ADAMW, OptimizerName.LAMB_NVIDIA], list(OptimizerName))
+)
 def test_the_optimizers_state_and_arithmetic_are_float32(name):
     """And the average of the parameters."""
     changes = DECAYED if name is OptimizerName.ADAMW else {}
@@ -304,7 +358,10 @@ def test_the_optimizers_state_and_arithmetic_are_float32(name):
     kept = jax.tree.leaves((state.params, state.opt_state, state.average))
     assert {leaf.dtype.name for leaf in kept} == {"float32", "int32"}
     assert state.memory.hidden.dtype == BFLOAT16
-    assert narrow(make_optimizer(made.config).update, state.params, state.opt_state, state.params) == {}
+    assert (
+        narrow(make_optimizer(made.config).update, state.params, state.opt_state, state.params)
+        == {}
+    )
     add = functools.partial(weight_averaging.add, config=made.config.average)
     assert narrow(add, state.average, state.params, state.step) == {}
 
@@ -321,7 +378,9 @@ def test_an_update_computes_in_16_bits_only_what_the_gradient_does():
     tokens = jax.ShapeDtypeStruct((), jnp.float32)
     of_loss = narrow(loss, state.params, state.memory, one, key, tokens)
     of_gradient = narrow(jax.grad(loss, has_aux=True), state.params, state.memory, one, key, tokens)
-    step = step_lib.make_train_step(made.model, make_optimizer(made.config), made.schedule, made.config)
+    step = step_lib.make_train_step(
+        made.model, make_optimizer(made.config), made.schedule, made.config
+    )
     assert narrow(step, state, segments) == of_gradient
     _, metrics = jax.eval_shape(step, state, segments)
     assert {leaf.dtype.name for leaf in metrics} == {"float32"}
@@ -332,5 +391,8 @@ def test_an_update_computes_in_16_bits_only_what_the_gradient_does():
 
 
 def test_summed_losses_of_a_segment_are_wide():
-    nll, weights = jax.ShapeDtypeStruct((3, 7), jnp.float32), jax.ShapeDtypeStruct((3, 7), jnp.float32)
+    nll, weights = (
+        jax.ShapeDtypeStruct((3, 7), jnp.float32),
+        jax.ShapeDtypeStruct((3, 7), jnp.float32),
+    )
     assert narrow(recurrence.weighted_sum, nll, weights) == {}

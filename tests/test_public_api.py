@@ -20,7 +20,9 @@ from txl_jax.errors import UserError
 from txl_jax.runtime.log import read_metrics
 from txl_jax.version import OLDEST_JAX, check_jax
 
-NO_TEXT = config_tree.replace(txl_jax.preset("small"), {"data.corpus": "text", "data.file": "no.txt"})
+NO_TEXT = config_tree.replace(
+    txl_jax.preset("small"), {"data.corpus": "text", "data.file": "no.txt"}
+)
 TEXT = bytes(np.random.default_rng(3).choice(list(b"abcdefgh \n"), 1200).tolist())
 
 
@@ -93,18 +95,23 @@ def test_a_trained_model_scores_texts_as_its_log_probabilities_add_up(run):
     model, tokens = txl_jax.load(workdir.path), corpus.vocabulary.encode(TEXT[:40])[None]
     assert model.step == drawn_run.STEP and model.vocabulary == corpus.vocabulary
     assert re.fullmatch(
-        rf"<.*transformer_xl, 2 layers.* byte tokens, step {drawn_run.STEP} .*{workdir.path}.*>", repr(model)
+        rf"<.*transformer_xl, 2 layers.* byte tokens, step {drawn_run.STEP} .*{workdir.path}.*>",
+        repr(model),
     )
     [found] = model.score([TEXT[:40]])
 
     def read(tokens, targets, memory):
         log_p, memory = model.log_probabilities(tokens, memory)
         np.testing.assert_allclose(np.exp(np.asarray(log_p)).sum(-1), 1, rtol=1e-5)
-        return -np.take_along_axis(np.asarray(log_p), targets[..., None].astype(int), axis=-1), memory
+        return -np.take_along_axis(
+            np.asarray(log_p), targets[..., None].astype(int), axis=-1
+        ), memory
 
     # Segments of the evaluation's length.
     nats, _ = tiny.over_segments(read, model.init_memory(1), tokens, 5)
-    assert found.tokens == nats.size == 39 and found.nats == pytest.approx(nats.sum(dtype=np.float64), rel=1e-5)
+    assert found.tokens == nats.size == 39 and found.nats == pytest.approx(
+        nats.sum(dtype=np.float64), rel=1e-5
+    )
 
 
 @pytest.mark.full
@@ -112,10 +119,15 @@ def test_readme_carries_a_memory_on(monkeypatch, tmp_path):
     config, corpus = drawn_run.on_text(tmp_path, bytes([*range(32, 127), 10]) * 20)
     model = txl_jax.load(drawn_run.make(tmp_path / "run", config, corpus)[0].path)
     monkeypatch.setattr(txl_jax, "load", lambda _: model)
-    found = execute([block.replace("length=100", "length=5") for block in python_blocks()])["log_probabilities"]
+    found = execute([block.replace("length=100", "length=5") for block in python_blocks()])[
+        "log_probabilities"
+    ]
     tokens = model.encode("and stormy night; ")
     alone, _ = model.log_probabilities([tokens], model.init_memory(1))
-    assert found.shape == alone.shape == (1, len(tokens), 256) and np.abs(found - alone)[0, 0].max() > 1e-4
+    assert (
+        found.shape == alone.shape == (1, len(tokens), 256)
+        and np.abs(found - alone)[0, 0].max() > 1e-4
+    )
 
 
 @pytest.mark.parametrize("updates", [20, pytest.param(200, marks=pytest.mark.full)])
@@ -161,12 +173,24 @@ def test_mistakes_of_callers_are_refused(run):
     for mistake, words in (
         (lambda: txl_jax.load("/nowhere"), "/nowhere"),
         (lambda: txl_jax.load(run[0].path, weight_dtype="int4"), "weight_dtype.*int8.*int4"),
-        (lambda: txl_jax.load(run[0].path, cache_dtype="float16"), "cache_dtype.*bfloat16.*int8.*float16"),
+        (
+            lambda: txl_jax.load(run[0].path, cache_dtype="float16"),
+            "cache_dtype.*bfloat16.*int8.*float16",
+        ),
         (lambda: txl_jax.ModelConfig(layer_norm="before"), "layer_norm.*before"),
         (lambda: txl_jax.Hook(0, print), r"\b0\b"),
-        (lambda: txl_jax.train(NO_TEXT, "run", hooks=[print]), r"hooks.*Hook.*\[<built-in function print>"),
-        (lambda: txl_jax.train(NO_TEXT, "run", hooks=txl_jax.Hook(5, print)), r"hooks.*list.*every=5"),
-        (lambda: txl_jax.train(NO_TEXT, "run", hooks=[txl_jax.Hook(7, print)]), r"segments_per_call.*7"),
+        (
+            lambda: txl_jax.train(NO_TEXT, "run", hooks=[print]),
+            r"hooks.*Hook.*\[<built-in function print>",
+        ),
+        (
+            lambda: txl_jax.train(NO_TEXT, "run", hooks=txl_jax.Hook(5, print)),
+            r"hooks.*list.*every=5",
+        ),
+        (
+            lambda: txl_jax.train(NO_TEXT, "run", hooks=[txl_jax.Hook(7, print)]),
+            r"segments_per_call.*7",
+        ),
         (lambda: txl_jax.train("small", "run"), r"'small'.*preset"),
         (lambda: txl_jax.ExperimentConfig(data={"file": "a"}), r"data.*DataConfig.*dict"),
         (lambda: txl_jax.ModelConfig(dropout=0.1), r"dropout.*DropoutConfig.*float"),
@@ -178,14 +202,21 @@ def test_mistakes_of_callers_are_refused(run):
 
 def test_enums_may_be_given_by_name():
     config = txl_jax.ModelConfig(layer_norm="pre", dtype="bfloat16")
-    assert config == txl_jax.ModelConfig(layer_norm=txl_jax.NormPlace.PRE, dtype=txl_jax.DType.BFLOAT16)
-    assert type(config.dtype) is txl_jax.DType and type(txl_jax.OptimizerConfig(clip_norm=1).clip_norm) is float
+    assert config == txl_jax.ModelConfig(
+        layer_norm=txl_jax.NormPlace.PRE, dtype=txl_jax.DType.BFLOAT16
+    )
+    assert (
+        type(config.dtype) is txl_jax.DType
+        and type(txl_jax.OptimizerConfig(clip_norm=1).clip_norm) is float
+    )
 
 
 @pytest.mark.parametrize("found", ["0.7.1", "not installed"])
 def test_an_old_or_missing_jax_and_windows_are_refused(monkeypatch, found):
     missing = importlib.metadata.PackageNotFoundError("jax") if found == "not installed" else None
-    monkeypatch.setattr(importlib.metadata, "version", mock.Mock(return_value=found, side_effect=missing))
+    monkeypatch.setattr(
+        importlib.metadata, "version", mock.Mock(return_value=found, side_effect=missing)
+    )
     with pytest.raises(UserError, match=rf"{found}.*{OLDEST_JAX}"):
         check_jax()
     with pytest.raises(UserError, match=found):
@@ -200,12 +231,17 @@ def test_an_old_or_missing_jax_and_windows_are_refused(monkeypatch, found):
 def test_a_program_ends_with_one_sentence(tmp_path):
     """With an old jax that lacks what is imported: the check comes first."""
     metadata = "Metadata-Version: 2.1\nName: jax\nVersion: 0.6.2\n"
-    files = {"jax/__init__.py": "raise ImportError('too old')\n", "jax-0.6.2.dist-info/METADATA": metadata}
+    files = {
+        "jax/__init__.py": "raise ImportError('too old')\n",
+        "jax-0.6.2.dist-info/METADATA": metadata,
+    }
     for name, content in files.items():
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(content)
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     command = [sys.executable, "-m", "experiments.quickstart"]
-    found = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True)
+    found = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True
+    )
     assert (found.returncode, found.stdout) == (1, "")
     assert found.stderr.count("\n") == 1 and "0.6.2" in found.stderr and OLDEST_JAX in found.stderr

@@ -45,7 +45,9 @@ LENGTHS = [0, 1, 2, 6, 7, 40, 3, 11, 0, 23, 5]
 def assert_alone(model, documents, found, *, tolerance):
     for tokens, nats in zip(documents, found, strict=True):
         assert nats.shape == (max(len(tokens) - 1, 0),)
-        np.testing.assert_allclose(nats, tiny_model.alone(model, tokens), rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(
+            nats, tiny_model.alone(model, tokens), rtol=tolerance, atol=tolerance
+        )
 
 
 CHANGES = [
@@ -62,7 +64,10 @@ def test_losses_are_those_of_each_document_alone(changes, x64):
     """Memories that begin with zeros must be cleared for each document; those that begin masked
     need not.
     """
-    model, documents = tiny_model.make(model__dtype=DType.FLOAT64, **changes), tiny_model.documents(LENGTHS)
+    model, documents = (
+        tiny_model.make(model__dtype=DType.FLOAT64, **changes),
+        tiny_model.documents(LENGTHS),
+    )
     found = model.score(documents, per_token=True, batch_size=3)
     assert_alone(model, documents, found, tolerance=1e-10)
     totals = model.score(documents, batch_size=3)
@@ -125,10 +130,14 @@ def test_continuations_are_scored_by_their_logprobs_and_greedily(x64):
     contexts = tiny_model.documents([9, 1, 22, 4])
     pairs = []
     for ids in contexts:
-        greedy = model.encode(model.generate([ids], txl_jax.GenerateConfig(temperature=0, length=6))[0])
+        greedy = model.encode(
+            model.generate([ids], txl_jax.GenerateConfig(temperature=0, length=6))[0]
+        )
         pairs += [(ids, greedy), (ids, np.append(greedy[:-1], (greedy[-1] + 1) % tiny.V))]
     found = model.score_continuations(pairs, batch_size=3)
-    assert [each.is_greedy for each in found] == [True, False] * 4 and {each.tokens for each in found} == {6}
+    assert [each.is_greedy for each in found] == [True, False] * 4 and {
+        each.tokens for each in found
+    } == {6}
     for (context, continuation), each in zip(pairs, found, strict=True):
         nats = tiny_model.alone(model, np.concatenate([context, continuation]))[len(context) - 1 :]
         assert len(nats) == 6 and each.logprob == pytest.approx(-nats.sum(), rel=1e-10)
@@ -137,10 +146,14 @@ def test_continuations_are_scored_by_their_logprobs_and_greedily(x64):
 def test_continuations_without_context_or_tokens():
     model = tiny_model.make()
     text = "abc dab"
-    found = model.score_continuations([("", text), (text, ""), ("", ""), ("abc", " dab")], first="k")
+    found = model.score_continuations(
+        [("", text), (text, ""), ("", ""), ("abc", " dab")], first="k"
+    )
     assert found[0].logprob == pytest.approx(-model.score([text], first="k")[0].nats, rel=1e-6)
     assert found[1] == found[2] == txl_jax.Continuation(0.0, True, 0)
-    assert found[3].logprob == pytest.approx(-model.score([text], per_token=True)[0][2:].sum(), rel=1e-6)
+    assert found[3].logprob == pytest.approx(
+        -model.score([text], per_token=True)[0][2:].sum(), rel=1e-6
+    )
     [default] = model.score_continuations([("", text)])
     assert default == model.score_continuations([("", text)], first="\n")[0]
 
@@ -156,12 +169,16 @@ BORDERS = [
 
 
 @pytest.mark.parametrize(("context", "continuation", "ids", "count"), BORDERS)
-def test_a_continuation_is_scored_from_the_first_token_that_differs(context, continuation, ids, count):
+def test_a_continuation_is_scored_from_the_first_token_that_differs(
+    context, continuation, ids, count
+):
     model = dataclasses.replace(tiny_model.make(), vocabulary=PIECES)
     assert model.encode(context + continuation).tolist() == ids
     before = 4 if count == len(ids) else None
     nats = model.score([ids], per_token=True, first=before)[0][-count:]
-    found, of_ids = model.score_continuations([(context, continuation), (ids[:-count], ids[-count:])], first=4)
+    found, of_ids = model.score_continuations(
+        [(context, continuation), (ids[:-count], ids[-count:])], first=4
+    )
     assert found == of_ids
     assert found.tokens == count
     assert found.logprob == pytest.approx(-nats.sum(), rel=1e-6)
@@ -181,7 +198,9 @@ def test_log_probabilities_name_the_way_inside_jax_and_for_rows_of_other_lengths
     memory = model.init_memory(1)
     tokens = np.array([[1, 2, 3]])
     for inside in (jax.jit, jax.vmap):
-        with pytest.raises(UserError, match=r"TransformerXL\(model\.config\.model, .*model\.params"):
+        with pytest.raises(
+            UserError, match=r"TransformerXL\(model\.config\.model, .*model\.params"
+        ):
             inside(lambda tokens: model.log_probabilities(tokens, memory)[0])(jnp.asarray(tokens))
     with pytest.raises(UserError, match=r"TransformerXL\("):
         jax.jit(lambda memory: model.log_probabilities(tokens, memory)[0])(memory)
@@ -193,7 +212,10 @@ def test_log_probabilities_name_the_way_inside_jax_and_for_rows_of_other_lengths
     def shown(params, tokens, memory):
         """As the error shows it."""
         net = txl_jax.TransformerXL(model.config.model, vocab_size=model.vocabulary.size)
-        lengths = {"clamp_len": model.config.eval.clamp_len, "same_length": model.config.eval.same_length}
+        lengths = {
+            "clamp_len": model.config.eval.clamp_len,
+            "same_length": model.config.eval.same_length,
+        }
         hidden, memory = net.apply({"params": params}, tokens, memory, **lengths)
         return net.apply({"params": params}, hidden, method=net.log_probabilities)
 
@@ -211,7 +233,9 @@ def test_hidden_states_are_those_of_each_document_alone(x64):
         # Positions of padding are read after all others.
         padded = np.pad(tokens, (0, -len(tokens) % 5))[None]
         if segments := [5] * (padded.size // 5):
-            expected = tiny.stream(encode, {"params": model.params}, padded, segments, model.init_memory(1))
+            expected = tiny.stream(
+                encode, {"params": model.params}, padded, segments, model.init_memory(1)
+            )
             np.testing.assert_allclose(hidden, expected[0, : len(tokens)], rtol=1e-10, atol=1e-10)
 
 
@@ -219,16 +243,23 @@ def test_hidden_states_are_those_of_each_document_alone(x64):
 @pytest.mark.parametrize("encoding", ["relative", "vaswani"])
 def test_embeddings_take_the_place_of_tokens(encoding):
     with pytest.raises(UserError, match=r"model\.network is lstm"):
-        tiny_model.make(model__network="lstm").hidden_states(embeddings=[np.zeros((3, tiny.D), np.float32)])
+        tiny_model.make(model__network="lstm").hidden_states(
+            embeddings=[np.zeros((3, tiny.D), np.float32)]
+        )
     model = tiny_model.make(model__encoding=encoding)
     documents = tiny_model.documents([6, 23, 1])
     embeddings = [model.embed(tokens) for tokens in documents]
     assert [each.shape for each in embeddings] == [(6, tiny.D), (23, tiny.D), (1, tiny.D)]
     expected = model.hidden_states(documents, batch_size=2)
-    for found, hidden in zip(model.hidden_states(embeddings=embeddings, batch_size=2), expected, strict=True):
+    for found, hidden in zip(
+        model.hidden_states(embeddings=embeddings, batch_size=2), expected, strict=True
+    ):
         np.testing.assert_allclose(found, hidden, rtol=1e-5, atol=1e-6)
     flax_model, variables = model.components.model, {"params": model.params}
-    both = [flax_model.apply(variables, each[0][None], model.init_memory(1))[0] for each in (documents, embeddings)]
+    both = [
+        flax_model.apply(variables, each[0][None], model.init_memory(1))[0]
+        for each in (documents, embeddings)
+    ]
     np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-6)
     assert model.embed("").shape == (0, tiny.D)
 
@@ -253,12 +284,17 @@ def alone(model, prompts, config):
 MODELS_AND_DRAWING = [
     ({}, {}),
     ({"eval__clamp_len": 4, "eval__same_length": False}, {"temperature": 0.0}),
-    ({"model__compat__memory_start": "zeros", "model__layer_norm": "pre"}, {"top_k": 3, "top_p": 0.9}),
+    (
+        {"model__compat__memory_start": "zeros", "model__layer_norm": "pre"},
+        {"top_k": 3, "top_p": 0.9},
+    ),
     ({"model__cutoffs": (3, 7), "model__div_val": 2}, {}),
 ]
 
 
-@pytest.mark.parametrize(("changes", "drawing"), full_but(MODELS_AND_DRAWING[2:3], MODELS_AND_DRAWING), ids=str)
+@pytest.mark.parametrize(
+    ("changes", "drawing"), full_but(MODELS_AND_DRAWING[2:3], MODELS_AND_DRAWING), ids=str
+)
 def test_each_prompt_gives_what_it_gives_alone(changes, drawing, x64):
     model = tiny_model.make(model__dtype=DType.FLOAT64, **changes)
     prompts, config = tiny_model.documents(PROMPTS), settings(**drawing)
@@ -266,7 +302,9 @@ def test_each_prompt_gives_what_it_gives_alone(changes, drawing, x64):
     assert found == alone(model, prompts, config)
     assert len(set(found)) > 2 and {len(text) for text in found} == {LENGTH}
     found = model.generate(prompts[:1] * 3, config, seeds=[5, 4, -1])
-    assert [[text] for text in found] == [alone(model, prompts[:1], settings(**drawing, seed=n)) for n in (5, 4, -1)]
+    assert [[text] for text in found] == [
+        alone(model, prompts[:1], settings(**drawing, seed=n)) for n in (5, 4, -1)
+    ]
 
 
 @pytest.mark.full
@@ -277,7 +315,9 @@ def test_few_programs_are_compiled_for_any_number_and_lengths(compiled):
     model = tiny_model.make(eval__mem_len=11)
     for lengths in ([3], [40], [3, 8, 0], [1, 2, 3, 4], [9, 17, 2, 33, 6]):
         for length in (2, 30):
-            model.generate(tiny_model.documents(lengths), settings(length=length), stop=["never written"])
+            model.generate(
+                tiny_model.documents(lengths), settings(length=length), stop=["never written"]
+            )
     assert compiled.count("jit_decode_block") == compiled.count("jit_prefill") == 3
 
 
@@ -290,13 +330,21 @@ def test_stop_strings_end_a_text_wherever_they_are_found():
     assert len(pieces) > 6 and whole == model.generate(prompts, settings(length=40))
     stops = (whole[0][17:20], whole[1][3:5], "never written")
     found = model.generate(prompts, settings(length=40), stop=stops)
-    cuts = [min((text.find(stop) for stop in stops if stop in text), default=len(text)) for text in whole]
+    cuts = [
+        min((text.find(stop) for stop in stops if stop in text), default=len(text))
+        for text in whole
+    ]
     assert found == [text[:cut] for text, cut in zip(whole, cuts, strict=True)]
     assert cuts[1] <= 3 and cuts[0] <= 17 and max(cuts) > cuts[1]
-    assert model.generate(prompts, settings(length=40), stop=stops[1])[1] == found[1], "one string, not its letters"
+    assert model.generate(prompts, settings(length=40), stop=stops[1])[1] == found[1], (
+        "one string, not its letters"
+    )
     # After its stop string a row is ended on the device too: the longest text has a million tokens
     # otherwise.
-    assert model.generate(prompts[:2], settings(length=10**6), stop=list("abcdefghijk \n")) == ["", ""]
+    assert model.generate(prompts[:2], settings(length=10**6), stop=list("abcdefghijk \n")) == [
+        "",
+        "",
+    ]
 
 
 def test_a_stream_of_text_holds_back_the_bytes_of_a_character():
@@ -314,9 +362,18 @@ def test_mistakes_are_refused():
         (lambda model: model.score(["a"], first=99), r"\b99\b"),
         (lambda model: model.score(["ab"], batch_size=0), "batch_size .* got 0"),
         (lambda model: model.hidden_states(), "both or neither"),
-        (lambda model: model.hidden_states(embeddings=[np.zeros((3, 5), np.float32)]), rf"{tiny.D}.*\(3, 5\)"),
-        (lambda model: model.log_probabilities([[3, 999]], model.init_memory(1)), r"between 0 and 12, got 999"),
-        (lambda model: model.log_probabilities([[1, 2], [3, 4]], model.init_memory(1)), r"2 rows.*1 rows"),
+        (
+            lambda model: model.hidden_states(embeddings=[np.zeros((3, 5), np.float32)]),
+            rf"{tiny.D}.*\(3, 5\)",
+        ),
+        (
+            lambda model: model.log_probabilities([[3, 999]], model.init_memory(1)),
+            r"between 0 and 12, got 999",
+        ),
+        (
+            lambda model: model.log_probabilities([[1, 2], [3, 4]], model.init_memory(1)),
+            r"2 rows.*1 rows",
+        ),
         (lambda model: model.generate("a prompt"), "a prompt"),
         (lambda model: model.generate(["a"], stop=["b", ""]), r"stop must be .* \['b', ''\]"),
         (lambda model: model.generate(["a"], stop=["b", "\ud800"]), r"stop must be .*surrogates"),

@@ -33,7 +33,9 @@ def one_line(text: str) -> str:
     if len(text) > _MAX_CHARACTERS:
         left_out = len(text) - _MAX_CHARACTERS
         begin = text[: _MAX_CHARACTERS - _MAX_CHARACTERS_AT_END]
-        text = f"{begin} ... ({left_out:,} characters left out) ... {text[-_MAX_CHARACTERS_AT_END:]}"
+        text = (
+            f"{begin} ... ({left_out:,} characters left out) ... {text[-_MAX_CHARACTERS_AT_END:]}"
+        )
     return escape_control(text)
 
 
@@ -67,13 +69,22 @@ class RemoteProcessError(UserError):
 class RequestError(Exception):
     """A failed server request: a message, an HTTP status, and OpenAI's `code` and `param`."""
 
-    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_request",
+        param: str | None = None,
+    ):
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
 
 
 @contextlib.contextmanager
-def rephrased(sentence: str, *errors: type[Exception], to: type[UserError] = UserError) -> Iterator[None]:
+def rephrased(
+    sentence: str, *errors: type[Exception], to: type[UserError] = UserError
+) -> Iterator[None]:
     """Turns errors of the block into the message, with the reason as its "%s".
 
     A missing package keeps its own.
@@ -84,7 +95,10 @@ def rephrased(sentence: str, *errors: type[Exception], to: type[UserError] = Use
         raise
     except BaseException as error:
         # Too deep nesting counts, and panics of Rust, whose class cannot be imported.
-        if not isinstance(error, (*errors, RecursionError)) and type(error).__name__ != "PanicException":
+        if (
+            not isinstance(error, (*errors, RecursionError))
+            and type(error).__name__ != "PanicException"
+        ):
             raise
         reason = getattr(error, "strerror", None) or error
         raise to(sentence.replace("%s", str(reason))) from error

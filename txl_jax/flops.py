@@ -17,7 +17,15 @@ from txl_jax.modules.positions import encoding_of
 # Peak of dense matmuls, TFLOP/s per device, from the makers' data sheets: in bfloat16, of the older
 # GPUs in float16.
 _TPUS = {"v2": 22.5, "v3": 61.5, "v4": 275, "v5 lite": 197, "v5": 459, "v5p": 459, "v6 lite": 918}
-_GPUS = {"A100": 312, "H100": 989, "H100 PCIe": 756, "H200": 989, "L4": 121, "L40": 181, "L40S": 362}
+_GPUS = {
+    "A100": 312,
+    "H100": 989,
+    "H100 PCIe": 756,
+    "H200": 989,
+    "L4": 121,
+    "L40": 181,
+    "L40S": 362,
+}
 _OLDER_GPUS = {"V100": 125, "T4": 65}
 _PEAKS = {f"TPU {name}": peak for name, peak in _TPUS.items()} | _GPUS | _OLDER_GPUS
 
@@ -47,18 +55,24 @@ def of_step(config: ExperimentConfig, *, vocab_size: int, n_device: int) -> Step
         tokens=train.batch_size * train.new_tokens,
         flops=(3 * forward + 2 * projected) * train.batch_size * train.segment_len,
         peak_flops=None if peak is None else peak * n_device,
-        recomputed_flops=(forward - _softmax(model, vocab_size) + projected) * train.batch_size * train.segment_len,
+        recomputed_flops=(forward - _softmax(model, vocab_size) + projected)
+        * train.batch_size
+        * train.segment_len,
     )
 
 
-def of_inference(config: ModelConfig, lengths: TrainConfig | EvalConfig, *, vocab_size: int) -> float:
+def of_inference(
+    config: ModelConfig, lengths: TrainConfig | EvalConfig, *, vocab_size: int
+) -> float:
     """Returns the FLOPs per token of inference, with a KV cache."""
     if config.network is Network.LSTM:  # Four gates, from inputs and from outputs.
         return config.n_layer * 16 * config.d_model**2 + _softmax(config, vocab_size)
     # Three gates, from inputs. The first layer reads two of them.
     if config.network is Network.QRNN:
         return (config.n_layer + 1) * 6 * config.d_model**2 + _softmax(config, vocab_size)
-    keys = lengths.mem_len if lengths.same_length else lengths.mem_len + (lengths.segment_len + 1) / 2
+    keys = (
+        lengths.mem_len if lengths.same_length else lengths.mem_len + (lengths.segment_len + 1) / 2
+    )
     width = config.n_head * config.d_head
     # Queries, keys, values, output and feed-forward part.
     per_position = 2 * config.d_model * (4 * width + 2 * config.d_inner)

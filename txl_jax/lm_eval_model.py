@@ -53,9 +53,13 @@ class HarnessModel(LM):
     ):
         super().__init__()
         if distributed.is_multiprocess():
-            raise UserError("the harness requires a single process, which may use all devices of a host")
+            raise UserError(
+                "the harness requires a single process, which may use all devices of a host"
+            )
         if device is not None:
-            raise UserError(f"device must be None, got {device!r}. Choose one with JAX_PLATFORMS=cpu or cuda.")
+            raise UserError(
+                f"device must be None, got {device!r}. Choose one with JAX_PLATFORMS=cpu or cuda."
+            )
         if str(batch_size).startswith("auto"):
             batch_size = max_batch_size or 8
         if not str(batch_size).isdigit() or int(batch_size) < 1:
@@ -64,7 +68,9 @@ class HarnessModel(LM):
         self._batch_size = int(batch_size)
         self._max_gen_toks = max_gen_toks
         vocabulary = self.model.vocabulary
-        self._first = int((vocabulary.start if first is None else ready_ids.one_token(vocabulary, first))[0])
+        self._first = int(
+            (vocabulary.start if first is None else ready_ids.one_token(vocabulary, first))[0]
+        )
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Returns (log-likelihood in nats, is greedy) of each continuation after its context.
@@ -75,15 +81,23 @@ class HarnessModel(LM):
         pairs = [request.args for request in requests]
         for context, continuation in pairs:
             if not continuation:
-                raise UserError(f"a task's continuation must not be empty, got '' after {context[-40:]!r}")
-        scored = self.model.score_continuations(pairs, first=self._first, batch_size=self._batch_size)
-        return self._cached("loglikelihood", requests, [(each.logprob, each.is_greedy) for each in scored])
+                raise UserError(
+                    f"a task's continuation must not be empty, got '' after {context[-40:]!r}"
+                )
+        scored = self.model.score_continuations(
+            pairs, first=self._first, batch_size=self._batch_size
+        )
+        return self._cached(
+            "loglikelihood", requests, [(each.logprob, each.is_greedy) for each in scored]
+        )
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Returns the log-likelihood in nats of all tokens of each document."""
         texts = [request.args[0] for request in requests]
         scored = self.model.score(texts, first=self._first, batch_size=self._batch_size)
-        return self._cached("loglikelihood_rolling", requests, [-float(totals.nats) for totals in scored])
+        return self._cached(
+            "loglikelihood_rolling", requests, [-float(totals.nats) for totals in scored]
+        )
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Returns the text that continues each context, up to the first of its stop strings."""
@@ -102,7 +116,9 @@ class HarnessModel(LM):
         """Returns settings and stop strings of a request. Without do_sample the text is greedy."""
         if unknown := sorted(set(given) - _GENERATION):
             known = ", ".join(sorted(_GENERATION))
-            raise UserError(f"generation settings of a task must be of {known}, got {', '.join(unknown)}")
+            raise UserError(
+                f"generation settings of a task must be of {known}, got {', '.join(unknown)}"
+            )
         until = given.get("until") or ()
         stop = (until,) if isinstance(until, str) else tuple(until)
         greedy = not given.get("do_sample", float(given.get("temperature") or 0) > 0)

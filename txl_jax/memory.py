@@ -37,17 +37,29 @@ class Memory:
         width = self.hidden.shape[-1]
         if jnp.issubdtype(tokens.dtype, jnp.floating):
             if tokens.ndim != 3 or tokens.shape[2] != width:
-                raise UserError(f"embeddings must be floats [B, L, {width}], got shape {tokens.shape}")
+                raise UserError(
+                    f"embeddings must be floats [B, L, {width}], got shape {tokens.shape}"
+                )
         elif tokens.ndim != 2:
             raise UserError(f"tokens must be a segment, int [B, L], got shape {tokens.shape}")
         batch = tokens.shape[0]
         if self.hidden.shape[:2] != (n_layer, batch):
             wanted = f"the memory must have {n_layer} layers of {batch} rows, like the model and the segment"
             found = f"{self.hidden.shape[0]} layers of {self.hidden.shape[1]} rows"
-            raise UserError(f"{wanted}, got {found}. Make it with init_memory(batch_size={batch}, ...)")
+            raise UserError(
+                f"{wanted}, got {found}. Make it with init_memory(batch_size={batch}, ...)"
+            )
 
 
-def init(*, n_layer: int, batch_size: int, mem_len: int, d_model: int, dtype: jnp.dtype, start: MemoryStart) -> Memory:
+def init(
+    *,
+    n_layer: int,
+    batch_size: int,
+    mem_len: int,
+    d_model: int,
+    dtype: jnp.dtype,
+    start: MemoryStart,
+) -> Memory:
     """Returns the initial memory of zeros, before the first segment.
 
     `start` determines whether the zeros are masked or attended to.
@@ -61,8 +73,13 @@ def update(memory: Memory, layer_inputs: jax.Array) -> Memory:
     """Appends a segment's layer inputs [N, B, L, D] and drops the oldest rows."""
     mem_len, segment_len = memory.mem_len, layer_inputs.shape[2]
     kept = memory.hidden[:, :, min(segment_len, mem_len) :]
-    new = jax.lax.stop_gradient(layer_inputs[:, :, max(segment_len - mem_len, 0) :]).astype(kept.dtype)
-    return Memory(hidden=jnp.concatenate([kept, new], axis=2), valid=jnp.minimum(memory.valid + segment_len, mem_len))
+    new = jax.lax.stop_gradient(layer_inputs[:, :, max(segment_len - mem_len, 0) :]).astype(
+        kept.dtype
+    )
+    return Memory(
+        hidden=jnp.concatenate([kept, new], axis=2),
+        valid=jnp.minimum(memory.valid + segment_len, mem_len),
+    )
 
 
 class Documents(NamedTuple):
@@ -103,7 +120,9 @@ def reset(memory: Memory, rows: jax.Array, start: MemoryStart = MemoryStart.MASK
     hidden = memory.hidden
     if start is MemoryStart.ZEROS:  # Masked slots need no clearing, and a memory can be gigabytes.
         hidden = jnp.where(rows[None, :, None, None], 0, hidden)
-    return Memory(hidden=hidden, valid=jnp.where(rows, start_valid(memory.mem_len, start), memory.valid))
+    return Memory(
+        hidden=hidden, valid=jnp.where(rows, start_valid(memory.mem_len, start), memory.valid)
+    )
 
 
 def start_valid(mem_len: int, start: MemoryStart) -> int:

@@ -51,14 +51,20 @@ def learning_curve(
         if points:
             plot.plot(*zip(*points, strict=True), label=kind, **style)
     last_step = max((record["step"] for record in records), default=1)
-    for color, (name, level) in zip(("#2c3e50", "#2980b9", "#27ae60", "#8e44ad"), levels.items(), strict=False):
+    for color, (name, level) in zip(
+        ("#2c3e50", "#2980b9", "#27ae60", "#8e44ad"), levels.items(), strict=False
+    ):
         plot.axhline(level, linestyle="--", linewidth=1, color=color)
         # At the left edge, where the curves are still far above.
-        plot.annotate(f" {name} {level:.2f}", (0, level), ha="left", va="bottom", fontsize=9, color=color)
+        plot.annotate(
+            f" {name} {level:.2f}", (0, level), ha="left", va="bottom", fontsize=9, color=color
+        )
     plot.set(title=title, xlabel="training steps", ylabel="bits per byte", xlim=(0, last_step))
     if by_position:
         for color, (name, values) in zip(("#9aa7b8", "#c0392b"), by_position.items(), strict=True):
-            panels[1].plot(range(1, len(values) + 1), values, label=name, color=color, linewidth=1.6)
+            panels[1].plot(
+                range(1, len(values) + 1), values, label=name, color=color, linewidth=1.6
+            )
             panels[1].set(xlim=(1, len(values)))
             bpcs += values
         panels[1].set(title="Test split, with and without memory", xlabel="position in the segment")
@@ -89,14 +95,35 @@ def curves(
 
     drawing = figure()
     plot = drawing.add_subplot()
-    colors = ("#c0392b", "#2980b9", "#27ae60", "#8e44ad", "#d68910", "#16a085", "#7f8c8d", "#2c3e50")
+    colors = (
+        "#c0392b",
+        "#2980b9",
+        "#27ae60",
+        "#8e44ad",
+        "#d68910",
+        "#16a085",
+        "#7f8c8d",
+        "#2c3e50",
+    )
     for i, (name, points) in enumerate(values.items()):
-        style = {"color": colors[i % len(colors)], "marker": "os^Dv"[i % 5], "markersize": 4, "linewidth": 1.4}
+        style = {
+            "color": colors[i % len(colors)],
+            "marker": "os^Dv"[i % 5],
+            "markersize": 4,
+            "linewidth": 1.4,
+        }
         # With a marker at each point, a long line would be hidden.
-        plot.plot(*zip(*points.items(), strict=True), label=name, markevery=max(1, len(points) // 40), **style)
+        plot.plot(
+            *zip(*points.items(), strict=True),
+            label=name,
+            markevery=max(1, len(points) // 40),
+            **style,
+        )
         if band := (deviations or {}).get(name):
             low, high = ([y + sign * band[x] for x, y in points.items()] for sign in (-1, 1))
-            plot.fill_between(list(points), low, high, color=style["color"], alpha=0.15, linewidth=0)
+            plot.fill_between(
+                list(points), low, high, color=style["color"], alpha=0.15, linewidth=0
+            )
     plot.set(title=title, xlabel=xlabel, ylabel=ylabel)
     if log:
         plot.set_yscale("log")

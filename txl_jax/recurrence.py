@@ -29,7 +29,12 @@ SegmentBody = Callable[[Any, Any, Segments], tuple[Any, Any, Any]]
 
 
 def scan_segments(
-    body: SegmentBody, state: Any, memory: Any, segments: Segments, *, reset: Callable[[Any, Any], Any]
+    body: SegmentBody,
+    state: Any,
+    memory: Any,
+    segments: Segments,
+    *,
+    reset: Callable[[Any, Any], Any],
 ) -> tuple[Any, Any, Any]:
     """Applies `body` to S segments in order.
 

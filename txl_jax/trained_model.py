@@ -101,7 +101,10 @@ class LanguageModel:
 
     def __repr__(self) -> str:
         """Returns one line: kind, sizes, parameters, vocabulary and the source of the weights."""
-        model, vocabulary = self.config.model, f"{self.vocabulary.size:,} {self.vocabulary.kind} tokens"
+        model, vocabulary = (
+            self.config.model,
+            f"{self.vocabulary.size:,} {self.vocabulary.kind} tokens",
+        )
         sizes = f"{model.n_layer} layers, d_model {model.d_model}, {self.components.num_parameters:,} parameters"
         return f"<LanguageModel: {model.network}, {sizes}, {vocabulary}, step {self.step:,} of {self.source or '?'}>"
 
@@ -111,11 +114,18 @@ class LanguageModel:
         return self.components.config
 
     @overload
-    def score(self, documents: Documents, *, first: Token | None = ..., batch_size: int = ...) -> list[Totals]: ...
+    def score(
+        self, documents: Documents, *, first: Token | None = ..., batch_size: int = ...
+    ) -> list[Totals]: ...
 
     @overload
     def score(
-        self, documents: Documents, *, per_token: Literal[True], first: Token | None = ..., batch_size: int = ...
+        self,
+        documents: Documents,
+        *,
+        per_token: Literal[True],
+        first: Token | None = ...,
+        batch_size: int = ...,
     ) -> list[np.ndarray]: ...
 
     def score(
@@ -144,7 +154,9 @@ class LanguageModel:
             ones, which are no padding: documents may have any lengths), or `documents` is a single
             text.
         """
-        return read_all(self._with_first(documents, first), self._scores(batch_size, per_token=per_token))
+        return read_all(
+            self._with_first(documents, first), self._scores(batch_size, per_token=per_token)
+        )
 
     def score_stream(
         self,
@@ -161,19 +173,27 @@ class LanguageModel:
         """
         return self._scores(batch_size, per_token=per_token)(self._with_first(documents, first))
 
-    def _scores(self, batch_size: int, *, per_token: bool) -> Callable[[Iterable[np.ndarray]], Iterator[Any]]:
+    def _scores(
+        self, batch_size: int, *, per_token: bool
+    ) -> Callable[[Iterable[np.ndarray]], Iterator[Any]]:
         """Returns a function that yields the nats of each document, ids [T], or its totals."""
         reader = self._reader(batch_size)
 
         def totals(documents: Iterable[np.ndarray]) -> Iterator[Totals]:
             documents, scored = itertools.tee(documents)
             for nats, ids in zip(reader.nats(documents), scored, strict=True):
-                yield dataclasses.replace(Totals.of(nats), bytes=self.vocabulary.count_bytes(ids[1:]))
+                yield dataclasses.replace(
+                    Totals.of(nats), bytes=self.vocabulary.count_bytes(ids[1:])
+                )
 
         return reader.nats if per_token else totals
 
     def score_continuations(
-        self, pairs: Iterable[tuple[Document, Document]], *, first: Token | None = None, batch_size: int = _BATCH_SIZE
+        self,
+        pairs: Iterable[tuple[Document, Document]],
+        *,
+        first: Token | None = None,
+        batch_size: int = _BATCH_SIZE,
     ) -> list[Continuation]:
         """Computes the logprob of each continuation given its context.
 
@@ -192,11 +212,17 @@ class LanguageModel:
           UserError: If a text cannot be encoded, ids are outside the vocabulary, or a continuation
             that is not empty adds no token to its context, such as a space in a model of words.
         """
-        before = self.vocabulary.start if first is None else ready_ids.one_token(self.vocabulary, first)
+        before = (
+            self.vocabulary.start if first is None else ready_ids.one_token(self.vocabulary, first)
+        )
         joined = [ready_ids.joined(self.vocabulary, *pair) for pair in pairs]
-        documents = (ids if count < len(ids) else np.concatenate([before, ids]) for ids, count in joined)
+        documents = (
+            ids if count < len(ids) else np.concatenate([before, ids]) for ids, count in joined
+        )
         scores = []
-        for found, (_, count) in zip(read_all(documents, self._reader(batch_size).likeness), joined, strict=True):
+        for found, (_, count) in zip(
+            read_all(documents, self._reader(batch_size).likeness), joined, strict=True
+        ):
             nats, greedy = (each[len(each) - count :] for each in found)
             scores.append(Continuation(-Totals.of(nats).nats, bool(greedy.all()), count))
         return scores
@@ -221,15 +247,23 @@ class LanguageModel:
             `score`.
         """
         if (documents is None) == (embeddings is None):
-            raise UserError("hidden_states requires either documents or embeddings, got both or neither")
+            raise UserError(
+                "hidden_states requires either documents or embeddings, got both or neither"
+            )
         reader = self._reader(batch_size)
         if documents is not None:
             refuse_single_text(documents)
             return read_all(map(self._ids, documents), reader.hidden_states)
         size, vectors = self.config.model.d_model, list(map(np.asarray, embeddings or ()))
         for each in vectors:
-            if each.ndim != 2 or each.shape[1] != size or not np.issubdtype(each.dtype, np.floating):
-                raise UserError(f"embeddings must be floats [T, {size}], got dtype {each.dtype} and shape {each.shape}")
+            if (
+                each.ndim != 2
+                or each.shape[1] != size
+                or not np.issubdtype(each.dtype, np.floating)
+            ):
+                raise UserError(
+                    f"embeddings must be floats [T, {size}], got dtype {each.dtype} and shape {each.shape}"
+                )
         return read_all(vectors, functools.partial(reader.hidden_states, vectors=True))
 
     def embed(self, document: Document) -> np.ndarray:
@@ -273,7 +307,9 @@ class LanguageModel:
         refuse_single_text(prompts)
         listed = list(prompts)
         texts = [""] * len(listed)
-        for number, text in self.generate_stream(listed, settings, stop=stop, seeds=seeds, batch_size=batch_size):
+        for number, text in self.generate_stream(
+            listed, settings, stop=stop, seeds=seeds, batch_size=batch_size
+        ):
             texts[number] += text
         return texts
 
@@ -304,11 +340,15 @@ class LanguageModel:
         refuse_single_text(prompts)
         given = [self._ids(prompt) for prompt in prompts]
         if seeds is not None and len(seeds) != len(given):
-            raise UserError(f"seeds must have one entry for each of the {len(given)} prompts, got {len(seeds)}")
+            raise UserError(
+                f"seeds must have one entry for each of the {len(given)} prompts, got {len(seeds)}"
+            )
         return self._generator.pieces(
             [ids if len(ids) else self.vocabulary.start for ids in given],
             settings,
-            draws=[(seed, 0) for seed in ([settings.seed] * len(given) if seeds is None else seeds)],
+            draws=[
+                (seed, 0) for seed in ([settings.seed] * len(given) if seeds is None else seeds)
+            ],
             decode=self.vocabulary.decode,
             ending=read_stop(settings, self.vocabulary),
             stop_strings=stop_strings,
@@ -345,10 +385,17 @@ class LanguageModel:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((tokens, memory))):
             raise UserError(_INSIDE_JAX)
         equal = "For documents of other lengths, use model.score, or pad the rows and ignore what follows their ends."
-        with rephrased(f"tokens must be ids [B, L] in rows of equal length (%s). {equal}", ValueError, TypeError):
+        with rephrased(
+            f"tokens must be ids [B, L] in rows of equal length (%s). {equal}",
+            ValueError,
+            TypeError,
+        ):
             ids = np.asarray(tokens)
         is_ids = ids.ndim == 2 and ids.dtype.kind in "iu"
-        require(is_ids, f"tokens must be integer ids [B, L], got {ids.dtype} of shape {ids.shape}. {equal}")
+        require(
+            is_ids,
+            f"tokens must be integer ids [B, L], got {ids.dtype} of shape {ids.shape}. {equal}",
+        )
         check_ids(ids, self.vocabulary.size)
         return self._log_probabilities(self.params, ids.astype(np.int32), memory)
 
@@ -359,9 +406,14 @@ class LanguageModel:
         It maps (parameters, ids [B, L], memory) to log probabilities [B, L, V] and the new memory.
         """
         model: Any = self.components.model  # `apply` returns what its method does.
-        lengths = {"clamp_len": self.config.eval.clamp_len, "same_length": self.config.eval.same_length}
+        lengths = {
+            "clamp_len": self.config.eval.clamp_len,
+            "same_length": self.config.eval.same_length,
+        }
 
-        def log_probabilities(params: Any, tokens: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
+        def log_probabilities(
+            params: Any, tokens: jax.Array, memory: Memory
+        ) -> tuple[jax.Array, Memory]:
             hidden, memory = model.apply({"params": params}, tokens, memory, **lengths)
             return model.apply({"params": params}, hidden, method=model.log_probabilities), memory
 
@@ -371,7 +423,9 @@ class LanguageModel:
     def _embed(self) -> Any:
         """The compiled (parameters, ids [B, L]) -> embeddings [B, L, D]."""
         model = takes_embeddings(self.components)
-        return self.components.jit(lambda params, ids: model.apply({"params": params}, ids, method=model.embed_tokens))
+        return self.components.jit(
+            lambda params, ids: model.apply({"params": params}, ids, method=model.embed_tokens)
+        )
 
     @functools.cached_property
     def _weights(self) -> Any:

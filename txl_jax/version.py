@@ -21,7 +21,9 @@ def check_jax() -> None:
     try:
         found = importlib.metadata.version("jax")
     except importlib.metadata.PackageNotFoundError:
-        raise UserError(f"jax must be {OLDEST_JAX} or newer, but is not installed. {_INSTALL}") from None
+        raise UserError(
+            f"jax must be {OLDEST_JAX} or newer, but is not installed. {_INSTALL}"
+        ) from None
     if _numbers(found) < _numbers(OLDEST_JAX):
         raise UserError(f"jax must be {OLDEST_JAX} or newer, got {found}. {_INSTALL}")
 

@@ -25,7 +25,9 @@ import optax
 import txl_jax
 from txl_jax import ModelConfig, NormPlace
 
-CONFIG = ModelConfig(n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=64, init_std=0.1, layer_norm=NormPlace.PRE)
+CONFIG = ModelConfig(
+    n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=64, init_std=0.1, layer_norm=NormPlace.PRE
+)
 TOPICS, WORDS = 8, 24  # The first ids name topics, the others are words of any document.
 MODEL = txl_jax.TransformerXL(CONFIG, vocab_size=TOPICS + WORDS)
 PASSAGE, PASSAGES = 128, 12  # Tokens per passage, passages per document.
@@ -40,7 +42,10 @@ def stream(model, pieces, length=PASSAGE):
 
     `model` is a `txl_jax.LanguageModel`. The last passage may be shorter than `length` tokens.
     """
-    lengths = {"clamp_len": model.config.eval.clamp_len, "same_length": model.config.eval.same_length}
+    lengths = {
+        "clamp_len": model.config.eval.clamp_len,
+        "same_length": model.config.eval.same_length,
+    }
     variables = {"params": model.params}
     read = model.components.jit(
         lambda tokens, memory: model.components.model.apply(variables, tokens, memory, **lengths)
@@ -65,7 +70,9 @@ class Reading(NamedTuple):
     def start(key, mem_len, rows):
         """Returns new documents, all at their first passage."""
         topic = jax.random.randint(key, (rows,), 0, TOPICS)
-        return Reading(topic, jnp.zeros(rows, jnp.int32), MODEL.init_memory(batch_size=rows, mem_len=mem_len))
+        return Reading(
+            topic, jnp.zeros(rows, jnp.int32), MODEL.init_memory(batch_size=rows, mem_len=mem_len)
+        )
 
     def draw(self, key):
         """Returns the next passage of each document: int [B, L].
@@ -88,7 +95,9 @@ def topic_loss(params, reading, key):
     words, fresh = jax.random.split(key)
     hidden, memory = MODEL.apply(params, reading.draw(words), reading.memory)
     targets = jnp.broadcast_to(reading.topic[:, None], hidden.shape[:2])
-    return MODEL.apply(params, hidden, targets, method=MODEL.nll).mean(), reading.move_on(fresh, memory)
+    return MODEL.apply(params, hidden, targets, method=MODEL.nll).mean(), reading.move_on(
+        fresh, memory
+    )
 
 
 def train(*, steps, seed=1):
@@ -96,9 +105,13 @@ def train(*, steps, seed=1):
     init_key, text_key, key = jax.random.split(jax.random.key(seed), 3)
     # Rows are at different places of their documents, so that each step has passages of all
     # distances.
-    reading = Reading.start(text_key, MEM_LEN, ROWS)._replace(place=jnp.arange(ROWS) * PASSAGES // ROWS)
+    reading = Reading.start(text_key, MEM_LEN, ROWS)._replace(
+        place=jnp.arange(ROWS) * PASSAGES // ROWS
+    )
     params = MODEL.init(init_key, reading.draw(text_key), reading.memory)
-    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(optax.warmup_constant_schedule(0, 2e-3, 20)))
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adam(optax.warmup_constant_schedule(0, 2e-3, 20))
+    )
 
     def step(carry, key):
         params, moments, reading = carry
@@ -123,8 +136,12 @@ def embed_documents(params, mem_len, *, rows, seed):
 
     topic_key, key = jax.random.split(jax.random.key(seed))
     reading = Reading.start(topic_key, mem_len, rows)
-    _, embeddings = jax.jit(jax.lax.scan, static_argnums=0)(step, reading, jax.random.split(key, PASSAGES))
-    return np.pad(embeddings, ((0, 0), (0, 0), (0, 1)), constant_values=1), np.asarray(reading.topic)
+    _, embeddings = jax.jit(jax.lax.scan, static_argnums=0)(
+        step, reading, jax.random.split(key, PASSAGES)
+    )
+    return np.pad(embeddings, ((0, 0), (0, 0), (0, 1)), constant_values=1), np.asarray(
+        reading.topic
+    )
 
 
 def accuracy(params, mem_len, *, documents=128, seed=1):
@@ -134,7 +151,10 @@ def accuracy(params, mem_len, *, documents=128, seed=1):
     """
     inputs, topics = embed_documents(params, mem_len, rows=documents, seed=seed + 1)
     others, expected = embed_documents(params, mem_len, rows=documents, seed=seed + 2)
-    inputs, targets = inputs.reshape(-1, inputs.shape[-1]), np.eye(TOPICS)[np.tile(topics, PASSAGES)]
+    inputs, targets = (
+        inputs.reshape(-1, inputs.shape[-1]),
+        np.eye(TOPICS)[np.tile(topics, PASSAGES)],
+    )
     probe = np.linalg.solve(inputs.T @ inputs + 0.1 * np.eye(inputs.shape[1]), inputs.T @ targets)
     return ((others @ probe).argmax(-1) == expected).mean(axis=1)
 
@@ -142,8 +162,12 @@ def accuracy(params, mem_len, *, documents=128, seed=1):
 def main(steps=500):
     """Prints and returns the fractions of right topics by passage, with and without the memory."""
     params = train(steps=steps)
-    right = {name: accuracy(params, m) for name, m in (("with memory", MEM_LEN), ("without memory", 0))}
-    print(f"right topics by passage of {PASSAGE} tokens; {CONFIG.n_layer * MEM_LEN} tokens are within reach")
+    right = {
+        name: accuracy(params, m) for name, m in (("with memory", MEM_LEN), ("without memory", 0))
+    }
+    print(
+        f"right topics by passage of {PASSAGE} tokens; {CONFIG.n_layer * MEM_LEN} tokens are within reach"
+    )
     for name, fractions in right.items():
         print(f"  {name:<16}{'  '.join(f'{fraction:.2f}' for fraction in fractions)}")
     return right

@@ -61,7 +61,11 @@ class Maze(NamedTuple):
         ended = self.left == 0
         reward = jnp.where(ended & (action == self.light), 1.0, 0.0)
         after = self._replace(left=self.left - 1, time=self.time + 1)
-        return jax.tree.map(lambda new, old: jnp.where(ended, new, old), Maze.start(key), after), reward, ended
+        return (
+            jax.tree.map(lambda new, old: jnp.where(ended, new, old), Maze.start(key), after),
+            reward,
+            ended,
+        )
 
 
 class Policy(nn.Module):
@@ -137,7 +141,10 @@ def train(mem_len, *, updates, seed=0):
 def main(updates=300):
     """Prints and returns the mean reward of both policies in the last 30 updates."""
     memories = {"with memory": MEM_LEN, "without memory": 0}
-    reward = {name: float(train(mem_len, updates=updates)[-30:].mean()) for name, mem_len in memories.items()}
+    reward = {
+        name: float(train(mem_len, updates=updates)[-30:].mean())
+        for name, mem_len in memories.items()
+    }
     print(f"reward of the last 30 of {updates} updates, 0.5 at best without memory: {reward}")
     return reward
 

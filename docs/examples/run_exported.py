@@ -21,12 +21,17 @@ def load(folder):
 
     Raises ValueError if a file was changed.
     """
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    digests = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()
+    }
     del digests["manifest.sha256"]
     line = f"{digests.pop('manifest.json')}  manifest.json\n"
     unchanged = (folder / "manifest.sha256").read_bytes() == line.encode()
     manifest = json.loads((folder / "manifest.json").read_bytes()) if unchanged else {}
-    if digests != manifest.get("sha256") or not {of["file"] for of in manifest["functions"].values()} <= digests.keys():
+    if (
+        digests != manifest.get("sha256")
+        or not {of["file"] for of in manifest["functions"].values()} <= digests.keys()
+    ):
         raise ValueError(f"a file of {folder} has changed since the export")
     functions = {}
     for name, function in manifest["functions"].items():
@@ -61,9 +66,16 @@ def generate(model, ids, count, temperature=0.0, seed=0):
     rows, written = manifest["rows"], list(ids)
     for i in range(len(ids) + count - 1):
         token, reset = np.full(rows, written[i], np.int32), np.full(rows, i == 0)
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), i), rows)
+        keys = jax.random.split(
+            jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), i), rows
+        )
         drawn, _, memory = functions["generate"](
-            weights, memory, token, jax.random.key_data(keys), np.full(rows, temperature, np.float32), reset
+            weights,
+            memory,
+            token,
+            jax.random.key_data(keys),
+            np.full(rows, temperature, np.float32),
+            reset,
         )
         if i >= len(ids) - 1:
             written.append(int(drawn[0]))

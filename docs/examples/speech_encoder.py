@@ -56,7 +56,9 @@ class RelativeSelfAttention(nn.Module):
         visibility = txl_jax.Visibility(jnp.zeros(n_row, jnp.int32), n_frame, 0, **options)
 
         def project(states, name):  # [.., T, D] -> [.., H, T, E]
-            return nn.DenseGeneral(heads, use_bias=name != "position", name=name)(states).swapaxes(-3, -2)
+            return nn.DenseGeneral(heads, use_bias=name != "position", name=name)(states).swapaxes(
+                -3, -2
+            )
 
         attended = txl_jax.attention(
             project(frames, "query"),
@@ -104,8 +106,12 @@ class ConformerBlock(nn.Module):
         gated = nn.glu(nn.Dense(2 * width, name="gate")(nn.LayerNorm()(frames)))
         before = self.kernel_size - 1 if self.causal else self.kernel_size // 2
         padding = [(before, self.kernel_size - 1 - before)]
-        depthwise = nn.Conv(width, (self.kernel_size,), padding=padding, feature_group_count=width, name="depthwise")
-        return nn.Dense(width, name="mix")(nn.swish(nn.LayerNorm()(depthwise(gated * is_frame[..., None]))))
+        depthwise = nn.Conv(
+            width, (self.kernel_size,), padding=padding, feature_group_count=width, name="depthwise"
+        )
+        return nn.Dense(width, name="mix")(
+            nn.swish(nn.LayerNorm()(depthwise(gated * is_frame[..., None])))
+        )
 
 
 class Encoder(nn.Module):
@@ -129,13 +135,17 @@ def train(*, causal, steps, seed=0):
     Returns the fraction of right frames per step.
     """
     encoder = Encoder(causal=causal)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.warmup_constant_schedule(0, 1e-3, 20)))
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adam(optax.warmup_constant_schedule(0, 1e-3, 20))
+    )
 
     def loss(params, frames, lengths, following):
         logits, counts = encoder.apply(params, frames, lengths), following >= 0
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(following, 0))
         is_right = logits.argmax(-1) == following
-        return jnp.sum(nats * counts) / jnp.sum(counts), jnp.sum(is_right * counts) / jnp.sum(counts)
+        return jnp.sum(nats * counts) / jnp.sum(counts), jnp.sum(is_right * counts) / jnp.sum(
+            counts
+        )
 
     def step(carry, key):
         params, moments = carry
@@ -152,8 +162,13 @@ def train(*, causal, steps, seed=0):
 def main(steps=200):
     """Prints and returns both encoders' mean fraction of right frames in the last 30 steps."""
     modes = {"both sides": False, "past only": True}
-    right = {name: float(train(causal=causal, steps=steps)[-30:].mean()) for name, causal in modes.items()}
-    print(f"right frames of the last 30 of {steps} steps, {1 / KINDS} at best with the past only: {right}")
+    right = {
+        name: float(train(causal=causal, steps=steps)[-30:].mean())
+        for name, causal in modes.items()
+    }
+    print(
+        f"right frames of the last 30 of {steps} steps, {1 / KINDS} at best with the past only: {right}"
+    )
     return right
 
 

@@ -17,10 +17,19 @@ def main() -> None:
     random, tuned, path = map(Path, sys.argv[1:])
     figure = Figure(figsize=(6.4, 3.6), dpi=120, layout="constrained")
     plot = figure.add_subplot()
-    for folder, label, color in ((random, "random weights", "#9aa7b8"), (tuned, "--init_from", "#c0392b")):
+    for folder, label, color in (
+        (random, "random weights", "#9aa7b8"),
+        (tuned, "--init_from", "#c0392b"),
+    ):
         records = [record for record in read_metrics(folder) if record["kind"] == "valid"]
         steps = [record["step"] for record in records]
-        plot.plot(steps, [record["loss"] / math.log(2) for record in records], label=label, color=color, marker=".")
+        plot.plot(
+            steps,
+            [record["loss"] / math.log(2) for record in records],
+            label=label,
+            color=color,
+            marker=".",
+        )
     plot.set(xlabel="updates", ylabel="validation bpc", ylim=(1.9, 4))
     plot.grid(alpha=0.3)
     plot.legend()

@@ -10,8 +10,20 @@ from pathlib import Path
 L, SEGMENTS, LAYERS = 4, 4, 3  # The memory of a segment is the segment before it.
 CELL, GAP, LEFT, TOP = 30, 16, 118, 46  # Pixels; a gap is between segments.
 THEMES = {
-    "light": {"ink": "#1f2933", "faint": "#e4e7eb", "line": "#9aa5b1", "segment": "#3454d1", "memory": "#f0a202"},
-    "dark": {"ink": "#e4e7eb", "faint": "#323f4b", "line": "#7b8794", "segment": "#7b93ff", "memory": "#f5b83d"},
+    "light": {
+        "ink": "#1f2933",
+        "faint": "#e4e7eb",
+        "line": "#9aa5b1",
+        "segment": "#3454d1",
+        "memory": "#f0a202",
+    },
+    "dark": {
+        "ink": "#e4e7eb",
+        "faint": "#323f4b",
+        "line": "#7b8794",
+        "segment": "#7b93ff",
+        "memory": "#f5b83d",
+    },
 }
 
 
@@ -30,8 +42,12 @@ def svg(ink: str, faint: str, line: str, segment: str, memory: str) -> str:
     length, current = L * SEGMENTS, SEGMENTS - 1
     parts = []
 
-    def text(x: float, y: float, words: str, *, anchor: str = "middle", color: str = ink, size: int = 13) -> None:
-        parts.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{color}" font-size="{size}">{words}</text>')
+    def text(
+        x: float, y: float, words: str, *, anchor: str = "middle", color: str = ink, size: int = 13
+    ) -> None:
+        parts.append(
+            f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{color}" font-size="{size}">{words}</text>'
+        )
 
     for number in range(SEGMENTS):
         label = ("segment t" if number == current else f"t \u2212 {current - number}") + (
@@ -42,9 +58,19 @@ def svg(ink: str, faint: str, line: str, segment: str, memory: str) -> str:
         text(LEFT - 12, row(layer) + 20, f"layer {layer}" if layer else "embeddings", anchor="end")
         # What the query in the last place of the top layer depends on: each layer reaches one
         # memory further.
-        reached = range(max(0, current - LAYERS + layer) * L, length) if layer < LAYERS else range(length - 1, length)
+        reached = (
+            range(max(0, current - LAYERS + layer) * L, length)
+            if layer < LAYERS
+            else range(length - 1, length)
+        )
         for position in range(length):
-            color = faint if position not in reached else segment if position // L == current else memory
+            color = (
+                faint
+                if position not in reached
+                else segment
+                if position // L == current
+                else memory
+            )
             parts.append(
                 f'<rect x="{column(position) + 2}" y="{row(layer) + 2}" width="{CELL - 4}" height="{CELL - 4}" rx="5" '
                 f'fill="{color}"/>'
@@ -64,7 +90,9 @@ def svg(ink: str, faint: str, line: str, segment: str, memory: str) -> str:
         (LEFT, segment, "computed now, with gradients"),
         (LEFT + 236, memory, "past segments, read through the memory (no gradient)"),
     ):
-        parts.append(f'<rect x="{x}" y="{foot - 12}" width="14" height="14" rx="3" fill="{color}"/>')
+        parts.append(
+            f'<rect x="{x}" y="{foot - 12}" width="14" height="14" rx="3" fill="{color}"/>'
+        )
         text(x + 22, foot, words, anchor="start")
     width, height = column(length - 1) + CELL + 100, foot + 14
     return (

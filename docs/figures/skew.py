@@ -30,17 +30,28 @@ FIRST_QUERY, FIRST_KEY, N_QUERY, N_KEY = 2, 1, 2, 3
 def columns_by_key(visibility: Visibility) -> np.ndarray:
     """Returns the column of the scores by distance that each pair reads: int [L, K]."""
     column_LxP = jnp.broadcast_to(jnp.arange(visibility.n_positions), (L, visibility.n_positions))
-    moved_LxK = relative_shift(column_LxP) if visibility.causal else skew(column_LxP, visibility.n_keys)
+    moved_LxK = (
+        relative_shift(column_LxP) if visibility.causal else skew(column_LxP, visibility.n_keys)
+    )
     return np.asarray(moved_LxK)
 
 
 def draw_cell(
-    axes: Axes, row: int, column: int, distance: int, largest: int, *, is_used: bool, is_in_tile: bool
+    axes: Axes,
+    row: int,
+    column: int,
+    distance: int,
+    largest: int,
+    *,
+    is_used: bool,
+    is_in_tile: bool,
 ) -> None:
     """Draws one score, coloured by its distance."""
     shade = colormaps["PuOr"](0.5 + 0.42 * (distance + 0.6) / (largest + 0.6))
     color = shade if is_used else HIDDEN
-    axes.add_patch(Rectangle((column, row), 1, 1, facecolor=color, edgecolor="white", linewidth=1.5))
+    axes.add_patch(
+        Rectangle((column, row), 1, 1, facecolor=color, edgecolor="white", linewidth=1.5)
+    )
     if is_used:
         ink = "white" if np.mean(shade[:3]) < 0.62 else INK
         weight = "bold" if is_in_tile else "normal"
@@ -57,7 +68,16 @@ def draw_frame(axes: Axes, row: int, column: int, n_row: int, n_column: int) -> 
     """Draws the frame of a tile."""
     inset = 0.05
     size = n_column - 2 * inset, n_row - 2 * inset
-    axes.add_patch(Rectangle((column + inset, row + inset), *size, fill=False, edgecolor=TILE, linewidth=2.5, zorder=3))
+    axes.add_patch(
+        Rectangle(
+            (column + inset, row + inset),
+            *size,
+            fill=False,
+            edgecolor=TILE,
+            linewidth=2.5,
+            zorder=3,
+        )
+    )
 
 
 def label(axes: Axes, *, title: str, columns: list[str], below: str) -> None:
@@ -80,11 +100,21 @@ def draw_pair(left: Axes, right: Axes, visibility: Visibility, *, name: str) -> 
         keys = np.flatnonzero(visible_LxK[i]).tolist()
         key_of = {int(source_LxK[i, j]): j for j in keys}
         for p, distance in enumerate(distances.tolist()):
-            draw_cell(left, i, p, distance, largest, is_used=p in key_of, is_in_tile=is_in_tile(i, key_of.get(p)))
+            draw_cell(
+                left,
+                i,
+                p,
+                distance,
+                largest,
+                is_used=p in key_of,
+                is_in_tile=is_in_tile(i, key_of.get(p)),
+            )
         for j in range(visibility.n_keys):
             distance = visibility.mem_len + i - j
             assert j not in keys or distance == distances[source_LxK[i, j]]
-            draw_cell(right, i, j, distance, largest, is_used=j in keys, is_in_tile=is_in_tile(i, j))
+            draw_cell(
+                right, i, j, distance, largest, is_used=j in keys, is_in_tile=is_in_tile(i, j)
+            )
     first_column = L - N_QUERY - FIRST_QUERY + FIRST_KEY
     draw_frame(left, FIRST_QUERY, first_column, N_QUERY, N_QUERY + N_KEY - 1)
     draw_frame(right, FIRST_QUERY, FIRST_KEY, N_QUERY, N_KEY)

@@ -35,7 +35,9 @@ def output(*, killed_after: str | None = None) -> list[str]:
     """
     lines = []
     command = [sys.executable, *COMMAND.split()[1:]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         for line in process.stdout or ():
             lines.append(line.rstrip().replace(f"{Path.cwd()}/", ""))
             if killed_after and line.startswith(killed_after):
@@ -47,7 +49,13 @@ def output(*, killed_after: str | None = None) -> list[str]:
 def main() -> None:
     """Runs the command twice and writes the picture."""
     first, second = output(killed_after=KILLED_AFTER), output()
-    lines = [f"$ {COMMAND}", *first, "", f"$ {COMMAND}", *(line for line in second if line not in first)]
+    lines = [
+        f"$ {COMMAND}",
+        *first,
+        "",
+        f"$ {COMMAND}",
+        *(line for line in second if line not in first),
+    ]
     shown: list[str] = []
     for is_progress, group in itertools.groupby(lines, lambda line: bool(PROGRESS.match(line))):
         found = list(group)

@@ -39,7 +39,12 @@ from txl_jax.ops.attention import Implementation, Problem, Tile, choose
 from txl_jax.ops.attention.tpu import geometry
 from txl_jax.runs import records
 from txl_jax.runs.build import evaluation_problem, training_problem
-from txl_jax.runs.first_contact import describe_error, largest_difference, make_function, make_inputs
+from txl_jax.runs.first_contact import (
+    describe_error,
+    largest_difference,
+    make_function,
+    make_inputs,
+)
 from txl_jax.runtime import environment, storage
 from txl_jax.sharding.mesh import make_mesh
 
@@ -49,7 +54,17 @@ PLAIN = "plain"  # Without position keys.
 PATHS = ("reference", "tiled", "stored", "fused", PLAIN)
 INTERPRETED = "interpreted"
 _SECONDS = 0.02  # A timing calls so often in a row that it takes this long.
-COLUMNS = ["configuration", "task", "sizes", "path", "difference", "time", "slowest", "fastest", "speedup"]
+COLUMNS = [
+    "configuration",
+    "task",
+    "sizes",
+    "path",
+    "difference",
+    "time",
+    "slowest",
+    "fastest",
+    "speedup",
+]
 COLUMNS += ["operations/s", "share of peak", "scratch"]
 _LEGEND = """Difference: from the reference, of its largest element. Speedup: over the reference. Operations: on visible
 pairs, and their fraction of the data sheet's peak in bfloat16."""
@@ -66,8 +81,12 @@ _UNSEEN = (
 class Plan(cli.Plan):
     """Settings of the benchmark."""
 
-    configs: tuple[str, ...] = setting(CONFIGS, "Published configurations or flagfiles, separated by commas.")
-    tasks: tuple[str, ...] = setting(TASKS, f"Tasks to time, of {', '.join(TASKS)}: forward and backward, or forward.")
+    configs: tuple[str, ...] = setting(
+        CONFIGS, "Published configurations or flagfiles, separated by commas."
+    )
+    tasks: tuple[str, ...] = setting(
+        TASKS, f"Tasks to time, of {', '.join(TASKS)}: forward and backward, or forward."
+    )
     paths: tuple[str, ...] = setting(
         PATHS,
         f"Of {', '.join((*PATHS, INTERPRETED))}. plain is fused without position keys, or else tiled, on "
@@ -78,30 +97,54 @@ class Plan(cli.Plan):
         "Tiles, queries x keys, to try with the path that auto chooses. If empty, only its own.",
     )
     batch_size: int = setting(4, "B, rows of training on one device.", at_least=1)
-    shrink: int = setting(1, "Divisor of the lengths of segments and memories, for a quick look.", at_least=1)
-    dtype: DType | None = setting(None, "Dtype of queries, keys and values. none means bfloat16, or float32 on a CPU.")
+    shrink: int = setting(
+        1, "Divisor of the lengths of segments and memories, for a quick look.", at_least=1
+    )
+    dtype: DType | None = setting(
+        None, "Dtype of queries, keys and values. none means bfloat16, or float32 on a CPU."
+    )
     calls: int = setting(7, "Timings of each path, interleaved.", at_least=1)
-    out: str = setting("device", "Directory for device.md and device.csv. Created if missing.", path=True)
+    out: str = setting(
+        "device", "Directory for device.md and device.csv. Created if missing.", path=True
+    )
 
     def validate(self) -> None:
         """Raises `UserError` for unknown names."""
         super().validate()
-        require(self.configs, f"configs must name one configuration or more, such as {CONFIGS[0]}, got none")
+        require(
+            self.configs,
+            f"configs must name one configuration or more, such as {CONFIGS[0]}, got none",
+        )
         timing.check_names("tasks", self.tasks, TASKS)
         timing.check_names("paths", self.paths, (*PATHS, INTERPRETED))
         for tile in self.tiles:
-            require(re.fullmatch(r"[1-9]\d*x[1-9]\d*", tile), f"tiles must look like 128x256, got {tile!r}")
+            require(
+                re.fullmatch(r"[1-9]\d*x[1-9]\d*", tile),
+                f"tiles must look like 128x256, got {tile!r}",
+            )
 
 
 def run(plan: Plan, job: cli.Job) -> None:
     """Checks and times the paths of each configuration and task; prints the page and writes it."""
     dtype = plan.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     cases = [
-        make_case(name, job.config_of_flagfile(name), task, batch=plan.batch_size, dtype=dtype, shrink=plan.shrink)
+        make_case(
+            name,
+            job.config_of_flagfile(name),
+            task,
+            batch=plan.batch_size,
+            dtype=dtype,
+            shrink=plan.shrink,
+        )
         for name, task in itertools.product(plan.configs, plan.tasks)
     ]
     storage.make_folder(plan.out)
-    path, page, rows, notes = os.path.join(plan.out, "device.md"), list[str](), list[dict[str, str]](), Notes()
+    path, page, rows, notes = (
+        os.path.join(plan.out, "device.md"),
+        list[str](),
+        list[dict[str, str]](),
+        Notes(),
+    )
 
     def show(*lines: str) -> None:
         print("\n".join(lines), flush=True)
@@ -109,21 +152,36 @@ def run(plan: Plan, job: cli.Job) -> None:
         # Each time, as a compiler may end the process.
         storage.write(path, "\n".join([*page, ""]).encode())
 
-    show(f"# Attention on {timing.machine()}", "", *(f"    {line}" for line in environment.origin()))
+    show(
+        f"# Attention on {timing.machine()}", "", *(f"    {line}" for line in environment.origin())
+    )
     show(f"    platform  {' '.join(jax.devices()[0].client.platform_version.split())}", "", _LEGEND)
     for case in cases:
         found = measure(case, plan, notes)
-        rows += [{"configuration": case.config, "task": case.task, "sizes": case.sizes} | row for row in found]
+        rows += [
+            {"configuration": case.config, "task": case.task, "sizes": case.sizes} | row
+            for row in found
+        ]
         columns = [name for name in COLUMNS[3:] if any(row.get(name) for row in found)]
-        widths = {name: max(len(row.get(name, "")) for row in [{name: name}, *found]) for name in columns}
-        cells = [[row.get(name, "").ljust(width) for name, width in widths.items()] for row in found]
-        show("", f"## {case.config}, {case.task}: {case.sizes} (rows x heads x queries x keys, width)", "")
+        widths = {
+            name: max(len(row.get(name, "")) for row in [{name: name}, *found]) for name in columns
+        }
+        cells = [
+            [row.get(name, "").ljust(width) for name, width in widths.items()] for row in found
+        ]
+        show(
+            "",
+            f"## {case.config}, {case.task}: {case.sizes} (rows x heads x queries x keys, width)",
+            "",
+        )
         show(*environment.table([name.ljust(width) for name, width in widths.items()], cells))
     for title, lines in notes.sections().items():
         show("", f"## {title}", "", *(f"- {line}" for line in lines))
     storage.write(os.path.join(plan.out, "device.csv"), records.csv_file(COLUMNS, rows))
     print(f"\npage      {path}")
-    require(not notes.wrong, f"{len(notes.wrong)} comparisons failed. Attach {path} to a bug report.")
+    require(
+        not notes.wrong, f"{len(notes.wrong)} comparisons failed. Attach {path} to a bug report."
+    )
 
 
 @dataclasses.dataclass
@@ -134,13 +192,22 @@ class Notes:
     wrong: list[str] = dataclasses.field(default_factory=list)
     tiles: list[str] = dataclasses.field(default_factory=list)
     # Cases, by path and reason.
-    refused: dict[str, list[str]] = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    refused: dict[str, list[str]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
 
     def sections(self) -> dict[str, list[str]]:
         """Returns lists by title."""
-        found = {"Compared with the reference": [f"{self.equal} within rounding, {len(self.wrong)} wrong", *self.wrong]}
+        found = {
+            "Compared with the reference": [
+                f"{self.equal} within rounding, {len(self.wrong)} wrong",
+                *self.wrong,
+            ]
+        }
         found["Fastest tiles"] = self.tiles
-        found["Not measured"] = [f"{reason} ({', '.join(names)})" for reason, names in self.refused.items()]
+        found["Not measured"] = [
+            f"{reason} ({', '.join(names)})" for reason, names in self.refused.items()
+        ]
         found["Library calls whose gradients have not been seen on an accelerator"] = list(_UNSEEN)
         return {title: lines for title, lines in found.items() if lines}
 
@@ -167,11 +234,15 @@ class Case(Problem):
         # Keys that are not behind a query.
         seen = range(self.mem_len + 1, self.mem_len + self.segment_len + 1)
         # Scores by content, weighted values, and scores by distance.
-        dot_products = sum(min(keys, self.window or keys) for keys in seen) * (3 if self.n_positions else 2)
+        dot_products = sum(min(keys, self.window or keys) for keys in seen) * (
+            3 if self.n_positions else 2
+        )
         return 2 * self.d_head * self.batch * self.n_head * dot_products * (1 if self.cached else 3)
 
 
-def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int, dtype: str, shrink: int = 1) -> Case:
+def make_case(
+    name: str, config: ExperimentConfig, task: str, *, batch: int, dtype: str, shrink: int = 1
+) -> Case:
     """Returns a configuration's sizes on the first device.
 
     Raises `UserError` if the configuration's attention is not a Transformer-XL's with
@@ -179,7 +250,10 @@ def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int, dty
     """
     model = config.model
     is_relative = model.network is Network.TRANSFORMER_XL and model.encoding is Encoding.RELATIVE
-    require(is_relative, f"{name} must have model.encoding=relative, got {model.network} with {model.encoding}")
+    require(
+        is_relative,
+        f"{name} must have model.encoding=relative, got {model.network} with {model.encoding}",
+    )
     changes: dict[str, Any] = {"train.batch_size": batch, "train.grad_accum_steps": 1}
     changes |= {"model.dtype": dtype, "eval.cache_dtype": None}
     for group, sizes in (("train", config.train), ("eval", config.eval)):
@@ -187,7 +261,9 @@ def make_case(name: str, config: ExperimentConfig, task: str, *, batch: int, dty
         changes[f"{group}.mem_len"] = sizes.mem_len // shrink
     config = config_tree.replace(config, changes)
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
-    problem = training_problem(config, mesh) if task == "training" else evaluation_problem(config, mesh)
+    problem = (
+        training_problem(config, mesh) if task == "training" else evaluation_problem(config, mesh)
+    )
     mem_len = config.train.mem_len if task == "training" else config.eval.mem_len
     return Case(**vars(problem) | {"cache_dtype": None}, config=name, mem_len=mem_len)
 
@@ -199,15 +275,21 @@ def find_implementation(path: str, problem: Problem) -> Implementation:
     """
     if path == INTERPRETED:
         problem = dataclasses.replace(problem, platform="tpu", device_kind="")
-        return Implementation("fused", geometry.kernel_of(problem), geometry.default_tile(problem), interpret=True)
-    for name in ("fused", "stored" if problem.platform == "gpu" else "tiled") if path == PLAIN else (path,):
+        return Implementation(
+            "fused", geometry.kernel_of(problem), geometry.default_tile(problem), interpret=True
+        )
+    for name in (
+        ("fused", "stored" if problem.platform == "gpu" else "tiled") if path == PLAIN else (path,)
+    ):
         refusal = choose.refusal(name, problem)
         if refusal is None:
             return choose.choose(name, problem)[0]
     raise UserError(f"no {path}, as {refusal}")
 
 
-def implementations(case: Case, plan: Plan, notes: Notes) -> Iterator[tuple[str, Case, Implementation]]:
+def implementations(
+    case: Case, plan: Plan, notes: Notes
+) -> Iterator[tuple[str, Case, Implementation]]:
     """Yields what to measure, as (name, case, implementation); notes why paths cannot serve."""
     auto, most = choose.choose(choose.AUTO, case)[0], (case.segment_len, case.n_keys)
     for path in plan.paths:
@@ -244,7 +326,9 @@ def measure(case: Case, plan: Plan, notes: Notes) -> list[dict[str, str]]:
                 operations[name] = given.flops()
         except Exception as error:  # noqa: BLE001
             # Whatever a compiler raises, the other paths are of interest.
-            notes.refused[f"{name} does not compile or run: {first_line(error)}"].append(f"{case.config} {case.task}")
+            notes.refused[f"{name} does not compile or run: {first_line(error)}"].append(
+                f"{case.config} {case.task}"
+            )
             continue
         rows[name] = {"path": name, "difference": difference}
         notes.equal += bool(difference and not wrong)
@@ -256,17 +340,24 @@ def measure(case: Case, plan: Plan, notes: Notes) -> list[dict[str, str]]:
         seconds = [each / task.tokens for each in task.seconds]
         median = statistics.median(seconds)
         row, rate = rows[name], operations[name] / median
-        times = zip(("time", "slowest", "fastest"), (median, max(seconds), min(seconds)), strict=True)
+        times = zip(
+            ("time", "slowest", "fastest"), (median, max(seconds), min(seconds)), strict=True
+        )
         row |= {column: f"{float(f'{1e3 * each:.3g}'):,g} ms" for column, each in times}
         if "reference" in tasks:
             row["speedup"] = f"{task.speedup(tasks['reference']):.2f}"
-        row |= {"operations/s": environment.brief_number(rate), "share of peak": f"{rate / peak:.1%}" if peak else ""}
+        row |= {
+            "operations/s": environment.brief_number(rate),
+            "share of peak": f"{rate / peak:.1%}" if peak else "",
+        }
         row["scratch"] = environment.megabytes(task.memory_bytes)
     tiled = [name for name in tasks if name.startswith(f"{auto.path} ")]
     if len(tiled) > 1 and (own := str(auto)) in tiled:
         speedup, best = max((tasks[name].speedup(tasks[own]), name) for name in tiled)
         fastest = "it is the fastest" if best == own else f"{best} is {speedup:.2f} times as fast"
-        notes.tiles.append(f"{case.config}, {case.task}: of {len(tiled)} tiles auto takes {own}; {fastest}")
+        notes.tiles.append(
+            f"{case.config}, {case.task}: of {len(tiled)} tiles auto takes {own}; {fastest}"
+        )
     return list(rows.values())
 
 
@@ -278,7 +369,9 @@ def check(implementation: Implementation, case: Case) -> tuple[str, str]:
     if implementation.path == "reference":
         return "", ""
     one = dataclasses.replace(case, batch=1)
-    array, difference = largest_difference(implementation, one, make_inputs(one, [case.mem_len * 2 // 3]))
+    array, difference = largest_difference(
+        implementation, one, make_inputs(one, [case.mem_len * 2 // 3])
+    )
     wrong = describe_error(array, difference, case)
     return wrong, f"WRONG {difference:.0e}" if wrong else f"{difference:.0e}"
 

@@ -83,9 +83,13 @@ class Chip(NamedTuple):
 
 _HOST = ("1", "2", "4", "8")
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_HOPPER = "core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 cuda_compute_capability { major: 9 } "
+_HOPPER = (
+    "core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 cuda_compute_capability { major: 9 } "
+)
 _HOPPER += "shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448"
-_AMPERE = "core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41 cuda_compute_capability { major: 8 } "
+_AMPERE = (
+    "core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41 cuda_compute_capability { major: 8 } "
+)
 _AMPERE += "shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912"
 # GPUs are the modules with NVLink (SXM), not the cards.
 CHIPS = {
@@ -94,9 +98,24 @@ CHIPS = {
     "v5e": Chip("TPU v5 lite", 16 << 30, _FLAT),
     "v5p": Chip("TPU v5", 95 << 30, ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")),
     "v6e": Chip("TPU v6 lite", 32 << 30, _FLAT),
-    "h200": Chip("H200", 150_754_820_096, _HOST, f"{_HOPPER} memory_bandwidth: 4800000000000 l2_cache_size: 62914560"),
-    "h100": Chip("H100", 84_942_979_072, _HOST, f"{_HOPPER} memory_bandwidth: 3352320000000 l2_cache_size: 52428800"),
-    "a100": Chip("A100", 85_100_068_864, _HOST, f"{_AMPERE} memory_bandwidth: 2039040000000 l2_cache_size: 41943040"),
+    "h200": Chip(
+        "H200",
+        150_754_820_096,
+        _HOST,
+        f"{_HOPPER} memory_bandwidth: 4800000000000 l2_cache_size: 62914560",
+    ),
+    "h100": Chip(
+        "H100",
+        84_942_979_072,
+        _HOST,
+        f"{_HOPPER} memory_bandwidth: 3352320000000 l2_cache_size: 52428800",
+    ),
+    "a100": Chip(
+        "A100",
+        85_100_068_864,
+        _HOST,
+        f"{_AMPERE} memory_bandwidth: 2039040000000 l2_cache_size: 41943040",
+    ),
 }
 # A GPU as XLA reads it: `GpuTargetConfigProto` as text, around the fields of a chip.
 _TARGET = """
@@ -124,13 +143,17 @@ class Plan(cli.Plan):
     )
     tasks: tuple[str, ...] = setting(TASKS, "Tasks to compile, with commas.")
     configs: tuple[str, ...] = setting(
-        (), "Published configurations or flagfiles, with commas. If empty, only the flags' settings."
+        (),
+        "Published configurations or flagfiles, with commas. If empty, only the flags' settings.",
     )
 
     def validate(self) -> None:
         """Raises `UserError` for an unknown task or topology."""
         super().validate()
-        require(self.topology, "--topology must name slices or GPUs, such as v5e:4x8 or h200x8, got none")
+        require(
+            self.topology,
+            "--topology must name slices or GPUs, such as v5e:4x8 or h200x8, got none",
+        )
         timing.check_names("tasks", self.tasks, TASKS)
         for topology in self.topology:
             (slices if self.configs else parse)(topology)
@@ -139,7 +162,9 @@ class Plan(cli.Plan):
 def run(plan: Plan, job: cli.Job) -> None:
     """Estimates the settings of the flags, or each of --configs, on each topology."""
     compilers = (compiler_of(topology) for topology in plan.topology)
-    versions = {"jax": jax.__version__} | {name: version or "not installed" for name, version in compilers}
+    versions = {"jax": jax.__version__} | {
+        name: version or "not installed" for name, version in compilers
+    }
     versions["date"] = datetime.date.today().isoformat()
     print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
     if not plan.configs:
@@ -147,14 +172,26 @@ def run(plan: Plan, job: cli.Job) -> None:
             list(estimate(job.flagfile or "the flags", job.config(), topology, plan.tasks))
         return
     for name in ("mesh.data", "mesh.fsdp", "mesh.tensor"):
-        require(name not in job.places, f"--{name} must not be set with --configs, which chooses its own meshes")
+        require(
+            name not in job.places,
+            f"--{name} must not be set with --configs, which chooses its own meshes",
+        )
     configs = {name: job.config_of_flagfile(name) for name in plan.configs}
     for compiler, version in map(compiler_of, plan.topology):
-        require(version, f"--configs needs {compiler}, which is not installed ({_INSTALL[compiler]})")
+        require(
+            version, f"--configs needs {compiler}, which is not installed ({_INSTALL[compiler]})"
+        )
     for (name, config), topology in itertools.product(configs.items(), plan.topology):
-        attempts = [(size, each) for size in slices(topology) for each in meshes(config, parse(size).num_devices)]
+        attempts = [
+            (size, each)
+            for size in slices(topology)
+            for each in meshes(config, parse(size).num_devices)
+        ]
         if not attempts:
-            rows, heads = config.train.batch_size // config.train.grad_accum_steps, config.model.n_head
+            rows, heads = (
+                config.train.batch_size // config.train.grad_accum_steps,
+                config.model.n_head,
+            )
             print(f"\n{name}: no mesh of {topology} divides its {rows} rows and {heads} heads")
         # The smallest topology, and the first of its meshes, that all tasks fit on.
         for size, changes in attempts:
@@ -174,14 +211,20 @@ def meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any
         batch_shards, rest = divmod(num_devices, tensor)
         if rest or model.n_head % tensor or model.d_inner % tensor or rows % batch_shards:
             continue
-        fsdp = next(n for n in range(batch_shards, 0, -1) if batch_shards % n == 0 and model.d_model % n == 0)
+        fsdp = next(
+            n
+            for n in range(batch_shards, 0, -1)
+            if batch_shards % n == 0 and model.d_model % n == 0
+        )
         mesh = {"mesh.data": batch_shards // fsdp, "mesh.fsdp": fsdp, "mesh.tensor": tensor}
         for remat in dict.fromkeys((model.remat, Remat.FULL)):
             yield mesh | {"model.remat": remat}
         return
 
 
-def estimate(name: str, config: ExperimentConfig, topology: str, tasks: Sequence[str]) -> Iterator[bool]:
+def estimate(
+    name: str, config: ExperimentConfig, topology: str, tasks: Sequence[str]
+) -> Iterator[bool]:
     """Prints what a configuration needs on a topology, and yields whether each task fits.
 
     Yields nothing if the topology's compiler is not installed.
@@ -203,16 +246,27 @@ def estimate(name: str, config: ExperimentConfig, topology: str, tasks: Sequence
     )
     lines: dict[str, str] = {}
     if targets is not None and components.attention:  # Which path it is depends on the devices.
-        lines |= {f"attention, {task}": path for task, path in components.attention.record().items()}
-    lines |= {kind: f"{megabytes(size)} per device" for kind, size in components.device_bytes().items()}
+        lines |= {
+            f"attention, {task}": path for task, path in components.attention.record().items()
+        }
+    lines |= {
+        kind: f"{megabytes(size)} per device" for kind, size in components.device_bytes().items()
+    }
     cost = flops.of_step(config, vocab_size=components.model.vocab_size, n_device=mesh.size)
     again = cost.recomputed_flops if config.model.remat is Remat.FULL else 0
-    operations, peak = ((cost.flops or 0) + again) / mesh.size, flops.device_peak(chip.kind) or math.nan
-    lines["an update"] = f"{operations / 1e12:.4g} TFLOP per device, at least {1e3 * operations / peak:.1f} ms"
+    operations, peak = (
+        ((cost.flops or 0) + again) / mesh.size,
+        flops.device_peak(chip.kind) or math.nan,
+    )
+    lines["an update"] = (
+        f"{operations / 1e12:.4g} TFLOP per device, at least {1e3 * operations / peak:.1f} ms"
+    )
     print("\n".join(f"{label:<24}{line}" for label, line in lines.items()), flush=True)
     if targets is None:
         compiler, _ = compiler_of(topology)
-        print(f"{compiler} is not installed ({_INSTALL[compiler]}): nothing is compiled, and activations are unknown")
+        print(
+            f"{compiler} is not installed ({_INSTALL[compiler]}): nothing is compiled, and activations are unknown"
+        )
         return
     for task in tasks:
         yield estimate_task(components, task, chip.memory_bytes)
@@ -241,7 +295,10 @@ def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
     needed, arguments = sizes.peak_memory_in_bytes, sizes.argument_size_in_bytes
     # The compiler for GPUs accepts a program that is too large.
     if needed > memory_bytes:
-        print(f"{task}: does not fit, it needs {needed / 2**30:.2f}GiB of {memory_bytes / 2**30:.2f}GiB", flush=True)
+        print(
+            f"{task}: does not fit, it needs {needed / 2**30:.2f}GiB of {memory_bytes / 2**30:.2f}GiB",
+            flush=True,
+        )
         return False
     print(
         f"{task}: fits, needs {megabytes(needed)} of {megabytes(memory_bytes)} per device: arguments "
@@ -262,18 +319,24 @@ def compile_task(components: Built, task: str) -> Any:
     if task == "evaluation":
         check_streams(lengths)
         memory = _abstract_result(evaluation.init_memory, weights)
-        return evaluation.eval_step.lower(weights, memory, components.abstract_segments(lengths)).compile()
+        return evaluation.eval_step.lower(
+            weights, memory, components.abstract_segments(lengths)
+        ).compile()
     check_can_generate(components.config)
 
     def for_tokens(weights: Any) -> Any:
-        return weights.for_generation(mem_len=lengths.mem_len).for_single_tokens(mem_len=lengths.mem_len)
+        return weights.for_generation(mem_len=lengths.mem_len).for_single_tokens(
+            mem_len=lengths.mem_len
+        )
 
     def start(weights: Any) -> Any:
         memory = components.scorer.init_memory(weights)
         row = jax.tree.map(lambda array: array[:1] if array.ndim else array, memory)
         return cache_lib.repeat_rows(cache_lib.unrotate(row), generate.samples)
 
-    tokens, cache = (_abstract_result(jax.jit(function), weights) for function in (for_tokens, start))
+    tokens, cache = (
+        _abstract_result(jax.jit(function), weights) for function in (for_tokens, start)
+    )
     decode = components.jit(decode_block, static_argnames=("limits", "count"), donate_argnums=1)
     return decode.lower(tokens, cache, *generation_arguments(generate), count=BLOCK).compile()
 
@@ -283,7 +346,9 @@ def _abstract_result(function: Any, *arguments: Any) -> Any:
 
     The arguments of the function are abstract.
     """
-    return abstract_arrays(function.eval_shape(*arguments), function.lower(*arguments).compile().output_shardings)
+    return abstract_arrays(
+        function.eval_shape(*arguments), function.lower(*arguments).compile().output_shardings
+    )
 
 
 class Topology(NamedTuple):
@@ -313,7 +378,9 @@ def parse(name: str) -> Topology:
         return Topology(gpu, count, 1, int(count))
     if generation in CHIPS:
         chips, sizes = [int(n) for n in shape.split("x")], CHIPS[generation].sizes
-        whole_hosts = len(chips) == sizes[0].count("x") + 1 and all(n and n % 2 == 0 for n in chips[:2])
+        whole_hosts = len(chips) == sizes[0].count("x") + 1 and all(
+            n and n % 2 == 0 for n in chips[:2]
+        )
         if shape in sizes or whole_hosts:  # A host has 2 x 2 chips.
             devices = int(several) * math.prod(chips) * (2 if generation == "v3" else 1)
             return Topology(generation, shape, int(several), devices)

@@ -70,12 +70,20 @@ class TorchModel:
     format: ClassVar[Format]  # Names of the tensors.
     label = ""  # After a task's name in the table.
 
-    def __init__(self, config: ExperimentConfig, params: Any, *, vocab_size: int, torch: Any) -> None:
+    def __init__(
+        self, config: ExperimentConfig, params: Any, *, vocab_size: int, torch: Any
+    ) -> None:
         """Makes the model with our parameters. Raises `UserError` if the class lacks it."""
-        config.expect(config.model.dtype is DType.FLOAT32, "model.dtype", "The peer computes in float32, so set that")
+        config.expect(
+            config.model.dtype is DType.FLOAT32,
+            "model.dtype",
+            "The peer computes in float32, so set that",
+        )
         self._torch, self._config, self._vocab_size = torch, config, vocab_size
         self.versions = f"torch {torch.__version__}, threads {torch.get_num_threads()}"
-        arrays = original.from_flax(jax.tree.map(np.asarray, params), config.model, format=self.format)
+        arrays = original.from_flax(
+            jax.tree.map(np.asarray, params), config.model, format=self.format
+        )
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         self._model = self._make_model(config.eval, tensors).eval()
         self._memory: dict[str, list[Any]] = {}  # By use.
@@ -113,24 +121,34 @@ class TorchModel:
             "training": (train.mem_len, train.batch_size),
         }
         for use, size in sizes.items():
-            self._memory[use] = list(self._torch.randn((n_states, *size, model.d_model), generator=generator))
+            self._memory[use] = list(
+                self._torch.randn((n_states, *size, model.d_model), generator=generator)
+            )
 
     def task(self, name: str, ours: Task, components: Built) -> Task:
         """Returns the counterpart of our task, one segment a call."""
         # Having met another task's sizes it would compile for any sizes, which is slower.
         self._torch.compiler.reset()
         step = self.train_step if name == "training" else self.evaluate
-        segments = timing.random_segments(components, self._config.train if name == "training" else self._config.eval)
-        turns = itertools.cycle(list(zip(np.asarray(segments.inputs), np.asarray(segments.targets), strict=True)))
+        segments = timing.random_segments(
+            components, self._config.train if name == "training" else self._config.eval
+        )
+        turns = itertools.cycle(
+            list(zip(np.asarray(segments.inputs), np.asarray(segments.targets), strict=True))
+        )
         return Task(f"{ours.name}{self.label}", segments.inputs[0].size, lambda: step(*next(turns)))
 
     def _losses(self, model: Any, use: str, inputs: np.ndarray, targets: np.ndarray) -> Any:
         """Returns nats [B, L] and updates the memory of that use."""
-        tokens, labels = (self._torch.from_numpy(np.asarray(part, np.int64)) for part in (inputs, targets))
+        tokens, labels = (
+            self._torch.from_numpy(np.asarray(part, np.int64)) for part in (inputs, targets)
+        )
         nll, self._memory[use] = self._score(model, tokens, labels, self._memory.get(use))
         return nll
 
-    def _score(self, model: Any, tokens: Any, labels: Any, memory: list[Any] | None) -> tuple[Any, list[Any]]:
+    def _score(
+        self, model: Any, tokens: Any, labels: Any, memory: list[Any] | None
+    ) -> tuple[Any, list[Any]]:
         """Returns nats [B, L] and the next memory."""
         raise NotImplementedError
 
@@ -141,7 +159,9 @@ class TorchModel:
         model = self._make_model(self._config.train, self._model.state_dict()).train()
         rules = {"betas": (ADAM_B1, optimizer.adam_b2), "eps": optimizer.adam_eps}
         # On a CPU, the fused Adam takes a quarter of the time of the other two kinds.
-        return model, self._torch.optim.Adam(model.parameters(), optimizer.learning_rate, **rules, fused=True)
+        return model, self._torch.optim.Adam(
+            model.parameters(), optimizer.learning_rate, **rules, fused=True
+        )
 
     def _make_model(self, lengths: Any, tensors: Any) -> Any:
         """Makes the model at the lengths of training or evaluation."""
@@ -186,7 +206,9 @@ class HuggingFaceModel(TorchModel):
             self._memory["generation"] = output.mems
         return int(self._token)
 
-    def _score(self, model: Any, tokens: Any, labels: Any, memory: list[Any] | None) -> tuple[Any, list[Any]]:
+    def _score(
+        self, model: Any, tokens: Any, labels: Any, memory: list[Any] | None
+    ) -> tuple[Any, list[Any]]:
         # `model(tokens, labels=...)` scores one token less.
         output = model.transformer(tokens, mems=memory)
         hidden = output.last_hidden_state
@@ -194,7 +216,9 @@ class HuggingFaceModel(TorchModel):
             # The head drops the last state and the first label, so each gets one more than it
             # needs.
             hidden = self._torch.cat([hidden, hidden[:, -1:]], dim=1)
-            nll = model.crit(hidden, self._torch.cat([labels[:, :1], labels], dim=1), keep_order=True)
+            nll = model.crit(
+                hidden, self._torch.cat([labels[:, :1], labels], dim=1), keep_order=True
+            )
         else:
             # Given labels, a head without clusters copies all log probabilities first: 1.2 to 2.6
             # times the time.
@@ -208,7 +232,9 @@ class HuggingFaceModel(TorchModel):
         with warnings.catch_warnings():
             # About a tuple's order; results are read by name.
             warnings.simplefilter("ignore", DeprecationWarning)
-            model = self._transformers.TransfoXLLMHeadModel(self._transformers.TransfoXLConfig(**arguments))
+            model = self._transformers.TransfoXLLMHeadModel(
+                self._transformers.TransfoXLConfig(**arguments)
+            )
         model.load_state_dict(tensors)
         return model
 
@@ -221,25 +247,35 @@ class OriginalModel(TorchModel):
 
     format = Format.ORIGINAL
 
-    def __init__(self, config: ExperimentConfig, params: Any, *, vocab_size: int, path: str, compiled: bool) -> None:
+    def __init__(
+        self, config: ExperimentConfig, params: Any, *, vocab_size: int, path: str, compiled: bool
+    ) -> None:
         """Makes the model with our parameters.
 
         Raises `UserError` for another directory or model, or without torch.
         """
         has_both = config.model.encoding is Encoding.RELATIVE and not config.model.untie_r
-        config.expect(has_both, "model.encoding model.untie_r", "--peer=original has only relative, and untie_r off")
+        config.expect(
+            has_both,
+            "model.encoding model.untie_r",
+            "--peer=original has only relative, and untie_r off",
+        )
         self._class, torch = _import_original(Path(path, "pytorch"))
         self._compiled, self.label = compiled, ", compiled" if compiled else ", eager"
         super().__init__(config, params, vocab_size=vocab_size, torch=torch)
 
-    def _score(self, model: Any, tokens: Any, labels: Any, memory: list[Any] | None) -> tuple[Any, list[Any]]:
+    def _score(
+        self, model: Any, tokens: Any, labels: Any, memory: list[Any] | None
+    ) -> tuple[Any, list[Any]]:
         size = (model.mem_len, len(tokens), model.d_model)
         memory = memory or [self._torch.zeros(size) for _ in range(model.n_layer + 1)]
         nll, *memory = model(tokens.T.contiguous(), labels.T.contiguous(), *memory)
         return nll.T, memory
 
     def _make_model(self, lengths: Any, tensors: Any) -> Any:
-        model = self._class(**original.arguments_of(self._config.model, lengths, vocab_size=self._vocab_size))
+        model = self._class(
+            **original.arguments_of(self._config.model, lengths, vocab_size=self._vocab_size)
+        )
         model.load_state_dict(tensors)
         model.crit.keep_order = True  # Otherwise losses are in the order of clusters.
         if self._compiled:
@@ -252,7 +288,9 @@ class OriginalModel(TorchModel):
 
 def _import_original(folder: Path) -> tuple[Any, Any]:
     """Returns the release's class, patched in memory for today's torch, and torch."""
-    sources = {file.stem: file.read_bytes() for file in map(folder.joinpath, _FILES) if file.is_file()}
+    sources = {
+        file.stem: file.read_bytes() for file in map(folder.joinpath, _FILES) if file.is_file()
+    }
     require(
         hashlib.sha256(b"".join(sources.values())).hexdigest() == _DIGEST,
         f"--peer_path must be a clone of {REPOSITORY}, got {folder.parent}. Clone that address.",
@@ -290,7 +328,9 @@ def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
     for name, peers in (("samples", 1), ("temperature", 1.0), ("top_p", 1.0)):
         given = getattr(config.generate, name)
         require(given == peers, f"generate.{name} must be {peers} with --peer, got {given}")
-    return config_tree.replace(apply_preset(config, "hf"), {"model.compat.memory_start": MemoryStart.MASKED})
+    return config_tree.replace(
+        apply_preset(config, "hf"), {"model.compat.memory_start": MemoryStart.MASKED}
+    )
 
 
 def checked_peers(components: Built, path: str | None) -> list[TorchModel]:
@@ -303,18 +343,27 @@ def checked_peers(components: Built, path: str | None) -> list[TorchModel]:
     rounding.
     """
     config, vocab_size = apply_preset(components.config, "hf"), components.model.vocab_size
-    ours = build(config_tree.replace(config, {"eval.cache_dtype": None, "eval.batch_size": 1}), vocab_size=vocab_size)
+    ours = build(
+        config_tree.replace(config, {"eval.cache_dtype": None, "eval.batch_size": 1}),
+        vocab_size=vocab_size,
+    )
     params, length = components.init_params(), config.eval.segment_len
     kind: Any = functools.partial(OriginalModel, path=path) if path else HuggingFaceModel
     variants = [{"compiled": False}, {"compiled": True}] if path else [{}]
-    peers = [kind(components.config, params, vocab_size=vocab_size, **variant) for variant in variants]
+    peers = [
+        kind(components.config, params, vocab_size=vocab_size, **variant) for variant in variants
+    ]
     tokens = timing.draw_tokens(vocab_size, length * _COMPARED_SEGMENTS + 1)
-    segments = evaluation_segments(tokens, batch_size=1, segment_len=length).segments(0, _COMPARED_SEGMENTS)
+    segments = evaluation_segments(tokens, batch_size=1, segment_len=length).segments(
+        0, _COMPARED_SEGMENTS
+    )
     weights = ours.prepare_params(params)
     _, scores = ours.eval_step(weights, ours.init_memory(weights), ours.place(segments))
     print(f"peer: {peers[0].versions}; --compat=hf on both sides")
     for each in peers:
-        theirs = [each.evaluate(*pair) for pair in zip(segments.inputs, segments.targets, strict=True)]
+        theirs = [
+            each.evaluate(*pair) for pair in zip(segments.inputs, segments.targets, strict=True)
+        ]
         worst = float(np.abs(np.ravel(scores.nll) - np.ravel(theirs)).max())
         require(
             worst <= TOLERANCE,

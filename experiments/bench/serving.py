@@ -28,7 +28,9 @@ class Plan(cli.Plan):
     """Settings of the benchmark."""
 
     rows: int = setting(16, "Number of rows to compare with one.", at_least=2)
-    calls: int = setting(5, "Timed calls of each, interleaved. A call samples 8 tokens of every row.", at_least=1)
+    calls: int = setting(
+        5, "Timed calls of each, interleaved. A call samples 8 tokens of every row.", at_least=1
+    )
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -48,7 +50,9 @@ def run(plan: Plan, job: cli.Job) -> None:
     timing.time_in_turns(tasks, warmup=1, calls=plan.calls)
     rows = ([str(step.batch_size), *task.cells] for step, task in zip(steps, tasks, strict=True))
     timing.print_table("rows | tokens/s | slowest | fastest", rows)
-    print(f"\n{plan.rows} rows: {many.speedup(one):.2f} times the throughput of one request at a time")
+    print(
+        f"\n{plan.rows} rows: {many.speedup(one):.2f} times the throughput of one request at a time"
+    )
 
 
 def _task(components: Built, step: Step, weights: Weights) -> Task:

@@ -45,19 +45,27 @@ GROUPS = ("data", "model", "train", "eval", "generate", "mesh")
 TASKS = ("training", "evaluation", "generation")
 PEERS_TASKS = {None: TASKS, Peer.HUGGINGFACE: TASKS, Peer.ORIGINAL: TASKS[:2]}
 _COLUMNS = "task | rows x segment | memory | tokens/s | slowest | fastest"
-_COLUMNS_WITH_PEER = "task | rows x segment | memory | tokens/s | peer's | speedup | lowest | highest"
+_COLUMNS_WITH_PEER = (
+    "task | rows x segment | memory | tokens/s | peer's | speedup | lowest | highest"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.Plan):
     """Settings of the benchmark."""
 
-    tasks: tuple[str, ...] = setting((), f"Tasks to time, with commas ({', '.join(TASKS)}); default: all.")
+    tasks: tuple[str, ...] = setting(
+        (), f"Tasks to time, with commas ({', '.join(TASKS)}); default: all."
+    )
     calls: int = setting(
-        5, "Timed calls of each task: train.segments_per_call or 8 segments, or 16 tokens.", at_least=1
+        5,
+        "Timed calls of each task: train.segments_per_call or 8 segments, or 16 tokens.",
+        at_least=1,
     )
     warmup: int = setting(2, "Warm-up calls before the timed ones.", at_least=1)
-    peer: Peer | None = setting(None, "Compare with Hugging Face's TransfoXLLMHeadModel or the authors' PyTorch code.")
+    peer: Peer | None = setting(
+        None, "Compare with Hugging Face's TransfoXLLMHeadModel or the authors' PyTorch code."
+    )
     peer_path: str | None = setting(
         None, f"With --peer=original: a clone of {peers.REPOSITORY}.", path=True, loads_code=True
     )
@@ -92,7 +100,9 @@ def run(plan: Plan, job: cli.Job) -> None:
     timing.print_head(components)
     models = peers.checked_peers(components, plan.peer_path) if plan.peer else []
     found: list[Task] = []
-    timing.print_table(_COLUMNS_WITH_PEER if models else _COLUMNS, _rows(plan, components, models, found))
+    timing.print_table(
+        _COLUMNS_WITH_PEER if models else _COLUMNS, _rows(plan, components, models, found)
+    )
     if jax.default_backend() == "cpu":
         return
     print()
@@ -105,7 +115,9 @@ def run(plan: Plan, job: cli.Job) -> None:
             print(f"{task.name}: {operations}, {achieved / 1e12:.1f} TFLOP/s per device{share}")
 
 
-def _rows(plan: Plan, components: Built, models: Sequence[TorchModel], found: list[Task]) -> Iterator[list[str]]:
+def _rows(
+    plan: Plan, components: Built, models: Sequence[TorchModel], found: list[Task]
+) -> Iterator[list[str]]:
     """Times the tasks and yields their rows, one for each peer; appends our tasks to `found`."""
     for name in plan.chosen_tasks:
         for task in tasks(name, components):
@@ -119,7 +131,13 @@ def _rows(plan: Plan, components: Built, models: Sequence[TorchModel], found: li
             for other in theirs:
                 ratios = task.speedups(other)
                 summary = statistics.median(ratios), min(ratios), max(ratios)
-                yield [other.name, *sizes, task.cells[0], other.cells[0], *(f"{ratio:.2f}" for ratio in summary)]
+                yield [
+                    other.name,
+                    *sizes,
+                    task.cells[0],
+                    other.cells[0],
+                    *(f"{ratio:.2f}" for ratio in summary),
+                ]
 
 
 def tasks(name: str, components: Built) -> Iterator[Task]:
@@ -139,10 +157,18 @@ def training(components: Built) -> Task:
     Tokens that are read again (stride) do not count.
     """
     config, train = components.config, components.config.train
-    cost = flops.of_step(config, vocab_size=components.model.vocab_size, n_device=components.mesh.size)
+    cost = flops.of_step(
+        config, vocab_size=components.model.vocab_size, n_device=components.mesh.size
+    )
     step, segments = components.compile_step().program, timing.random_segments(components, train)
     call = timing.repeated(step, components.init_state(), segments)
-    return Task("training", cost.tokens * train.segments_per_call, call, train, cost.flops and cost.flops / cost.tokens)
+    return Task(
+        "training",
+        cost.tokens * train.segments_per_call,
+        call,
+        train,
+        cost.flops and cost.flops / cost.tokens,
+    )
 
 
 def evaluation(components: Built) -> Task:
@@ -160,14 +186,19 @@ def evaluation(components: Built) -> Task:
     eval_step: Any = components.eval_step  # It is jitted, which its type does not show.
     step = eval_step.lower(weights, memory, segments).compile()
     tokens = lengths.batch_size * lengths.segment_len * SEGMENTS_PER_CALL
-    per_token = flops.of_inference(components.config.model, lengths, vocab_size=components.model.vocab_size)
+    per_token = flops.of_inference(
+        components.config.model, lengths, vocab_size=components.model.vocab_size
+    )
     call = timing.repeated(functools.partial(step, weights), memory, segments)
     return Task("evaluation", tokens, call, lengths, per_token)
 
 
 def check_streams(lengths: EvalConfig) -> None:
     """Raises `UserError` for sliding windows."""
-    require(not lengths.stride, f"eval.stride is {lengths.stride}, but only streaming evaluation is run here; omit it")
+    require(
+        not lengths.stride,
+        f"eval.stride is {lengths.stride}, but only streaming evaluation is run here; omit it",
+    )
 
 
 def generation(components: Built, *, every_tail: bool = False) -> Task:
@@ -175,12 +206,20 @@ def generation(components: Built, *, every_tail: bool = False) -> Task:
 
     All samples are generated side by side.
     """
-    lengths, how, vocab_size = components.config.eval, components.config.generate, components.model.vocab_size
-    params = timing.with_every_tail(components.init_params()) if every_tail else components.init_params()
+    lengths, how, vocab_size = (
+        components.config.eval,
+        components.config.generate,
+        components.model.vocab_size,
+    )
+    params = (
+        timing.with_every_tail(components.init_params()) if every_tail else components.init_params()
+    )
     generator = components.generator(components.prepare_params(params))
     cache, *_ = generator.read(timing.draw_tokens(vocab_size, lengths.mem_len + 1), how)
     rows, limits = generation_arguments(how)
-    decode = generator.decode.lower(generator.for_tokens, cache, rows, limits, count=BLOCK).compile()
+    decode = generator.decode.lower(
+        generator.for_tokens, cache, rows, limits, count=BLOCK
+    ).compile()
     call = timing.repeated(functools.partial(decode, generator.for_tokens), cache, rows)
     single = dataclasses.replace(lengths, batch_size=how.samples, segment_len=1)
     per_token = flops.of_inference(components.config.model, single, vocab_size=vocab_size)
@@ -190,7 +229,10 @@ def generation(components: Built, *, every_tail: bool = False) -> Task:
 
 def generation_arguments(config: GenerateConfig) -> tuple[Rows, Limits]:
     """Returns the arguments of a call that draws `BLOCK` tokens of each sample."""
-    keys, zeros = np.stack([row_key(0, i) for i in range(config.samples)]), np.zeros(config.samples, np.int32)
+    keys, zeros = (
+        np.stack([row_key(0, i) for i in range(config.samples)]),
+        np.zeros(config.samples, np.int32),
+    )
     rows = Rows(zeros[:, None], zeros, zeros + BLOCK, keys, np.int32(-1))
     return rows, Limits.of(config)
 

@@ -42,7 +42,10 @@ class Task:
     @property
     def cells(self) -> list[str]:
         """The median, the slowest and the fastest rate, for a table."""
-        return [f"{rate:,.4g}" for rate in (statistics.median(self.rates), min(self.rates), max(self.rates))]
+        return [
+            f"{rate:,.4g}"
+            for rate in (statistics.median(self.rates), min(self.rates), max(self.rates))
+        ]
 
     def speedups(self, other: "Task") -> list[float]:
         """Returns this throughput divided by the other's, for each pair of calls."""
@@ -97,7 +100,9 @@ def random_segments(components: Built, lengths: TrainConfig | EvalConfig) -> Seg
     per_call = SEGMENTS_PER_CALL
     if isinstance(lengths, TrainConfig):
         make_reader, per_call = training_segments, lengths.segments_per_call
-    tokens = draw_tokens(components.model.vocab_size, lengths.batch_size * lengths.segment_len * per_call + 1)
+    tokens = draw_tokens(
+        components.model.vocab_size, lengths.batch_size * lengths.segment_len * per_call + 1
+    )
     reader = make_reader(tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
     return components.place(reader.segments(0, per_call))
 
@@ -125,7 +130,9 @@ def machine() -> str:
 def print_head(components: Built) -> None:
     """Prints the size of a model, and the machine."""
     model = components.model
-    print(f"{components.num_parameters:,} parameters, vocabulary {model.vocab_size:,}, {model.config.dtype}")
+    print(
+        f"{components.num_parameters:,} parameters, vocabulary {model.vocab_size:,}, {model.config.dtype}"
+    )
     print(f"{machine()}\n")
 
 

@@ -72,7 +72,12 @@ class Row:
         return f"{'recurrence' if self.recurrence else 'none'}-{self.encoding}-{self.loss}{length}"
 
 
-_REL, _SHAW, _VASWANI, _AL_RFOU = Encoding.RELATIVE, Encoding.SHAW, Encoding.VASWANI, Encoding.AL_RFOU
+_REL, _SHAW, _VASWANI, _AL_RFOU = (
+    Encoding.RELATIVE,
+    Encoding.SHAW,
+    Encoding.VASWANI,
+    Encoding.AL_RFOU,
+)
 _FULL, _HALF = LossPart.FULL, LossPart.HALF
 TABLES = {
     # WikiText-103, 128M parameters: validation perplexities.
@@ -112,7 +117,9 @@ def row_named(table: Table, name: str) -> Row:
     for row in TABLES[table]:
         if row.name == name:
             return row
-    found = re.fullmatch(rf"(recurrence|none)-({'|'.join(Encoding)})-({'|'.join(LossPart)})(?:-([1-9]\d*))?", name)
+    found = re.fullmatch(
+        rf"(recurrence|none)-({'|'.join(Encoding)})-({'|'.join(LossPart)})(?:-([1-9]\d*))?", name
+    )
     if found is None:
         raise UserError(
             f"a row must be one of table {table}'s {', '.join(row.name for row in TABLES[table])}, or have the same "
@@ -121,7 +128,9 @@ def row_named(table: Table, name: str) -> Row:
         )
     recurrence, encoding, loss, length = found.groups()
     segment_len = int(length) if length else None
-    return Row(recurrence == "recurrence", Encoding(encoding), LossPart(loss), segment_len=segment_len)
+    return Row(
+        recurrence == "recurrence", Encoding(encoding), LossPart(loss), segment_len=segment_len
+    )
 
 
 def row_config(base: ExperimentConfig, row: Row, seed: int) -> ExperimentConfig:
@@ -149,12 +158,17 @@ class Plan(cli.TextPlan):
 
     table: Table = setting(Table.WIKITEXT103, "Table of the paper.")
     rows: tuple[str, ...] = setting(
-        (), "Rows by name, also others of the grid such as none-vaswani-full. If empty, the rows of the table."
+        (),
+        "Rows by name, also others of the grid such as none-vaswani-full. If empty, the rows of the table.",
     )
     seeds: tuple[int, ...] = setting((1111,), "Seeds. Each row is trained once per seed.")
-    lengths: tuple[int, ...] = setting((64, 128, 256, 512), "Attention lengths scored, in addition to training's.")
+    lengths: tuple[int, ...] = setting(
+        (64, 128, 256, 512), "Attention lengths scored, in addition to training's."
+    )
     stride: int = setting(1, "Scored tokens per window of models without recurrence.", at_least=1)
-    out: str = setting("", "Directory for the runs and the table. Created if missing.", path=True, required=True)
+    out: str = setting(
+        "", "Directory for the runs and the table. Created if missing.", path=True, required=True
+    )
 
     @property
     def chosen_rows(self) -> list[Row]:
@@ -172,12 +186,18 @@ class Plan(cli.TextPlan):
     def check(self, config: ExperimentConfig) -> None:
         """Raises `UserError` if settings are incompatible in any row, at any attention length."""
         is_transformer = config.model.network is Network.TRANSFORMER_XL
-        config.expect(is_transformer, "model.network", f"It must be {Network.TRANSFORMER_XL} for these rows")
+        config.expect(
+            is_transformer, "model.network", f"It must be {Network.TRANSFORMER_XL} for these rows"
+        )
         for row in self.chosen_rows:
             changed = row_config(config, row, self.seeds[0])
             changed.validate()
             has_memory = changed.train.mem_len or not row.recurrence
-            changed.expect(has_memory, "train.mem_len", f"It must be above 0 for the row {row.name} (recurrence)")
+            changed.expect(
+                has_memory,
+                "train.mem_len",
+                f"It must be above 0 for the row {row.name} (recurrence)",
+            )
             for length in _lengths(changed, self):
                 context_length.at_lengths(changed, [length], stride=_stride(changed, self, length))
 
@@ -201,7 +221,11 @@ class Score(NamedTuple):
 
 
 def train_and_score(
-    config: ExperimentConfig, corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
+    config: ExperimentConfig,
+    corpus: Corpus,
+    plan: Plan,
+    *,
+    stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[str, list[Score]]:
     """Trains and scores the unfinished runs.
 
@@ -214,42 +238,67 @@ def train_and_score(
     # All rows of a seed before the next, so that an early table has every row.
     for seed in plan.seeds:
         for row in rows:
-            own, path = row_config(config, row, seed), os.path.join(plan.out, f"{row.name}-seed{seed}")
+            own, path = (
+                row_config(config, row, seed),
+                os.path.join(plan.out, f"{row.name}-seed{seed}"),
+            )
             print(f"\n=== {row.name}, seed {seed} ===")
             with Run.open(path) as run:
                 outcome = train_run(own, corpus, run, stop_requested=stop_requested)
             if not outcome.finished:
                 raise Interrupted(f"{row.name}, seed {seed}")
             scores = _score_lengths(own, corpus, Run.read(path), plan, outcome.step, stop_requested)
-            found.setdefault(row.name, []).append(_summarize(own, scores, corpus.vocabulary.measure))
-            page = distributed.broadcast_from_primary(lambda: _write_tables(found, rows, corpus, plan))
+            found.setdefault(row.name, []).append(
+                _summarize(own, scores, corpus.vocabulary.measure)
+            )
+            page = distributed.broadcast_from_primary(
+                lambda: _write_tables(found, rows, corpus, plan)
+            )
     print(f"\n{page}")
     print(f"results   {os.path.join(plan.out, 'ablation.md')}")
     return found
 
 
 def _score_lengths(
-    config: ExperimentConfig, corpus: Corpus, trained: Run, plan: Plan, step: int, stop_requested: Callable[[], Any]
+    config: ExperimentConfig,
+    corpus: Corpus,
+    trained: Run,
+    plan: Plan,
+    step: int,
+    stop_requested: Callable[[], Any],
 ) -> dict[int, float]:
     """Returns the validation measure at each attention length.
 
     Earlier scores are in ablation.json of the run.
     """
     path = os.path.join(trained.path, "ablation.json")
-    evaluation = {name: value for name, value in config_tree.to_dict(config).items() if name.startswith("eval.")}
+    evaluation = {
+        name: value
+        for name, value in config_tree.to_dict(config).items()
+        if name.startswith("eval.")
+    }
     identity = {"step": step, "text": corpus.digest, "stride": plan.stride, **evaluation}
-    kept = distributed.broadcast_from_primary(lambda: json.loads(read(path)) if exists(path) else {})
+    kept = distributed.broadcast_from_primary(
+        lambda: json.loads(read(path)) if exists(path) else {}
+    )
     known = kept["scores"] if kept.get("of") == json.loads(json.dumps(identity)) else {}
     for length in _lengths(config, plan):
         if str(length) not in known:
-            [one] = context_length.at_lengths(config, [length], stride=_stride(config, plan, length)).values()
+            [one] = context_length.at_lengths(
+                config, [length], stride=_stride(config, plan, length)
+            ).values()
             parts, _, params = load_to_score(one, corpus, trained, log=say)
-            options: dict[str, Any] = {"name": f"valid at attention length {length:,}", "log": print}
+            options: dict[str, Any] = {
+                "name": f"valid at attention length {length:,}",
+                "log": print,
+            }
             options |= {"vocabulary": corpus.vocabulary, "stop_requested": stop_requested}
             totals, line = score_with_line(parts, params, corpus.valid, **options)
             print(line)
             known[str(length)] = totals.value(corpus.vocabulary.measure)
-            distributed.broadcast_from_primary(lambda: write_json(path, {"of": identity, "scores": known}))
+            distributed.broadcast_from_primary(
+                lambda: write_json(path, {"of": identity, "scores": known})
+            )
     return {length: known[str(length)] for length in _lengths(config, plan)}
 
 
@@ -278,7 +327,9 @@ def _summarize(config: ExperimentConfig, scores: dict[int, float], measure: Meas
     return Score(scores[_trained_length(config)], best, length, scores)
 
 
-def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], corpus: Corpus, plan: Plan) -> str:
+def _write_tables(
+    found: Mapping[str, Sequence[Score]], rows: Sequence[Row], corpus: Corpus, plan: Plan
+) -> str:
     """Writes ablation.json, .csv and .md of the scores so far.
 
     Returns the page. The first row is the baseline.
@@ -303,20 +354,36 @@ def _write_tables(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], cor
         f"{facts['device']}, {facts['date']}. The paper's numbers are for its own model and corpus{test_text}."
     )
     lines = [caption, "", *_by_row(found, rows, measure), ""]
-    lines += [f"Validation {measure.value} by attention length:", "", *_by_length(found, rows, measure), ""]
+    lines += [
+        f"Validation {measure.value} by attention length:",
+        "",
+        *_by_length(found, rows, measure),
+        "",
+    ]
     page = "\n".join(lines)
     write(f"{path}.md", page.encode())
     return page
 
 
-def _by_row(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure) -> Iterator[str]:
+def _by_row(
+    found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure
+) -> Iterator[str]:
     """Yields the table with the paper's numbers."""
-    columns = ["recurrence", "encoding", "loss", f"init {measure.value}", f"best {measure.value}", "vs. first row"]
+    columns = [
+        "recurrence",
+        "encoding",
+        "loss",
+        f"init {measure.value}",
+        f"best {measure.value}",
+        "vs. first row",
+    ]
     columns += ["attention length", "paper: init", "best", "length"]
     lines, firsts = [], found.get(rows[0].name, [])
     for row in rows:
         if scores := found.get(row.name):
-            differences = [score.best - first.best for score, first in zip(scores, firsts, strict=False)]
+            differences = [
+                score.best - first.best for score, first in zip(scores, firsts, strict=False)
+            ]
             lines.append(
                 [
                     "yes" if row.recurrence else "no",
@@ -325,19 +392,25 @@ def _by_row(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: 
                     _mean([score.init for score in scores], measure),
                     _mean([score.best for score in scores], measure),
                     "" if row is rows[0] else _mean(differences, measure, sign="+"),
-                    ", ".join(f"{length:,}" for length in sorted({score.length for score in scores})),
+                    ", ".join(
+                        f"{length:,}" for length in sorted({score.length for score in scores})
+                    ),
                     *("" if value is None else f"{value:g}" for value in row.published),
                 ]
             )
     return environment.table(columns, lines)
 
 
-def _by_length(found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure) -> Iterator[str]:
+def _by_length(
+    found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure
+) -> Iterator[str]:
     """Yields the table of the seeds' mean at each attention length."""
     shown, lines = sorted({length for scores in found.values() for length in scores[0].at}), []
     for row in rows:
         if scores := found.get(row.name):
-            values = ([score.at[length] for score in scores if length in score.at] for length in shown)
+            values = (
+                [score.at[length] for score in scores if length in score.at] for length in shown
+            )
             lines.append([row.name, *(_mean(each, measure) for each in values)])
     return environment.table(["row", *(f"{length:,}" for length in shown)], lines)
 
@@ -348,7 +421,11 @@ def _mean(values: Sequence[float], measure: Measure, *, sign: str = "") -> str:
         return ""
     digits = 2 if measure is Measure.PPL else 4
     mean = f"{statistics.mean(values):{sign}.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ({statistics.stdev(values):.{digits}f}, {len(values)})"
+    return (
+        mean
+        if len(values) == 1
+        else f"{mean} ({statistics.stdev(values):.{digits}f}, {len(values)})"
+    )
 
 
 if __name__ == "__main__":

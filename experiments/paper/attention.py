@@ -52,12 +52,17 @@ class Plan(cli.TrainedRun):
     """The split, and the heads and queries that are drawn."""
 
     split: Split = setting(Split.VALID, "Split that is read.")
-    tokens: int | None = setting(None, "Number of tokens that are read. none reads the whole split.", at_least=1)
+    tokens: int | None = setting(
+        None, "Number of tokens that are read. none reads the whole split.", at_least=1
+    )
     heads: tuple[str, ...] = setting(
-        (), f"Heads drawn, as layer.head from 0. If empty, the {_DEFAULT_HEADS} with the largest mean distance."
+        (),
+        f"Heads drawn, as layer.head from 0. If empty, the {_DEFAULT_HEADS} with the largest mean distance.",
     )
     positions: tuple[int, ...] = setting((), "Tokens whose queries are drawn. If empty, the last.")
-    out: str | None = setting(None, "Directory of plots and arrays. If none, attention in the workdir.", path=True)
+    out: str | None = setting(
+        None, "Directory of plots and arrays. If none, attention in the workdir.", path=True
+    )
 
     @property
     def layer_heads(self) -> list[tuple[int, int]]:
@@ -73,7 +78,10 @@ class Plan(cli.TrainedRun):
         super().validate()
         # Nine digits are enough, and Python refuses to read thousands of them.
         are_pairs = all(re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,9}", head) for head in self.heads)
-        require(are_pairs, f"heads must be layer.head, from 0, such as 0.1,3.2, got {','.join(self.heads)!r}")
+        require(
+            are_pairs,
+            f"heads must be layer.head, from 0, such as 0.1,3.2, got {','.join(self.heads)!r}",
+        )
 
     def check(self, config: ExperimentConfig) -> None:
         """Raises `UserError` if the model has no relative attention to a memory.
@@ -85,7 +93,9 @@ class Plan(cli.TrainedRun):
         needed = "These plots need relative attention with the terms (a) to (d)"
         config.expect(has_terms, "model.network model.encoding", needed)
         without = "Both must be above 0, because a model without memory attends to none"
-        config.expect(config.train.mem_len and config.eval.mem_len, "train.mem_len eval.mem_len", without)
+        config.expect(
+            config.train.mem_len and config.eval.mem_len, "train.mem_len eval.mem_len", without
+        )
         across = "It must be none, because the window of these plots crosses document ends"
         config.expect(config.data.reset_at is None, "data.reset_at", across)
         wanted = f"layers must be 0 to {model.n_layer - 1} and heads 0 to {model.n_head - 1}"
@@ -130,13 +140,19 @@ def draw(
             f"positions must be {first:,} to {last:,}, where the memory is full, got {position:,}",
         )
     began, count = time.monotonic(), (last + 1) // length
-    options: dict[str, Any] = {"measure": corpus.vocabulary.measure, "log": print, "stop_requested": stop_requested}
+    options: dict[str, Any] = {
+        "measure": corpus.vocabulary.measure,
+        "log": print,
+        "stop_requested": stop_requested,
+    }
     with progress_bar("attention", count, unit="segment", **options) as show:
         average, queries = _read(parts, params, tokens[: last + 1], first, positions, show)
     folder = plan.out or os.path.join(trained.outputs, "attention")
     make_folder(folder)
     heads = plan.layer_heads or widest(average, _DEFAULT_HEADS)
-    _write(folder, average, queries, heads, tokens, corpus, {"step": int(step), "split": plan.split})
+    _write(
+        folder, average, queries, heads, tokens, corpus, {"step": int(step), "split": plan.split}
+    )
     print(f"results   {folder}  in {environment.duration(time.monotonic() - began)}")
     return average
 
@@ -167,7 +183,9 @@ def attention_weights(
     window = model.config.compat.window(mem_len, same_length=True)
     mask = Visibility(memory.valid, segment_len, mem_len, window).mask()[None, :, None]
     terms = jax.vmap(
-        lambda query, key, position_key, u, v: score_terms(query, key, position_key, content_bias=u, position_bias=v)
+        lambda query, key, position_key, u, v: score_terms(
+            query, key, position_key, content_bias=u, position_bias=v
+        )
     )(*(parts[name] for name in SCORE_PARTS))
     probabilities = jax.nn.softmax(jnp.where(mask, sum(terms), -jnp.inf), axis=-1)
     # The column of the key at each distance from each row's query: [L, A].
@@ -192,7 +210,12 @@ class Query(NamedTuple):
 
 
 def _read(
-    parts: Built, params: Any, tokens: np.ndarray, first: int, positions: Sequence[int], show: Callable[..., Any]
+    parts: Built,
+    params: Any,
+    tokens: np.ndarray,
+    first: int,
+    positions: Sequence[int],
+    show: Callable[..., Any],
 ) -> tuple[np.ndarray, list[Query]]:
     """Reads whole segments.
 
@@ -219,8 +242,12 @@ def _read(
         if here:
             weights, _ = all_weights(params, segment, memory)
             for position in here:
-                own = {name: getattr(weights.terms, name)[:, 0, :, position - start] for name in _TERMS}
-                terms = {name: np.asarray(jax.nn.softmax(term, axis=-1)) for name, term in own.items()}
+                own = {
+                    name: getattr(weights.terms, name)[:, 0, :, position - start] for name in _TERMS
+                }
+                terms = {
+                    name: np.asarray(jax.nn.softmax(term, axis=-1)) for name, term in own.items()
+                }
                 probabilities = np.asarray(weights.probabilities[:, 0, :, position - start])
                 found[position] = Query(position, probabilities, terms)
         summed, memory = summed_weights(params, segment, memory)
@@ -259,13 +286,28 @@ def _write(
 
     Also writes lists of the tokens with the largest weights.
     """
-    distances, labels = mean_distances(average), [_labels(query, tokens, corpus) for query in queries]
+    distances, labels = (
+        mean_distances(average),
+        [_labels(query, tokens, corpus) for query in queries],
+    )
     described = environment.describe()
     arrays: dict[str, Any] = {"average": average.astype(np.float32), "spans": distances}
-    lines = [f"# Attention weights on {corpus.description} ({facts['split']}), step {facts['step']:,}", ""]
+    lines = [
+        f"# Attention weights on {corpus.description} ({facts['split']}), step {facts['step']:,}",
+        "",
+    ]
     lines += [f"{described['device']}, {described['date']}.", ""]
-    chosen = [{"layer": layer, "head": head, "span": float(distances[layer, head])} for layer, head in heads]
-    record: dict[str, Any] = {"text": corpus.description, **facts, **described, "heads": chosen, "queries": []}
+    chosen = [
+        {"layer": layer, "head": head, "span": float(distances[layer, head])}
+        for layer, head in heads
+    ]
+    record: dict[str, Any] = {
+        "text": corpus.description,
+        **facts,
+        **described,
+        "heads": chosen,
+        "queries": [],
+    }
     for query, shown in zip(queries, labels, strict=True):
         arrays[f"probabilities_{query.position}"] = query.probabilities
         arrays |= {f"term_{name}_{query.position}": term for name, term in query.terms.items()}
@@ -279,7 +321,9 @@ def _write(
             strongest = np.argsort(-row, kind="stable")[:_TOP_TOKENS].tolist()
             top = (f"`{shown[d]}` ({d}: {row[d]:.2f})" for d in strongest)
             rows.append([_name(head), f"{distances[head]:.1f}", ", ".join(top)])
-            weights = [{"distance": d, "token": shown[d], "probability": float(row[d])} for d in strongest]
+            weights = [
+                {"distance": d, "token": shown[d], "probability": float(row[d])} for d in strongest
+            ]
             largest.append({"layer": head[0], "head": head[1], "weights": weights})
         record["queries"].append({"position": int(query.position), "largest_weights": largest})
         columns = ["head", "mean distance over the text", "largest weights (distance: probability)"]
@@ -292,15 +336,21 @@ def _write(
     if not plots.can_draw():
         return
     title = f"{corpus.name} ({facts['split']}), step {facts['step']:,}"
-    _draw_average(average, os.path.join(folder, "average.png"), title=f"{title}: mean attention of every head")
+    _draw_average(
+        average, os.path.join(folder, "average.png"), title=f"{title}: mean attention of every head"
+    )
     # Figure 6: each head; figure 7: the terms of the first.
     for query, shown in zip(queries, labels, strict=True):
         own_title = f"{title}: the query at token {query.position:,}"
         by_head = {_name(head): query.probabilities[head] for head in heads}
-        _draw_rows(by_head, shown, os.path.join(folder, f"heads-{query.position}.png"), title=own_title)
+        _draw_rows(
+            by_head, shown, os.path.join(folder, f"heads-{query.position}.png"), title=own_title
+        )
         by_term = {label: query.terms[name][heads[0]] for name, label in _TERMS.items()}
         own_title += f", {_name(heads[0])}, term by term"
-        _draw_rows(by_term, shown, os.path.join(folder, f"terms-{query.position}.png"), title=own_title)
+        _draw_rows(
+            by_term, shown, os.path.join(folder, f"terms-{query.position}.png"), title=own_title
+        )
 
 
 def _name(head: tuple[int, int]) -> str:
@@ -310,10 +360,16 @@ def _name(head: tuple[int, int]) -> str:
 def _labels(query: Query, tokens: np.ndarray, corpus: Corpus) -> list[str]:
     """Returns the token at each distance before a query, printable."""
     places = range(query.position, query.position - query.probabilities.shape[-1], -1)
-    shown = (corpus.vocabulary.decode(tokens[place : place + 1]).decode(errors="replace") for place in places)
+    shown = (
+        corpus.vocabulary.decode(tokens[place : place + 1]).decode(errors="replace")
+        for place in places
+    )
     # A word's own space is dropped; a space by itself is a token.
     shown = (text.rstrip(" ") or text for text in shown)
-    return [text.replace("\n", "\\n").replace("\t", "\\t").replace("|", "\\|").replace("`", "'") for text in shown]
+    return [
+        text.replace("\n", "\\n").replace("\t", "\\t").replace("|", "\\|").replace("`", "'")
+        for text in shown
+    ]
 
 
 def _draw_average(average: np.ndarray, path: str, *, title: str) -> None:
@@ -327,17 +383,30 @@ def _draw_average(average: np.ndarray, path: str, *, title: str) -> None:
     figure = plots.figure(height=min(max(0.07 * n_layer * n_head, 3.5), 12))
     plot = figure.add_subplot()
     rows = average.reshape(n_layer * n_head, n_distance)[:, ::-1]
-    edges = {"extent": (n_distance - 0.5, -0.5, n_layer * n_head, 0), "aspect": "auto", "interpolation": "nearest"}
-    image = plot.imshow(rows, cmap="Greys", norm=PowerNorm(0.5, vmin=0, vmax=np.quantile(rows, 0.999)), **edges)
+    edges = {
+        "extent": (n_distance - 0.5, -0.5, n_layer * n_head, 0),
+        "aspect": "auto",
+        "interpolation": "nearest",
+    }
+    image = plot.imshow(
+        rows, cmap="Greys", norm=PowerNorm(0.5, vmin=0, vmax=np.quantile(rows, 0.999)), **edges
+    )
     for layer in range(1, n_layer):
         plot.axhline(layer * n_head, color="#c0392b", linewidth=0.5)
-    plot.set_yticks([(layer + 0.5) * n_head for layer in range(n_layer)], [str(layer + 1) for layer in range(n_layer)])
-    plot.set(title=title, xlabel="distance of the key (tokens)", ylabel=f"layer, {n_head} heads each")
+    plot.set_yticks(
+        [(layer + 0.5) * n_head for layer in range(n_layer)],
+        [str(layer + 1) for layer in range(n_layer)],
+    )
+    plot.set(
+        title=title, xlabel="distance of the key (tokens)", ylabel=f"layer, {n_head} heads each"
+    )
     figure.colorbar(image, label="probability")
     plots.save(figure, path)
 
 
-def _draw_rows(rows: Mapping[str, np.ndarray], labels: Sequence[str], path: str, *, title: str) -> None:
+def _draw_rows(
+    rows: Mapping[str, np.ndarray], labels: Sequence[str], path: str, *, title: str
+) -> None:
     """Draws the probabilities [A] of one query, with one panel per row.
 
     The tokens of the largest weights are shown too.
@@ -345,7 +414,9 @@ def _draw_rows(rows: Mapping[str, np.ndarray], labels: Sequence[str], path: str,
     figure = plots.figure(height=1.9 * len(rows) + 0.8)
     panels = figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0]
     for panel, (name, row) in zip(panels, rows.items(), strict=True):
-        panel.vlines(np.arange(len(row)), 0, row, color="#2980b9", linewidth=max(0.6, 100 / len(row)))
+        panel.vlines(
+            np.arange(len(row)), 0, row, color="#2980b9", linewidth=max(0.6, 100 / len(row))
+        )
         # The term (d) does not depend on the tokens.
         for distance in [] if name == _TERMS["d"] else spaced(np.argsort(-row), len(row) / 14)[:7]:
             side = "right" if distance < len(row) / 40 else "center"

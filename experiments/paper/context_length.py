@@ -40,7 +40,9 @@ class Plan(cli.TrainedRun):
     lengths: tuple[int, ...] = setting((64, 128, 256, 512, 1024, 2048), "Attention lengths.")
     split: Split = setting(Split.VALID, "Split that is scored.")
     stride: int | None = setting(
-        None, "Scored tokens per window, without recurrence. 1 is the published protocol.", at_least=1
+        None,
+        "Scored tokens per window, without recurrence. 1 is the published protocol.",
+        at_least=1,
     )
 
     stopped: ClassVar[str] = "the lengths before it are in context_length.csv"
@@ -84,15 +86,27 @@ def score_lengths(
         print(line)
         found[length] = totals
         seconds = time.monotonic() - began  # With compilation.
-        rows.append({"attention_length": length, **as_record(totals, vocabulary), "seconds": seconds})
-        distributed.broadcast_from_primary(lambda: storage.write(table, csv_file(list(rows[0]), rows)))
+        rows.append(
+            {"attention_length": length, **as_record(totals, vocabulary), "seconds": seconds}
+        )
+        distributed.broadcast_from_primary(
+            lambda: storage.write(table, csv_file(list(rows[0]), rows))
+        )
     print(f"results   {table}")
     if not distributed.broadcast_from_primary(plots.can_draw):
         return found
     picture = f"{trained.outputs}/context_length.png"
-    how = "streaming with a memory" if plan.stride is None else f"sliding windows, stride {plan.stride:,}"
+    how = (
+        "streaming with a memory"
+        if plan.stride is None
+        else f"sliding windows, stride {plan.stride:,}"
+    )
     title = f"{corpus.name} ({plan.split}), step {step:,}, {how}"
-    values = {str(plan.split): {length: totals.value(vocabulary.measure) for length, totals in found.items()}}
+    values = {
+        str(plan.split): {
+            length: totals.value(vocabulary.measure) for length, totals in found.items()
+        }
+    }
     xlabel, ylabel = "attention length (tokens)", plots.UNITS[vocabulary.measure]
     distributed.broadcast_from_primary(
         lambda: plots.curves(values, picture, title=title, xlabel=xlabel, ylabel=ylabel, log_x=True)
@@ -101,13 +115,18 @@ def score_lengths(
     return found
 
 
-def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int | None) -> dict[int, ExperimentConfig]:
+def at_lengths(
+    config: ExperimentConfig, lengths: Sequence[int], *, stride: int | None
+) -> dict[int, ExperimentConfig]:
     """Returns the config that scores each length, shortest first and once.
 
     Raises `UserError` if one is invalid.
     """
     are_lengths = lengths and min(lengths) >= 1
-    require(are_lengths, f"the attention lengths must be numbers of tokens, each at least 1, got {list(lengths)}")
+    require(
+        are_lengths,
+        f"the attention lengths must be numbers of tokens, each at least 1, got {list(lengths)}",
+    )
     recurrent = is_recurrent(config)
     needed = "set for a model without memory: 1, the published protocol, or more scored tokens per window"
     if recurrent:
@@ -122,10 +141,23 @@ def at_lengths(config: ExperimentConfig, lengths: Sequence[int], *, stride: int 
     for length in sorted(set(lengths)):
         if stride is None:
             segment_len = min(config.eval.segment_len, length)
-            changes = {"mem_len": length, "same_length": True, "segment_len": segment_len, "stride": None}
+            changes = {
+                "mem_len": length,
+                "same_length": True,
+                "segment_len": segment_len,
+                "stride": None,
+            }
         else:
-            changes = {"mem_len": 0, "same_length": False, "segment_len": length, "stride": stride, "warmup_tokens": 0}
-        changed[length] = config_tree.replace(config, {f"eval.{name}": value for name, value in changes.items()})
+            changes = {
+                "mem_len": 0,
+                "same_length": False,
+                "segment_len": length,
+                "stride": stride,
+                "warmup_tokens": 0,
+            }
+        changed[length] = config_tree.replace(
+            config, {f"eval.{name}": value for name, value in changes.items()}
+        )
         changed[length].validate()
     return changed
 

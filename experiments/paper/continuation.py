@@ -35,12 +35,16 @@ class Plan(cli.TrainedRun):
     split: Split = setting(Split.TEST, "Split that contains the contexts.")
     starts: tuple[int, ...] = setting((0,), "Tokens of the split at which contexts begin.")
     context: int = setting(512, "Tokens of a context.", at_least=1)
-    out: str | None = setting(None, "Markdown file. If none, continuation.md in the workdir.", path=True)
+    out: str | None = setting(
+        None, "Markdown file. If none, continuation.md in the workdir.", path=True
+    )
 
     def validate(self) -> None:
         """Raises `UserError` if starts are empty, or a setting is out of range."""
         super().validate()
-        require(self.starts, "starts must be one or more token positions, such as 1000,52000, got none")
+        require(
+            self.starts, "starts must be one or more token positions, such as 1000,52000, got none"
+        )
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -66,7 +70,11 @@ def write(
     nothing is written.
     """
     check_can_generate(config)
-    tokens, length, context = np.asarray(getattr(corpus, plan.split)), config.generate.length, plan.context
+    tokens, length, context = (
+        np.asarray(getattr(corpus, plan.split)),
+        config.generate.length,
+        plan.context,
+    )
     last = len(tokens) - context - length
     for start in plan.starts:
         require(
@@ -108,10 +116,18 @@ def quoted(corpus: Corpus, ids: np.ndarray) -> str:
     Long lines are broken.
     """
     text = corpus.vocabulary.decode(ids).decode(errors="replace")
-    wrap = textwrap.TextWrapper(100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False)
+    wrap = textwrap.TextWrapper(
+        100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False
+    )
     lines = (part for line in text.splitlines() for part in wrap.wrap(line) or [""])
     return textwrap.indent("\n".join(lines), "    ")
 
 
 if __name__ == "__main__":
-    cli.main(run, Plan, config=ExperimentConfig(), groups=("data", "mesh", "eval", "generate"), hosts="join")
+    cli.main(
+        run,
+        Plan,
+        config=ExperimentConfig(),
+        groups=("data", "mesh", "eval", "generate"),
+        hosts="join",
+    )

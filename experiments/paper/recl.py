@@ -57,12 +57,16 @@ class Plan(cli.TextPlan):
     """The models of the group, and the contexts they are scored from."""
 
     workdirs: tuple[str, ...] = setting((), "Directories of the trained runs.", path=True)
-    names: tuple[str, ...] = setting((), "Names of the runs. If empty, the names of their directories.")
+    names: tuple[str, ...] = setting(
+        (), "Names of the runs. If empty, the names of their directories."
+    )
     lengths: tuple[int, ...] = setting((100, 1000, 100), "Shortest context, longest, and step.")
     stride: int = setting(1, "Every s-th token is scored.", at_least=1)
     batch_size: int = setting(16, "Contexts per call.", at_least=1)
     split: Split = setting(Split.TEST, "Split that is scored.")
-    out: str = setting("", "Directory for losses, table and plots. Created if missing.", path=True, required=True)
+    out: str = setting(
+        "", "Directory for losses, table and plots. Created if missing.", path=True, required=True
+    )
 
     @property
     def contexts(self) -> tuple[int, ...]:
@@ -99,8 +103,14 @@ class Plan(cli.TextPlan):
             "names must not be empty, begin with a dot or contain a slash, because each names a directory in --out, "
             f"got {', '.join(map(repr, names))}",
         )
-        require(len(set(names)) == len(names), f"the names of the models must differ, got {', '.join(names)}")
-        require(len(names) >= 2, f"workdirs must be two or more, because RECL compares models, got {len(names)}")
+        require(
+            len(set(names)) == len(names),
+            f"the names of the models must differ, got {', '.join(names)}",
+        )
+        require(
+            len(names) >= 2,
+            f"workdirs must be two or more, because RECL compares models, got {len(names)}",
+        )
         return {name: Run.read(path) for name, path in zip(names, self.workdirs, strict=True)}
 
 
@@ -114,26 +124,44 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 
 def compare(
-    runs: Mapping[str, Run], corpus: Corpus, plan: Plan, *, stop_requested: Callable[[], Any] = lambda: False
+    runs: Mapping[str, Run],
+    corpus: Corpus,
+    plan: Plan,
+    *,
+    stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[str, list[int | None]]:
     """Scores the unfinished lengths and writes recl.json, .csv, .md and two plots into `plan.out`.
 
     Returns, for each model, RECL at each ratio, or None if it is longer than the longest context.
     After `Interrupted` finished scores are kept.
     """
-    scored = positions(len(getattr(corpus, plan.split)), longest=plan.contexts[-1], stride=plan.stride)
+    scored = positions(
+        len(getattr(corpus, plan.split)), longest=plan.contexts[-1], stride=plan.stride
+    )
     for each in runs.values():  # An error in the last is found before the first takes its hours.
         load_to_score(each.config, corpus, each, log=lambda line: None)
-    by_model = [_losses_of(name, each, corpus, scored, plan, stop_requested) for name, each in runs.items()]
-    losses = {context: np.stack([found[context] for found in by_model]) for context in plan.contexts}
+    by_model = [
+        _losses_of(name, each, corpus, scored, plan, stop_requested) for name, each in runs.items()
+    ]
+    losses = {
+        context: np.stack([found[context] for found in by_model]) for context in plan.contexts
+    }
     all_gains = {ratio: gains(losses, ratio=ratio) for ratio in RATIOS}
-    lengths = {name: [effective_length(all_gains[ratio][i]) for ratio in RATIOS] for i, name in enumerate(runs)}
+    lengths = {
+        name: [effective_length(all_gains[ratio][i]) for ratio in RATIOS]
+        for i, name in enumerate(runs)
+    }
     _write_results(lengths, all_gains, losses, corpus, plan)
     return lengths
 
 
 def _losses_of(
-    name: str, run: Run, corpus: Corpus, scored: np.ndarray, plan: Plan, stop_requested: Callable[[], Any]
+    name: str,
+    run: Run,
+    corpus: Corpus,
+    scored: np.ndarray,
+    plan: Plan,
+    stop_requested: Callable[[], Any],
 ) -> dict[int, np.ndarray]:
     """Returns the losses [n] of one model at every context length, from its files or computed.
 
@@ -156,8 +184,15 @@ def _losses_of(
         make_folder(folder)
         write_json(record, identity)
     before = read_json(record)
-    changes = [f"{key} was {before.get(key)} and is {new}" for key, new in identity.items() if before.get(key) != new]
-    require(not changes, f"{folder} contains other losses ({', '.join(changes)}). Choose another directory.")
+    changes = [
+        f"{key} was {before.get(key)} and is {new}"
+        for key, new in identity.items()
+        if before.get(key) != new
+    ]
+    require(
+        not changes,
+        f"{folder} contains other losses ({', '.join(changes)}). Choose another directory.",
+    )
     found = {}
     for length in plan.contexts:
         path, what = os.path.join(folder, f"{length}.npy"), f"{name} from {length:,} tokens"
@@ -165,7 +200,11 @@ def _losses_of(
             found[length] = np.load(io.BytesIO(read(path)))
             continue
         began = time.monotonic()
-        progress: dict[str, Any] = {"measure": measure, "log": print, "stop_requested": stop_requested}
+        progress: dict[str, Any] = {
+            "measure": measure,
+            "log": print,
+            "stop_requested": stop_requested,
+        }
         with progress_bar(what, total=len(scored), unit="token", **progress) as show:
             found[length] = context_losses(
                 parts.window_step,
@@ -181,7 +220,9 @@ def _losses_of(
         data = io.BytesIO()
         np.save(data, found[length])
         write(path, data.getvalue())
-        print(f"{what} {format_scores(totals, measure)}  in {environment.duration(time.monotonic() - began)}")
+        print(
+            f"{what} {format_scores(totals, measure)}  in {environment.duration(time.monotonic() - began)}"
+        )
     return found
 
 
@@ -220,7 +261,9 @@ def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]
         for model in range(len(found)):
             before = np.exp(_relative_loss(baseline, losses[context][model], where))
             after = np.exp(_relative_loss(baseline, losses[longer][model], where))
-            found[model].append(Gain(context, longer, float((before - after) / before), float(before - after)))
+            found[model].append(
+                Gain(context, longer, float((before - after) / before), float(before - after))
+            )
     return found
 
 
@@ -256,10 +299,16 @@ def _write_results(
 ) -> None:
     folder, measure = plan.out, corpus.vocabulary.measure
     means = {
-        name: {c: Totals.of(rows[i]).value(measure) for c, rows in losses.items()} for i, name in enumerate(lengths)
+        name: {c: Totals.of(rows[i]).value(measure) for c, rows in losses.items()}
+        for i, name in enumerate(lengths)
     }
     n_scored = len(losses[plan.contexts[0]][0])
-    facts = {"text": corpus.description, "split": plan.split, "tokens": n_scored, **environment.describe()}
+    facts = {
+        "text": corpus.description,
+        "split": plan.split,
+        "tokens": n_scored,
+        **environment.describe(),
+    }
     steps = [
         {"model": name, "ratio": ratio, **step._asdict()}
         for ratio in RATIOS
@@ -273,11 +322,16 @@ def _write_results(
     write_json(os.path.join(folder, "recl.json"), {**facts, **results})
     write(os.path.join(folder, "recl.csv"), csv_file(list(steps[0]), steps))
     rows = [
-        [name, *(f">= {plan.contexts[-1]:,}" if length is None else f"{length:,}" for length in found)]
+        [
+            name,
+            *(f">= {plan.contexts[-1]:,}" if length is None else f"{length:,}" for length in found),
+        ]
         for name, found in lengths.items()
     ]
     rows += [[f"*paper: {name}*", *map(str, found)] for name, found in PAPER.items()]
-    page = "\n".join([*environment.table(["model", *(f"r = {ratio:g}" for ratio in RATIOS)], rows), ""])
+    page = "\n".join(
+        [*environment.table(["model", *(f"r = {ratio:g}" for ratio in RATIOS)], rows), ""]
+    )
     caption = (
         f"RECL on {corpus.description} ({plan.split}), {n_scored:,} tokens, one in {plan.stride}, contexts from "
         f"{plan.contexts[0]} to {plan.contexts[-1]} in steps of {plan.lengths[2]}, threshold "
@@ -289,7 +343,10 @@ def _write_results(
         ratio, title = min(RATIOS), f"{corpus.name} ({plan.split})"
         by_model = zip(lengths, all_gains[ratio], strict=True)
         plots.curves(
-            {name: {step.longer: step.perplexity for step in of_model} for name, of_model in by_model},
+            {
+                name: {step.longer: step.perplexity for step in of_model}
+                for name, of_model in by_model
+            },
             os.path.join(folder, "gains.png"),
             title=f"{title}: gain of {plan.lengths[2]} more tokens of context, r = {ratio:g}",
             xlabel="context length c' (tokens)",

@@ -62,7 +62,10 @@ class Plan(cli.Plan):
 def run(plan: Plan, job: cli.Job) -> None:
     """Times both sides at each length. Prints a Markdown table row by row."""
     config = job.config()
-    for side in (sliding_window_config(config), *(our_config(config, length) for length in plan.lengths)):
+    for side in (
+        sliding_window_config(config),
+        *(our_config(config, length) for length in plan.lengths),
+    ):
         side.validate()
         side.model.validate_vocabulary(VOCABULARY)
     model, eval_config = config.model, config.eval
@@ -100,13 +103,17 @@ def measure(
 
 def sliding_window_config(config: ExperimentConfig) -> ExperimentConfig:
     """Returns the same sizes with absolute positions, which have no u and v."""
-    return dataclasses.replace(config, model=config.model.with_encoding(Encoding.VASWANI), mesh=MeshConfig(data=1))
+    return dataclasses.replace(
+        config, model=config.model.with_encoding(Encoding.VASWANI), mesh=MeshConfig(data=1)
+    )
 
 
 def our_config(config: ExperimentConfig, attention_len: int) -> ExperimentConfig:
     """Returns the same sizes with relative positions, and a memory of the attention length."""
     model = config.model.with_encoding(Encoding.RELATIVE)
-    eval_config = dataclasses.replace(config.eval, batch_size=1, mem_len=attention_len, same_length=True)
+    eval_config = dataclasses.replace(
+        config.eval, batch_size=1, mem_len=attention_len, same_length=True
+    )
     return dataclasses.replace(config, model=model, eval=eval_config, mesh=MeshConfig(data=1))
 
 

@@ -48,7 +48,9 @@ BASE: dict[str, Any] = {
     **_of("model", n_layer=2, d_model=12, n_head=3, d_head=5, d_inner=14),
     # Large, so that each path leaves a mark on the loss.
     **_of("model", init_std=0.3, projection_init_std=0.3),
-    **_of("model.dropout", rate=0.2, attention=0.15, input=0.1, output=0.25, qkv=0.1, embedding=0.1),
+    **_of(
+        "model.dropout", rate=0.2, attention=0.15, input=0.1, output=0.25, qkv=0.1, embedding=0.1
+    ),
     "data.corpus": "text",
     "data.tokenizer.kind": "char",
     # The first update has a rate of 0 and leaves the initial parameters.
@@ -66,13 +68,30 @@ RUNS: dict[str, dict[str, Any]] = {
     "pre_norm": {"model.layer_norm": "pre", "model.untie_r": True},
     "shaw": {"model.encoding": "shaw", "data.reset_at": "\n"},
     # A dropout with a rate of 0 is counted too: without it those behind it would draw other masks.
-    "vaswani": {"model.dropout.attention": 0.0, **_of("model", encoding="vaswani", tie_weight=False, d_embed=8)},
-    "al_rfou": {"model.encoding": "al_rfou", "train.mem_len": 0, "train.loss": "half", "eval.mem_len": 0},
+    "vaswani": {
+        "model.dropout.attention": 0.0,
+        **_of("model", encoding="vaswani", tie_weight=False, d_embed=8),
+    },
+    "al_rfou": {
+        "model.encoding": "al_rfou",
+        "train.mem_len": 0,
+        "train.loss": "half",
+        "eval.mem_len": 0,
+    },
     "lstm": {"model.network": "lstm", "model.dropout.attention": 0.0, "model.dropout.qkv": 0.0},
     "qrnn": {"model.network": "qrnn", "model.dropout.attention": 0.0, "model.dropout.qkv": 0.0},
     "adaptive": {**ADAPTIVE, "model.tie_projs": (False, True, True), "data.order": "sentences"},
-    "adaptive_one_width": {**WORDS, "model.cutoffs": (5, 11), "model.d_embed": 8, "model.dropout.locked": True},
-    "accumulated": {"train.grad_accum_steps": 3, "data.roll": "stream", "model.tie_positions": True},
+    "adaptive_one_width": {
+        **WORDS,
+        "model.cutoffs": (5, 11),
+        "model.d_embed": 8,
+        "model.dropout.locked": True,
+    },
+    "accumulated": {
+        "train.grad_accum_steps": 3,
+        "data.roll": "stream",
+        "model.tie_positions": True,
+    },
     "averaged": {
         **ADAPTIVE,
         **_of("optimizer", name="adamw", weight_decay=0.1),
@@ -90,14 +109,19 @@ def text() -> bytes:
     """Returns 4,000 bytes of lines of words, drawn by a generator that no version of a library
     changes.
     """
-    words, state = re.findall(r"\w+", "the a cat dog sat saw ran mat and on to it was big red old new far"), 1
+    words, state = (
+        re.findall(r"\w+", "the a cat dog sat saw ran mat and on to it was big red old new far"),
+        1,
+    )
 
     def draw(count: int) -> int:
         nonlocal state
         state = (1103515245 * state + 12345) % (1 << 31)
         return (state >> 16) % count
 
-    lines = (" ".join(words[min(draw(18), draw(18))] for _ in range(4 + draw(9))) for _ in range(200))
+    lines = (
+        " ".join(words[min(draw(18), draw(18))] for _ in range(4 + draw(9))) for _ in range(200)
+    )
     return "\n".join(lines).encode()[:4000]
 
 
@@ -152,7 +176,9 @@ STOP = txl_jax.Hook(UPDATES, lambda context: context.request_stop())
 
 
 def train(folder: Path, changes: dict[str, Any], *hooks: txl_jax.Hook) -> dict[str, Any]:
-    txl_jax.train(config(folder, changes), folder / "run", cache_dir=str(folder / "cache"), hooks=hooks)
+    txl_jax.train(
+        config(folder, changes), folder / "run", cache_dir=str(folder / "cache"), hooks=hooks
+    )
     return curves(folder / "run")
 
 
@@ -173,7 +199,9 @@ LIMITS = {
 PROMPTS = ("the cat sat on the big red mat", "a dog", "it was far and it was")
 
 
-def drawn(folder: Path, changes: dict[str, Any], kinds: tuple[str, ...] = tuple(LIMITS)) -> dict[str, Any]:
+def drawn(
+    folder: Path, changes: dict[str, Any], kinds: tuple[str, ...] = tuple(LIMITS)
+) -> dict[str, Any]:
     """Returns the texts that a model writes: of several prompts, by these kinds of draw."""
     found: dict[str, Any] = {"curves": train(folder, WRITER | changes, STOP)}
     model = txl_jax.load(folder / "run")
@@ -194,7 +222,10 @@ def _texts(model: txl_jax.LanguageModel, kinds: tuple[str, ...]) -> dict[str, li
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{name: functools.partial(run, changes=changes) for name, changes in RUNS.items()},
-    **{f"{name}_float64": functools.partial(run_float64, changes=RUNS[name]) for name in FLOAT64_RUNS},
+    **{
+        f"{name}_float64": functools.partial(run_float64, changes=RUNS[name])
+        for name in FLOAT64_RUNS
+    },
     "drawn": functools.partial(drawn, changes={}),
     "drawn_by_cluster": functools.partial(drawn, changes=ADAPTIVE, kinds=("plain", "top_k")),
 }
@@ -214,7 +245,9 @@ def differences(found: Any, expected: Any, relative: float, path: str = "") -> I
             yield from differences(found[key], expected[key], bound, f"{path} {key}".strip())
     elif isinstance(expected, list) and expected and isinstance(expected[0], float):
         bound = relative * max(map(abs, expected))
-        if len(found) != len(expected) or not all(abs(a - b) <= bound for a, b in zip(found, expected, strict=True)):
+        if len(found) != len(expected) or not all(
+            abs(a - b) <= bound for a, b in zip(found, expected, strict=True)
+        ):
             yield f"{path}: {found} instead of {expected}"
     elif found != expected:
         yield f"{path}: {found} instead of {expected}"

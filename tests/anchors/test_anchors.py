@@ -18,4 +18,7 @@ QUICK = [name for name in record.CASES if name not in SLOW]
 @pytest.mark.parametrize("name", full_but(QUICK, record.CASES))
 def test_numbers_are_those_that_were_recorded(name, tmp_path):
     expected = json.loads((record.FOLDER / f"{name}.json").read_text())
-    assert list(record.differences(record.CASES[name](tmp_path), expected, record.tolerance(name))) == []
+    assert (
+        list(record.differences(record.CASES[name](tmp_path), expected, record.tolerance(name)))
+        == []
+    )

@@ -58,7 +58,9 @@ def test_where_compiled_programs_are_kept(kept_in, tmp_path):
     ):
         found = kept_in(**named_by)
         assert (found is None) is (folder is None)
-        assert found is None or (found.startswith(folder) and "/" not in found.removeprefix(folder)), found
+        assert found is None or (
+            found.startswith(folder) and "/" not in found.removeprefix(folder)
+        ), found
 
 
 def test_the_users_own_is_in_the_home_directory(monkeypatch):
@@ -92,8 +94,12 @@ def test_a_folder_that_cannot_be_used_is_one_line_and_none_is_made(kept_in, tmp_
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_an_unsafe_folder_is_not_used_by_default_and_noted_if_it_was_typed(kept_in, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(compilation_cache, "why_unsafe", lambda folder: f"{folder} belongs to another user")
+def test_an_unsafe_folder_is_not_used_by_default_and_noted_if_it_was_typed(
+    kept_in, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(
+        compilation_cache, "why_unsafe", lambda folder: f"{folder} belongs to another user"
+    )
     assert kept_in() is None
     assert "not cached" in capsys.readouterr().out
     assert kept_in(str(tmp_path / "c")).startswith(f"{tmp_path}/c/")
@@ -123,7 +129,9 @@ def owned(monkeypatch):
     return changed
 
 
-def test_a_directory_is_safe_if_only_this_user_can_change_what_it_contains(tmp_path, owned, monkeypatch):
+def test_a_directory_is_safe_if_only_this_user_can_change_what_it_contains(
+    tmp_path, owned, monkeypatch
+):
     cache = tmp_path / "home" / "cache"
     cache.mkdir(parents=True)
     for part in (tmp_path, tmp_path / "home", cache):
@@ -149,8 +157,14 @@ def test_a_directory_is_safe_if_only_this_user_can_change_what_it_contains(tmp_p
     # Some systems give each user a group, and let it write.
     owned.clear()
     owned[str(cache)] = {"mode": directory | 0o770, "group": 99_999}
-    monkeypatch.setattr(compilation_cache.pwd, "getpwuid", lambda number: SimpleNamespace(pw_name="me"))
-    for name, members, is_safe in (("me", [], True), ("me", ["me", "other"], False), ("users", [], False)):
+    monkeypatch.setattr(
+        compilation_cache.pwd, "getpwuid", lambda number: SimpleNamespace(pw_name="me")
+    )
+    for name, members, is_safe in (
+        ("me", [], True),
+        ("me", ["me", "other"], False),
+        ("users", [], False),
+    ):
         group = SimpleNamespace(gr_name=name, gr_mem=members)
         monkeypatch.setattr(compilation_cache.grp, "getgrgid", lambda number, group=group: group)
         assert (why_unsafe(str(cache)) is None) is is_safe, (name, members)
@@ -205,9 +219,15 @@ cli.main(lambda plan, job: print(jax.jit(lambda x: x + 1)(1)), cli.TextPlan)
 def test_a_second_start_reads_what_the_first_compiled(tmp_path):
     tmp_path.chmod(0o700)
     command = [sys.executable, "-c", COMPILE, f"--data_dir={tmp_path / 'data'}"]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMPILATION", "JAX_PERS"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_COMPILATION", "JAX_PERS"))
+    }
     kept["XDG_CACHE_HOME"] = str(tmp_path)
-    first, second = (subprocess.check_output(command, env=kept, cwd=ROOT, text=True).split() for _ in range(2))
+    first, second = (
+        subprocess.check_output(command, env=kept, cwd=ROOT, text=True).split() for _ in range(2)
+    )
     assert (first, second) == (["2"], ["hit", "2"])
     assert list((tmp_path / "txl_jax" / "compilation").rglob("*-cache"))
     assert not (tmp_path / "data").exists()
@@ -232,7 +252,9 @@ def test_a_flagfile_brings_no_code(tmp_path, monkeypatch, capsys, value):
     with programs.own_flags(), pytest.raises(SystemExit) as ended:
         cli.main(lambda plan, job: 0, cli.TextPlan)
     assert ended.value.code == (value != "off")
-    assert ("mine.flags, line 1: --compilation_cache must be typed" in capsys.readouterr().err) == (value != "off")
+    assert ("mine.flags, line 1: --compilation_cache must be typed" in capsys.readouterr().err) == (
+        value != "off"
+    )
 
 
 def test_settings_that_name_code():

@@ -40,7 +40,9 @@ def start(module, *words, before=(), **how):
     command.
     """
     environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu", "NO_GCE_CHECK": "true"}
-    return subprocess.Popen([*before, *programs.command(module, *words)], cwd=ROOT, env=environment, **how)
+    return subprocess.Popen(
+        [*before, *programs.command(module, *words)], cwd=ROOT, env=environment, **how
+    )
 
 
 def closed_pipe():
@@ -69,7 +71,13 @@ def assert_saved(workdir):
 def test_a_run_goes_on_without_anybody_who_reads(text, tmp_path, both):
     writer = closed_pipe()
     errors = writer if both else subprocess.PIPE
-    flags = [*SHORT, *text, f"--workdir={tmp_path}", "--train.sample_every=10", "--generate.length=20"]
+    flags = [
+        *SHORT,
+        *text,
+        f"--workdir={tmp_path}",
+        "--train.sample_every=10",
+        "--generate.length=20",
+    ]
     process = start("experiments.text", *flags, stdout=writer, stderr=errors)
     os.close(writer)
     _, err = process.communicate(timeout=SECONDS)
@@ -79,7 +87,9 @@ def test_a_run_goes_on_without_anybody_who_reads(text, tmp_path, both):
 
 def test_ctrl_c_with_tee_saves(text, tmp_path):
     reader, writer = os.pipe()
-    process = start("experiments.text", *ENDLESS, *text, f"--workdir={tmp_path}", stdout=writer, stderr=writer)
+    process = start(
+        "experiments.text", *ENDLESS, *text, f"--workdir={tmp_path}", stdout=writer, stderr=writer
+    )
     os.close(writer)
     wait_for_steps(tmp_path, process)
     os.close(reader)
@@ -169,7 +179,9 @@ def test_a_result_that_nobody_reads_ends_quietly_with_141(trained, tmp_path, nam
 
 def test_a_full_disk_behind_standard_output_is_an_error(trained):
     with open("/dev/full", "wb") as full:
-        process = start("experiments.report", trained, stdout=full, stderr=subprocess.PIPE, text=True)
+        process = start(
+            "experiments.report", trained, stdout=full, stderr=subprocess.PIPE, text=True
+        )
         _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert err.startswith("error: ") and "No space left" in err and err.count("\n") == 1

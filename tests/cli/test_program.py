@@ -75,10 +75,16 @@ def test_a_plan_has_absolute_paths_and_the_job_what_was_typed(start, tmp_path, m
     (tmp_path / "mine.flags").write_text("--lengths=3,4\n")
     words = ["--from=here", "--member=a=1,2", "--member=b", "--flagfile=mine.flags", "word"]
     code, (plan, job) = start(*words, takes_words=True, config=ExperimentConfig())
-    assert code == 0 and (plan.lengths, plan.from_, plan.member) == ((3, 4), str(tmp_path / "here"), ("a=1,2", "b"))
+    assert code == 0 and (plan.lengths, plan.from_, plan.member) == (
+        (3, 4),
+        str(tmp_path / "here"),
+        ("a=1,2", "b"),
+    )
     assert job.words == ["word"] and job.flagfile == "mine"
     assert job.places == {"from": "", "member": "", "lengths": "mine.flags, line 1: "}
-    assert start("--from=x", "--lengths=", run=pytest.fail)[0] == 1, "the plan is checked before anything is run"
+    assert start("--from=x", "--lengths=", run=pytest.fail)[0] == 1, (
+        "the plan is checked before anything is run"
+    )
 
 
 def test_the_config_is_the_flags_over_the_defaults(start, capsys):
@@ -93,10 +99,14 @@ def test_the_config_is_the_flags_over_the_defaults(start, capsys):
     (own, flagfile), (by_corpus, _) = configs
     assert own == config_tree.replace(defaults, {"model.n_layer": 2})
     assert (flagfile.model.n_layer, flagfile.model.d_model, flagfile.eval.mem_len) == (2, 410, 640)
-    assert by_corpus.data.corpus is CorpusName.PTB and by_corpus.data.tokenizer.kind is Tokenizer.WORD
+    assert (
+        by_corpus.data.corpus is CorpusName.PTB and by_corpus.data.tokenizer.kind is Tokenizer.WORD
+    )
     words = ["--from=x", "--flagfile=small", "--train.steps=50"]
     assert start(*words, run=lambda plan, job: job.config() and None, config=defaults)[0] == 0
-    assert "optimizer.warmup_steps is 5 instead of 100" in capsys.readouterr().out, "a study prints its notes"
+    assert "optimizer.warmup_steps is 5 instead of 100" in capsys.readouterr().out, (
+        "a study prints its notes"
+    )
 
 
 def test_processes_agree_on_the_plan_but_for_its_paths(start, monkeypatch):
@@ -108,7 +118,9 @@ def test_processes_agree_on_the_plan_but_for_its_paths(start, monkeypatch):
     assert done == [SEVERAL, {"--lengths": "1,2", "--member": ""}]
 
 
-def test_a_program_of_one_host_refuses_others_and_one_of_each_host_does_not_ask(start, monkeypatch, capsys):
+def test_a_program_of_one_host_refuses_others_and_one_of_each_host_does_not_ask(
+    start, monkeypatch, capsys
+):
     monkeypatch.setattr(other_hosts, "announced", lambda environment: SEVERAL)
     assert start("--from=here", run=pytest.fail)[0] == 1
     assert re.search(r"single process.*\b2 processes", capsys.readouterr().err)
@@ -125,14 +137,25 @@ def interrupt(plan, job):
 def test_the_exit_code_is_the_programs_or_that_of_the_signal(start, monkeypatch, capsys, run, code):
     monkeypatch.setattr(stop, "_stop_requested", threading.Event())
     assert start("--from=x", run=run)[0] == code
-    assert ("stopped   on request in the middle, rerun the same command" in capsys.readouterr().out) is (code == 143)
+    assert (
+        "stopped   on request in the middle, rerun the same command" in capsys.readouterr().out
+    ) is (code == 143)
 
 
 @pytest.mark.full
 def test_devices_that_jax_cannot_use_are_an_error():
-    command, environment = [sys.executable, "-m", "experiments.bench.device"], os.environ | {"JAX_PLATFORMS": "cuda"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "JAX_PLATFORMS is cuda" in done.stderr and done.stderr.count("\n") == 1
+    command, environment = (
+        [sys.executable, "-m", "experiments.bench.device"],
+        os.environ | {"JAX_PLATFORMS": "cuda"},
+    )
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (
+        done.returncode == 1
+        and "JAX_PLATFORMS is cuda" in done.stderr
+        and done.stderr.count("\n") == 1
+    )
 
 
 # Settings of a run in a workdir
@@ -157,8 +180,15 @@ def config_in(start, tmp_path):
             return code, []
         # A sweep checks the settings of its runs before they start, and must come to the same.
         if found[0][0].init_from is None:
-            recorded = Run.read(tmp_path / folder).config if (tmp_path / folder / "config.json").exists() else None
-            assert program.config_of_words(defaults, ["text", *words], recorded=recorded) == found[0][0]
+            recorded = (
+                Run.read(tmp_path / folder).config
+                if (tmp_path / folder / "config.json").exists()
+                else None
+            )
+            assert (
+                program.config_of_words(defaults, ["text", *words], recorded=recorded)
+                == found[0][0]
+            )
         return found[0]
 
     return config_in
@@ -174,7 +204,9 @@ def trained(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text").write_text("one two three\n" * 200)
-    config = ExperimentConfig(model=ModelConfig(**SIZES), data=own_text(file=str(folder / "text"), kind=Tokenizer.WORD))
+    config = ExperimentConfig(
+        model=ModelConfig(**SIZES), data=own_text(file=str(folder / "text"), kind=Tokenizer.WORD)
+    )
     config = apply_preset(config_tree.replace(config, {"model.dropout.rate": 0.3}), "hf")
     drawn_run.make(folder / "run", config, read_corpus(config.data, "nowhere", str(folder)))
     return folder, config
@@ -209,9 +241,14 @@ def test_sizes_and_compatibility_come_from_the_trained_model(trained, built):
 
 def test_flags_of_the_same_model_may_be_given_and_others_are_named(built):
     assert built("--model.n_layer=1").model.n_layer == 1
-    with pytest.raises(UserError, match=r"model\.n_layer is 4 instead of 1, model\.d_head is 6 instead of 5\. Omit"):
+    with pytest.raises(
+        UserError, match=r"model\.n_layer is 4 instead of 1, model\.d_head is 6 instead of 5\. Omit"
+    ):
         built("--model.n_layer=4", "--model.d_head=6")
-    assert built("--compat=tf").model.compat.layer_norm_eps == COMPAT_PRESETS["tf"]["model.compat.layer_norm_eps"]
+    assert (
+        built("--compat=tf").model.compat.layer_norm_eps
+        == COMPAT_PRESETS["tf"]["model.compat.layer_norm_eps"]
+    )
 
 
 def test_sizes_of_a_flagfile_yield_to_the_trained_model(trained, built, tmp_path):
@@ -224,10 +261,14 @@ def test_sizes_of_a_flagfile_yield_to_the_trained_model(trained, built, tmp_path
     assert {name: getattr(first.model, name) for name in SIZES} == SIZES
     assert first.train == preset("small").train and first.optimizer == preset("small").optimizer
     [note] = notes
-    assert all(f"model.{name} is" in note for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner"))
+    assert all(
+        f"model.{name} is" in note for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner")
+    )
     with pytest.raises(UserError, match=r"model\.n_layer is 4 instead of 1\. Omit"):
         built("--flagfile=small", "--model.n_layer=4")
-    (tmp_path / "mine.flags").write_text("--compat=ours\n--model.layer_norm=pre\n--model.cutoffs=2\n")
+    (tmp_path / "mine.flags").write_text(
+        "--compat=ours\n--model.layer_norm=pre\n--model.cutoffs=2\n"
+    )
     model = built(f"--flagfile={tmp_path / 'mine.flags'}").model
     assert (model.layer_norm, model.cutoffs, model.compat.final_norm) == (NormPlace.POST, (), False)
     with pytest.raises(UserError, match=r"model\.layer_norm is pre instead of post"):
@@ -238,7 +279,10 @@ def test_sizes_of_a_flagfile_yield_to_the_trained_model(trained, built, tmp_path
 
 def test_a_kept_vocabulary_brings_its_tokenizer(built):
     assert built("--init_vocabulary=kept").data.tokenizer.kind is Tokenizer.WORD
-    for word, named in (("--data.tokenizer.vocab_file=words", "vocab_file"), ("--init_from=none", "Set --init_from")):
+    for word, named in (
+        ("--data.tokenizer.vocab_file=words", "vocab_file"),
+        ("--init_from=none", "Set --init_from"),
+    ):
         with pytest.raises(UserError, match=named):
             built("--init_vocabulary=kept", word)
 
@@ -253,7 +297,9 @@ def test_a_second_start_needs_the_workdir_alone(trained, built, tmp_path):
     try:
         assert built() == first
         assert built("--train.log_every=10").train.log_every == 10
-        with pytest.raises(UserError, match=r"init_from is .*run, whose weights cannot be used: .* contains no run"):
+        with pytest.raises(
+            UserError, match=r"init_from is .*run, whose weights cannot be used: .* contains no run"
+        ):
             built(folder="another")
     finally:
         (trained[0] / "gone").rename(trained[0] / "run")
@@ -264,30 +310,51 @@ def test_own_text_without_sizes_takes_the_small_model_and_says_so(config_in, tmp
     config, [note] = config_in()
     assert config == small and "--flagfile=small" in note
     config, [note] = config_in("--train.batch_size=3", "--compat=tf")
-    assert config.train == dataclasses.replace(small.train, batch_size=3) and config.model.n_layer == 4
+    assert (
+        config.train == dataclasses.replace(small.train, batch_size=3) and config.model.n_layer == 4
+    )
     assert config == apply_preset(config, "tf")
     (tmp_path / "mine.flags").write_text("--train.batch_size=3\n")
-    for words in (["--model.n_layer=3"], ["--model.dropout.rate=0"], [f"--flagfile={tmp_path / 'mine.flags'}"]):
+    for words in (
+        ["--model.n_layer=3"],
+        ["--model.dropout.rate=0"],
+        [f"--flagfile={tmp_path / 'mine.flags'}"],
+    ):
         config, notes = config_in(*words)
-        assert config.model.d_model == ExperimentConfig().model.d_model and config.train.steps == 400_000
-        assert len(notes) == words[0].startswith("--model."), "the paper's batch is named unless one was given"
+        assert (
+            config.model.d_model == ExperimentConfig().model.d_model
+            and config.train.steps == 400_000
+        )
+        assert len(notes) == words[0].startswith("--model."), (
+            "the paper's batch is named unless one was given"
+        )
     for name in (CorpusName.ENWIK8, CorpusName.PTB):
         others = ExperimentConfig(data=default_data(name))
         assert config_in("--data.file=none", defaults=others) == (others, [])
     # A run that began with the paper's sizes keeps them.
     paper = ExperimentConfig(data=own_text(file=str(tmp_path / "text")))
-    runs.record(tmp_path / "new", paper, TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes()))
+    runs.record(
+        tmp_path / "new", paper, TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes())
+    )
     assert config_in() == (paper, [])
 
 
 def test_a_warm_up_that_was_not_typed_becomes_a_tenth_of_the_steps(config_in, tmp_path):
     for words in (["--flagfile=small"], []):
         config, notes = config_in(*words, "--train.steps=100")
-        assert config.optimizer.warmup_steps == 10 and "warm-up" in notes[-1] and "is 10 instead of 100" in notes[-1]
+        assert (
+            config.optimizer.warmup_steps == 10
+            and "warm-up" in notes[-1]
+            and "is 10 instead of 100" in notes[-1]
+        )
         assert config_in(*words, "--train.steps=105")[0].optimizer.warmup_steps == 100
-    assert config_in("--flagfile=small", "--optimizer.warmup_steps=100", "--train.steps=100")[0] == 1
+    assert (
+        config_in("--flagfile=small", "--optimizer.warmup_steps=100", "--train.steps=100")[0] == 1
+    )
     # A run that gets more steps keeps the warm-up that it had.
-    runs.record(tmp_path / "new", config, TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes()))
+    runs.record(
+        tmp_path / "new", config, TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes())
+    )
     for steps in (100, 200, 800):
         longer, notes = config_in("--flagfile=small", f"--train.steps={steps}")
         assert longer == config_tree.replace(config, {"train.steps": steps}) and len(notes) == 1
@@ -295,8 +362,14 @@ def test_a_warm_up_that_was_not_typed_becomes_a_tenth_of_the_steps(config_in, tm
 
 
 def test_a_note_about_a_recorded_warm_up_reads_forwards(config_in, tmp_path):
-    recorded = config_tree.replace(preset("small"), {"optimizer.warmup_steps": 3, "data.file": str(tmp_path / "text")})
-    runs.record(tmp_path / "new", recorded, TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes()))
+    recorded = config_tree.replace(
+        preset("small"), {"optimizer.warmup_steps": 3, "data.file": str(tmp_path / "text")}
+    )
+    runs.record(
+        tmp_path / "new",
+        recorded,
+        TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes()),
+    )
     config, [note] = config_in("--flagfile=small")
     assert config.optimizer.warmup_steps == 3
     assert note == "the recorded run's warm-up is kept: optimizer.warmup_steps is 3 instead of 100"
@@ -311,7 +384,10 @@ def test_an_error_names_where_settings_come_from_that_nobody_typed(config_in, tm
     typed = ["--train.segments_per_call=5", "--train.steps=1", "--optimizer.warmup_steps=0"]
     assert config_in(flagfile, *typed)[0] == 1
     assert "comes from" not in capsys.readouterr().err
-    assert config_in("--optimizer.weight_decay=0.1", "--optimizer.name=adam", "--model.n_layer=1")[0] == 1
+    assert (
+        config_in("--optimizer.weight_decay=0.1", "--optimizer.name=adam", "--model.n_layer=1")[0]
+        == 1
+    )
     assert "comes from" not in capsys.readouterr().err
     assert config_in("--optimizer.weight_decay=0.1", "--model.n_layer=1")[0] == 1
     assert "(optimizer.name comes from the defaults)" in capsys.readouterr().err
@@ -341,13 +417,17 @@ def test_typed_flags_that_a_mode_does_not_read_are_named_once(start, capsys):
         assert found == ([named.split()] if named else [])
 
 
-def test_training_goes_on_in_the_recorded_folders_and_other_modes_write_to_none_of_them(start, tmp_path, monkeypatch):
+def test_training_goes_on_in_the_recorded_folders_and_other_modes_write_to_none_of_them(
+    start, tmp_path, monkeypatch
+):
     """On another machine they may not exist.
 
     A flag counts more. Compiled functions are not in them at all.
     """
     kept = []
-    monkeypatch.setattr(program, "keep_compiled", lambda *named, **options: kept.append((named, options)))
+    monkeypatch.setattr(
+        program, "keep_compiled", lambda *named, **options: kept.append((named, options))
+    )
     there = [tmp_path / "there", tmp_path / "there" / "prepared"]
     info = TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes(), *map(str, there))
     runs.record(tmp_path / "run", ExperimentConfig(data=own_text(file="a")), info)
@@ -364,7 +444,12 @@ def test_training_goes_on_in_the_recorded_folders_and_other_modes_write_to_none_
     assert folders() == tuple(map(str, there))
     assert folders("--data_dir=data") == (here, None)
     assert folders("--cache_dir=x") == (str(there[0]), str(tmp_path / "x"))
-    for words in (["--mode=eval"], ["--mode=score"], ["--mode=generate"], ["--mode=score", "--input=a"]):
+    for words in (
+        ["--mode=eval"],
+        ["--mode=score"],
+        ["--mode=generate"],
+        ["--mode=score", "--input=a"],
+    ):
         assert folders(*words) == (here, None), words
     (tmp_path / "run" / "config.json").write_text("{")
     assert folders() == (here, None)
@@ -394,11 +479,25 @@ def having(error, **attributes):
     [
         (ValueError(GLOO), True),  # Raised where an array is fetched.
         (jax.errors.JaxRuntimeError(GLOO), True),
-        (having(CheckpointError("step 3 was not written"), __cause__=RuntimeError("UNAVAILABLE: barrier")), True),
+        (
+            having(
+                CheckpointError("step 3 was not written"),
+                __cause__=RuntimeError("UNAVAILABLE: barrier"),
+            ),
+            True,
+        ),
         # Of a disk, or of a download.
         (ConnectionResetError(104, "Connection reset by peer"), False),
-        (having(ConnectionError("they did not come together"), __cause__=RuntimeError("UNAVAILABLE")), False),
-        (having(RemoteProcessError("process 1: Connection reset by peer"), known_to_all=True), False),
+        (
+            having(
+                ConnectionError("they did not come together"), __cause__=RuntimeError("UNAVAILABLE")
+            ),
+            False,
+        ),
+        (
+            having(RemoteProcessError("process 1: Connection reset by peer"), known_to_all=True),
+            False,
+        ),
     ],
 )
 def test_a_lost_process_is_distinguished_from_mistakes(monkeypatch, capsys, error, lost):
@@ -415,7 +514,9 @@ def test_a_lost_process_is_distinguished_from_mistakes(monkeypatch, capsys, erro
 @pytest.mark.parametrize(
     "error",
     [
-        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 213364827424 bytes."),
+        jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory allocating 213364827424 bytes."
+        ),
         # Of a CPU, while a function runs.
         jax.errors.JaxRuntimeError(
             "INTERNAL: Error dispatching computation: Out of memory allocating 30720000000 bytes."
@@ -427,7 +528,11 @@ def test_a_lost_process_is_distinguished_from_mistakes(monkeypatch, capsys, erro
 def test_out_of_memory_is_a_sentence_with_advice_on_each_device(capsys, error):
     assert exit_code_for(error) == 1
     err = capsys.readouterr().err
-    assert err.startswith("error: out of device memory (") and "--train.batch_size" in err and err.count("\n") == 1
+    assert (
+        err.startswith("error: out of device memory (")
+        and "--train.batch_size" in err
+        and err.count("\n") == 1
+    )
     assert exit_code_for(jax.errors.JaxRuntimeError("INTERNAL: a bug")) is None
 
 
@@ -437,11 +542,24 @@ def test_a_run_that_a_cpu_cannot_hold_ends_with_a_sentence(tmp_path):
     refuses at once.
     """
     path = programs.write_words(tmp_path, 3_000)
-    words = [*programs.TINY, *programs.steps(2, every=2), "--train.mem_len=120000000", "--train.segments_per_call=1"]
+    words = [
+        *programs.TINY,
+        *programs.steps(2, every=2),
+        "--train.mem_len=120000000",
+        "--train.segments_per_call=1",
+    ]
     words += [f"--data.file={path}", f"--cache_dir={tmp_path}", f"--workdir={tmp_path / 'run'}"]
-    limited = ["bash", "-c", 'ulimit -v 25165824; exec "$@"', "bash", *programs.command("experiments.text", *words)]
+    limited = [
+        "bash",
+        "-c",
+        'ulimit -v 25165824; exec "$@"',
+        "bash",
+        *programs.command("experiments.text", *words),
+    ]
     environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu"}
-    ended = subprocess.run(limited, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        limited, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 1, ended
     assert ended.stderr.splitlines()[-1].startswith("error: out of device memory ("), ended.stderr
     assert "Traceback" not in ended.stderr
@@ -467,7 +585,10 @@ READ_ONLY = OSError(errno.EROFS, "Read-only file system", "/mnt/report")
         (UserError("lengths is 0; give more"), "lengths is 0; give more"),
         (FileNotFoundError(2, "No such file", "a.txt"), "cannot use a.txt (No such file). "),
         (READ_ONLY, "cannot use /mnt/report (Read-only file system). Check the path"),
-        (OSError(errno.ENOSPC, "No space left on device"), "cannot use the disk (No space left on device). "),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "cannot use the disk (No space left on device). ",
+        ),
         (OSError("a library's own sentence"), "a library's own sentence"),
     ],
 )
@@ -483,7 +604,9 @@ def test_an_error_of_a_user_is_one_line_and_a_bug_keeps_its_traceback(capsys, er
 
 def test_errors_name_flags_by_the_short_names_that_the_command_has(start, capsys):
     def fail(plan, job):
-        raise UserError("pass --data.tokenizer.kind=byte, not --data.tokenizer.kinds or --data.tokenizer.kind.x")
+        raise UserError(
+            "pass --data.tokenizer.kind=byte, not --data.tokenizer.kinds or --data.tokenizer.kind.x"
+        )
 
     aliases = {"tokenizer": "data.tokenizer.kind"}
     assert start("--from=x", run=fail, config=ExperimentConfig(), aliases=aliases)[0] == 1
@@ -504,18 +627,26 @@ def test_what_was_not_given_stays_as_the_base_or_a_preset_has_it():
     base = config_tree.replace(ExperimentConfig(), {"model.n_layer": 5, "model.n_head": 2})
     config = parsed("--model.n_layer=12", base=base)  # 12 is the default, but it was given.
     assert (config.model.n_layer, config.model.n_head) == (12, 2)
-    assert parsed("--optimizer.min_lr_ratio=0.5", "--compat=tf").optimizer.min_lr_ratio == 0.5, "a flag wins"
+    assert parsed("--optimizer.min_lr_ratio=0.5", "--compat=tf").optimizer.min_lr_ratio == 0.5, (
+        "a flag wins"
+    )
     assert parsed("--compat=tf").optimizer.min_lr_ratio == 0.01
 
 
 def test_another_kind_of_token_drops_what_the_program_sets_for_its_own():
-    words = data_config(kind=Tokenizer.WORD, line_mark=LineMark.S, min_count=3, order=Order.SENTENCES)
+    words = data_config(
+        kind=Tokenizer.WORD, line_mark=LineMark.S, min_count=3, order=Order.SENTENCES
+    )
     base = ExperimentConfig(data=words)
     assert parsed(base=base) == base
     assert parsed("--data.tokenizer.kind=byte", base=base).data == data_config()
-    characters = parsed("--data.tokenizer.kind=char", "--data.tokenizer.min_count=2", base=base).data
+    characters = parsed(
+        "--data.tokenizer.kind=char", "--data.tokenizer.min_count=2", base=base
+    ).data
     assert characters == data_config(kind=Tokenizer.CHAR, min_count=2)
-    from_file = config_tree.replace(base, {"data.tokenizer.vocab_file": "/words", "data.tokenizer.min_count": 1})
+    from_file = config_tree.replace(
+        base, {"data.tokenizer.vocab_file": "/words", "data.tokenizer.min_count": 1}
+    )
     assert parsed("--data.tokenizer.vocab_file=/words", base=base) == from_file
 
 
@@ -534,11 +665,22 @@ def test_mistakes_are_named():
 
 
 def test_a_flag_that_a_flagfile_overrides_is_a_warning(capsys):
-    assert parsed("--train.batch_size=3", "--model.n_layer=2", "--flagfile=enwik8_12l").train.batch_size == 22
+    assert (
+        parsed(
+            "--train.batch_size=3", "--model.n_layer=2", "--flagfile=enwik8_12l"
+        ).train.batch_size
+        == 22
+    )
     first, second = sorted(capsys.readouterr().err.splitlines())
-    assert "--model.n_layer=2" in first and "--train.batch_size=3" in second and "--train.batch_size=22" in second
+    assert (
+        "--model.n_layer=2" in first
+        and "--train.batch_size=3" in second
+        and "--train.batch_size=22" in second
+    )
     assert "enwik8_12l.flags, line " in second
-    assert parsed("--seed=3", "--flagfile", "enwik8_12l", "--train.batch_size=3").train.batch_size == 3
+    assert (
+        parsed("--seed=3", "--flagfile", "enwik8_12l", "--train.batch_size=3").train.batch_size == 3
+    )
     assert capsys.readouterr().err == ""
 
 
@@ -547,10 +689,19 @@ def test_a_flagfile_inside_a_flagfile_and_errors_with_file_and_line(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match=r"mine\.flags"):
         parsed(f"--flagfile={path}")
-    path.write_text("--flagfile=enwik8_12l\n\n# a comment\n  // another\n--notrain.same_length\n--train.batch_size=5\n")
+    path.write_text(
+        "--flagfile=enwik8_12l\n\n# a comment\n  // another\n--notrain.same_length\n--train.batch_size=5\n"
+    )
     config = parsed(f"--flagfile={path}")
-    assert (config.model.n_layer, config.train.batch_size, config.train.same_length) == (12, 5, False)
-    mistakes = ("--model.n_layers=3", r"mine\.flags, line 2: .*n_layers"), ("--model.n_layer=x", r"line 2: .*n_layer=x")
+    assert (config.model.n_layer, config.train.batch_size, config.train.same_length) == (
+        12,
+        5,
+        False,
+    )
+    mistakes = (
+        ("--model.n_layers=3", r"mine\.flags, line 2: .*n_layers"),
+        ("--model.n_layer=x", r"line 2: .*n_layer=x"),
+    )
     files = ("--flagfile=none", "line 2: .*'none'"), (f"--flagfile={path}", "line 2: .*itself")
     for line, pattern in (*mistakes, *files):
         path.write_text(f"--seed=1\n{line}\n")
@@ -563,7 +714,9 @@ def test_a_flagfile_of_windows_and_one_from_a_pipe(tmp_path):
     config = parsed(f"--flagfile={tmp_path}/mine.flags")
     assert (config.seed, config.train.batch_size) == (3, 5)
     os.mkfifo(tmp_path / "pipe")
-    threading.Thread(target=(tmp_path / "pipe").write_text, args=["--seed=4\n"], daemon=True).start()
+    threading.Thread(
+        target=(tmp_path / "pipe").write_text, args=["--seed=4\n"], daemon=True
+    ).start()
     assert parsed(f"--flagfile={tmp_path}/pipe").seed == 4
 
 
@@ -594,6 +747,14 @@ def test_help_has_the_flags_that_a_program_reads_once_each_in_groups_and_the_fla
     defaults = dict(usages)
     assert len(defaults) == len(usages)
     assert {leaf.name for leaf in flag_tree.setting_leaves(ExperimentConfig)} <= defaults.keys()
-    assert (defaults["mode"], defaults["model.n_layer"], defaults["model.d_embed"]) == ("train", "12", "none")
-    assert (defaults["coordinator"], defaults["model.cutoffs"], defaults["model.tie_weight"]) == ("", "", "true")
+    assert (defaults["mode"], defaults["model.n_layer"], defaults["model.d_embed"]) == (
+        "train",
+        "12",
+        "none",
+    )
+    assert (defaults["coordinator"], defaults["model.cutoffs"], defaults["model.tie_weight"]) == (
+        "",
+        "",
+        "true",
+    )
     assert headings(out) == ["command", "multiple hosts", *flag_tree.groups()]

@@ -34,7 +34,12 @@ def succeed(program, *flags):
 @pytest.fixture(scope="module")
 def own_text(tmp_path_factory):
     path = programs.write_words(tmp_path_factory.mktemp("text"), 12_000)
-    return [*programs.TINY, *programs.steps(100, every=50), f"--data.file={path}", f"--cache_dir={path.parent}"]
+    return [
+        *programs.TINY,
+        *programs.steps(100, every=50),
+        f"--data.file={path}",
+        f"--cache_dir={path.parent}",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +54,17 @@ def test_a_workdir_alone_resumes_with_its_settings_in_another_folder_and_with_mo
 ):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    flags = [*own_text, *SHORT, f"--data_dir={own_text[-1].partition('=')[2]}/data", "--compilation_cache=off"]
+    flags = [
+        *own_text,
+        *SHORT,
+        f"--data_dir={own_text[-1].partition('=')[2]}/data",
+        "--compilation_cache=off",
+    ]
     out = succeed("text", *flags, "--workdir=../run")
     commands = ["experiments.text --mode=generate --workdir=", "experiments.report "]
-    assert all(f"python -m {command}{tmp_path / 'run'}\n" in out for command in commands), "what to do next"
+    assert all(f"python -m {command}{tmp_path / 'run'}\n" in out for command in commands), (
+        "what to do next"
+    )
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path / "there")
@@ -62,11 +74,17 @@ def test_a_workdir_alone_resumes_with_its_settings_in_another_folder_and_with_mo
     notes = [f"--train.{name} was 2 and is now 4" for name in ("steps", "log_every")]
     assert re.findall(r"(?m)^note +(--.*)", out) == notes
     now = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert now == recorded | {"config": recorded["config"] | {"train.steps": 4, "train.log_every": 4}}
+    assert now == recorded | {
+        "config": recorded["config"] | {"train.steps": 4, "train.log_every": 4}
+    }
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["changes"] == [{"step": 2, "name": "train.steps", "old": 2, "new": 4}]
-    out = succeed("text", workdir, "--mode=eval", "--train.mem_len=7", "--eval.mem_len=8", "--train.steps=4")
-    assert re.findall(r"(?m)^note +.*", out) == ["note      no effect with --mode=eval: --train.mem_len"]
+    out = succeed(
+        "text", workdir, "--mode=eval", "--train.mem_len=7", "--eval.mem_len=8", "--train.steps=4"
+    )
+    assert re.findall(r"(?m)^note +.*", out) == [
+        "note      no effect with --mode=eval: --train.mem_len"
+    ]
     assert not any((tmp_path / "there").iterdir()) and not any((tmp_path / "here").iterdir())
     code, _, err = run("text", workdir, "--train.steps=2", "--model.d_model=8")
     assert code == 1 and "--model.d_model was 16 and is now 8" in err and "fewer than the 4 " in err
@@ -76,13 +94,22 @@ def test_minutes_set_the_steps_at_the_first_start_alone(own_text, tmp_path, monk
     """Over a flagfile's steps and its warm-up; the same command finds them in the record."""
     asked = []
     monkeypatch.setattr(
-        program_lib, "steps_in", lambda seconds, *given: asked.append(seconds) or (20 * len(asked), 0.1)
+        program_lib,
+        "steps_in",
+        lambda seconds, *given: asked.append(seconds) or (20 * len(asked), 0.1),
     )
     (tmp_path / "mine.flags").write_text("\n".join([*own_text, "--optimizer.warmup_steps=30"]))
-    words = [f"--flagfile={tmp_path / 'mine.flags'}", f"--workdir={tmp_path / 'run'}", "--minutes=0.5"]
+    words = [
+        f"--flagfile={tmp_path / 'mine.flags'}",
+        f"--workdir={tmp_path / 'run'}",
+        "--minutes=0.5",
+    ]
     succeed("text", *words)
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert (recorded["config"]["train.steps"], recorded["config"]["optimizer.warmup_steps"]) == (20, 2)
+    assert (recorded["config"]["train.steps"], recorded["config"]["optimizer.warmup_steps"]) == (
+        20,
+        2,
+    )
     assert re.search(r"(?m)^finished +already", succeed("text", *words)) and asked == [30]
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == recorded
     code, _, err = run("text", *words, "--train.steps=40")
@@ -99,10 +126,17 @@ def test_another_text_is_scored_in_place_of_the_runs_own(undisturbed, tmp_path, 
     trained_on = json.loads((undisturbed / "config.json").read_text())["text"]
     recorded = Path(trained_on["cache_dir"]) / "tokens"
     before = sorted(recorded.iterdir())
-    out = succeed("enwik8", "--mode=eval", f"--workdir={undisturbed}", *flags, f"--cache_dir={tmp_path}")
-    assert re.search(r"(?m)^corpus +text\b.*\benwik8\)$", out), "the run is that of another corpus' program"
+    out = succeed(
+        "enwik8", "--mode=eval", f"--workdir={undisturbed}", *flags, f"--cache_dir={tmp_path}"
+    )
+    assert re.search(r"(?m)^corpus +text\b.*\benwik8\)$", out), (
+        "the run is that of another corpus' program"
+    )
     assert trained_on["description"] in out and "949" in out, "both texts are named"
-    assert sorted(recorded.iterdir()) == before and len(list((tmp_path / "tokens").glob("text-*"))) == 1
+    assert (
+        sorted(recorded.iterdir()) == before
+        and len(list((tmp_path / "tokens").glob("text-*"))) == 1
+    )
     monkeypatch.chdir(tmp_path)
     succeed("enwik8", "--mode=eval", f"--workdir={undisturbed}")
     assert not (tmp_path / "data").exists(), "its own ids are found where they are"
@@ -115,8 +149,15 @@ def test_a_trained_run_is_studied_without_a_flagfile(undisturbed, tmp_path):
         ("continuation", ["--generate.length=5", "--context=40"], undisturbed / "continuation.md"),
         ("context_length", ["--lengths=32,8", "--split=test"], undisturbed / "context_length.csv"),
     ):
-        assert str(made.parent) in succeed(f"paper.{program}", f"--workdir={undisturbed}", *flags) and made.exists()
-    group = [f"--workdirs={undisturbed},{undisturbed}", "--names=ours,again", f"--out={tmp_path / 'recl'}"]
+        assert (
+            str(made.parent) in succeed(f"paper.{program}", f"--workdir={undisturbed}", *flags)
+            and made.exists()
+        )
+    group = [
+        f"--workdirs={undisturbed},{undisturbed}",
+        "--names=ours,again",
+        f"--out={tmp_path / 'recl'}",
+    ]
     out = succeed("paper.recl", *group, "--lengths=4,12,4", "--stride=200")
     assert "| again | " in out and (tmp_path / "recl" / "recl.json").exists()
 
@@ -129,7 +170,10 @@ def test_an_ensemble_is_trained_a_member_scored_and_split_off(own_text, tmp_path
     name = "seed=2+learning_rate=0.002"
     # A resume takes the members from the record.
     succeed("ensemble", f"--workdir={tmp_path / 'all'}")
-    assert json.loads((tmp_path / "all" / "results.json").read_text())["members"].keys() == {"seed=1", name}
+    assert json.loads((tmp_path / "all" / "results.json").read_text())["members"].keys() == {
+        "seed=1",
+        name,
+    }
     assert f"| {name} | " in succeed("report", str(tmp_path / "all"))
     member = [f"--workdir={tmp_path / 'all'}", f"--ensemble_member={name}"]
     succeed("text", "--mode=eval", *member)
@@ -143,9 +187,19 @@ def test_first_mistakes_are_answered_in_one_line(tmp_path):
         ("ensemble", ["--workdir=WORK", "--mode=split"], 1, ["--ensemble_member"]),
         ("paper.recl", ["--workdirs=WORK,WORK/b", "--out=WORK"], 1, ["WORK", "config.json"]),
         # The settings are checked before the text, which does not exist.
-        ("paper.ablation", ["--out=WORK", "--data.file=WORK/none", "--model.network=lstm"], 1, ["model.network"]),
+        (
+            "paper.ablation",
+            ["--out=WORK", "--data.file=WORK/none", "--model.network=lstm"],
+            1,
+            ["model.network"],
+        ),
         ("enwik8", ["--workdir=WORK", "--data_dir=WORK"], 1, ["enwik8.zip", "--data.file"]),
-        ("enwik8", ["--workdir=WORK", "--flagfile=wt103_base"], 1, ["data.corpus", "experiments.wikitext103"]),
+        (
+            "enwik8",
+            ["--workdir=WORK", "--flagfile=wt103_base"],
+            1,
+            ["data.corpus", "experiments.wikitext103"],
+        ),
         ("text", ["--data.file=WORK/none", "--workdir=WORK"], 1, ["WORK/none"]),
         ("text", ["--workdir=WORK", "word"], 2, ["'word'"]),
         ("convert", ["--to=WORK/new"], 1, ["--from is required"]),
@@ -154,7 +208,9 @@ def test_first_mistakes_are_answered_in_one_line(tmp_path):
         got, _, err = run(program, *(flag.replace("WORK", str(tmp_path)) for flag in flags))
         assert got == code and err.startswith("error: ") and len(err.strip().splitlines()) == 1, err
         for words in expected:
-            assert re.search(rf"(?<!\w){re.escape(words.replace('WORK', str(tmp_path)))}(?!\w)", err), (words, err)
+            assert re.search(
+                rf"(?<!\w){re.escape(words.replace('WORK', str(tmp_path)))}(?!\w)", err
+            ), (words, err)
 
 
 def test_a_compressed_text_is_trained_on_if_bytes_are_asked_for_by_name(tmp_path):
@@ -164,7 +220,12 @@ def test_a_compressed_text_is_trained_on_if_bytes_are_asked_for_by_name(tmp_path
     flags = [*programs.TINY, *SHORT, f"--data.file={packed}", *folders]
     for more in ([], ["--tokenizer=word"]):
         code, _, err = run("text", *flags, *more)
-        assert code == 1 and "gzip" in err and "--tokenizer=byte" in err and not (tmp_path / "run").exists()
+        assert (
+            code == 1
+            and "gzip" in err
+            and "--tokenizer=byte" in err
+            and not (tmp_path / "run").exists()
+        )
     succeed("text", *flags, "--tokenizer=byte")
     succeed("text", *flags)  # The run's own record says so from then on.
 
@@ -172,9 +233,17 @@ def test_a_compressed_text_is_trained_on_if_bytes_are_asked_for_by_name(tmp_path
 def test_json_lines_are_trained_on_and_scored(tmp_path):
     path, field = tmp_path / "d.jsonl", "--data.json_field=text"
     path.write_text("".join(json.dumps({"text": f"one two {i}\nthree"}) + "\n" for i in range(200)))
-    flags = [*programs.TINY, *SHORT, f"--data.file={path}", f"--cache_dir={tmp_path}", f"--workdir={tmp_path / 'run'}"]
+    flags = [
+        *programs.TINY,
+        *SHORT,
+        f"--data.file={path}",
+        f"--cache_dir={tmp_path}",
+        f"--workdir={tmp_path / 'run'}",
+    ]
     succeed("text", *flags, field)
-    assert json.loads((tmp_path / "run" / "results.json").read_text())["text"].startswith("own text, 3,490 bytes")
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["text"].startswith(
+        "own text, 3,490 bytes"
+    )
     path.write_text('{"text": "one\\ntwo"}\n\n{"text": ""}\n{"no": 1}\n')
     score = ["--mode=score", f"--workdir={tmp_path / 'run'}", f"--input={path}"]
     code, out, err = run("text", *score)  # As in training.
@@ -188,7 +257,11 @@ def test_training_without_a_workdir_names_one_after_the_flagfile(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     for words, name in ((["--flagfile=small"], "small"), ([], "text")):
         code, out, err = run("text", *words, f"--data.file={tmp_path / 'none'}")
-        assert code == 1 and f"workdir   {tmp_path / 'runs' / name} (" in out and str(tmp_path / "none") in err
+        assert (
+            code == 1
+            and f"workdir   {tmp_path / 'runs' / name} (" in out
+            and str(tmp_path / "none") in err
+        )
     code, _, err = run("text", "--mode=eval")
     assert code == 1 and "--workdir" in err and not (tmp_path / "runs").exists()
 
@@ -225,7 +298,11 @@ def use(mode, workdir, *flags, code=0):
 
 
 def content(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture(params=["run", "portable"])
@@ -250,13 +327,22 @@ def test_a_model_that_may_only_be_read_is_evaluated_and_generates(drawn, read_on
     scored = use("eval", read_only, *drawn[1])
     assert "Read-only file system" in scored and "--out" in scored and "test ppl" in scored
     written = use("generate", read_only, "--generate.prompt=the cat")
-    assert "Read-only file system" in written and "\nthe cat " in written and "sample-seed0" not in written
+    assert (
+        "Read-only file system" in written
+        and "\nthe cat " in written
+        and "sample-seed0" not in written
+    )
     assert "--out" in use("score", read_only, *drawn[1], code=1), "its files are all that it makes"
     assert content(read_only) == before
     out = tmp_path / "out"
     for mode, flags in (("eval", drawn[1]), ("generate", ()), ("score", drawn[1])):
         assert str(out) in use(mode, read_only, *flags, f"--out={out}")
-    assert set(content(out)) == {"evaluation.json", "sample-seed0.txt", "scores-valid.tsv", "scores-test.tsv"}
+    assert set(content(out)) == {
+        "evaluation.json",
+        "sample-seed0.txt",
+        "scores-valid.tsv",
+        "scores-test.tsv",
+    }
 
 
 def test_a_portable_folder_names_no_text_and_cannot_be_trained_in(drawn, portable):
@@ -277,7 +363,9 @@ def test_prompts_of_a_file_become_records_on_the_output(drawn, tmp_path):
     flags = [f"--input={tmp_path / 'prompts.txt'}", "--generate.samples=2", "--eval.batch_size=4"]
     records = [json.loads(line) for line in use("generate", drawn[0], *flags).splitlines()]
     assert [(record["index"], record["sample"], record["prompt"]) for record in records] == [
-        (index, sample, prompt) for index, prompt in enumerate(["the cat", "", "sat on a"]) for sample in (0, 1)
+        (index, sample, prompt)
+        for index, prompt in enumerate(["the cat", "", "sat on a"])
+        for sample in (0, 1)
     ]
     alone = use("generate", drawn[0], "--generate.prompt=the cat", f"--out={tmp_path}")
     assert f"\nthe cat {records[0]['text']}" in alone and len(records[0]["text"].split()) > 5
@@ -291,5 +379,7 @@ def test_a_stop_ends_a_file_of_documents_after_a_complete_record(drawn, tmp_path
     monkeypatch.setattr(stop, "_stop_requested", threading.Event())
     stop.request_stop("a test")
     (tmp_path / "in.txt").write_text("the cat\n" * 9)
-    code, out, err = run("text", "--mode=score", f"--workdir={drawn[0]}", f"--input={tmp_path / 'in.txt'}")
+    code, out, err = run(
+        "text", "--mode=score", f"--workdir={drawn[0]}", f"--input={tmp_path / 'in.txt'}"
+    )
     assert code == 143 and "stopped" in err and json.loads(out)["index"] == 0

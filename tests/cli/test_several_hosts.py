@@ -28,8 +28,18 @@ from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.sinks import MEASURED
 
 STEPS = 16
-TINY = [*programs.TINY, *programs.steps(STEPS, every=2), "--train.eval_every=4", "--train.checkpoint_every=4"]
-TINY += ["--model.dtype=float64", "--train.batch_size=8", "--eval.batch_size=8", "--train.keep_checkpoints=4"]
+TINY = [
+    *programs.TINY,
+    *programs.steps(STEPS, every=2),
+    "--train.eval_every=4",
+    "--train.checkpoint_every=4",
+]
+TINY += [
+    "--model.dtype=float64",
+    "--train.batch_size=8",
+    "--eval.batch_size=8",
+    "--train.keep_checkpoints=4",
+]
 TINY += ["--train.sample_every=4", "--generate.length=20", "--generate.samples=2"]
 TOLERANCE = 1e-10
 
@@ -47,7 +57,9 @@ def start(text_file):
         own = [*TINY, f"--data.file={text_file}", f"--cache_dir={text_file.parent}"]
         own = [] if any(flag.startswith("--mode") for flag in flags) else own
         command = ["-m", "experiments.text", *own, *flags, f"--workdir={workdir}"]
-        return processes.start(*command, processes=n_process, devices=8 // n_process, JAX_ENABLE_X64="1")
+        return processes.start(
+            *command, processes=n_process, devices=8 // n_process, JAX_ENABLE_X64="1"
+        )
 
     return start
 
@@ -65,31 +77,50 @@ def assert_same_run(workdir, expected):
     for record, other in zip(found, wanted, strict=True):
         assert (record["kind"], record["step"]) == (other["kind"], other["step"])
         for name in record.keys() - {"kind", "time", *MEASURED}:
-            assert record[name] == pytest.approx(other[name], rel=TOLERANCE), (record["kind"], record["step"], name)
-    results, others = (json.loads((folder / "results.json").read_text()) for folder in (workdir, expected))
+            assert record[name] == pytest.approx(other[name], rel=TOLERANCE), (
+                record["kind"],
+                record["step"],
+                name,
+            )
+    results, others = (
+        json.loads((folder / "results.json").read_text()) for folder in (workdir, expected)
+    )
     for name in ("best_valid", "test"):
         assert results[name] == pytest.approx(others[name], rel=TOLERANCE)
-    (step, found), (last, wanted) = (arrays(folder / "checkpoints" / "latest") for folder in (workdir, expected))
+    (step, found), (last, wanted) = (
+        arrays(folder / "checkpoints" / "latest") for folder in (workdir, expected)
+    )
     for sampled in ("step-4.txt", f"step-{STEPS}.txt"):
-        assert (workdir / "samples" / sampled).read_bytes() == (expected / "samples" / sampled).read_bytes()
+        assert (workdir / "samples" / sampled).read_bytes() == (
+            expected / "samples" / sampled
+        ).read_bytes()
     assert step == last == STEPS and found.keys() == wanted.keys() and len(found) > 10
     for name, array in found.items():
-        np.testing.assert_allclose(array, wanted[name], rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
+        np.testing.assert_allclose(
+            array, wanted[name], rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+        )
 
 
 @pytest.mark.full
-def test_what_two_processes_began_one_ends_with_the_numbers_of_an_undisturbed_run(undisturbed, start, tmp_path):
+def test_what_two_processes_began_one_ends_with_the_numbers_of_an_undisturbed_run(
+    undisturbed, start, tmp_path
+):
     """A signal to the second process saves the same step in both; one process goes on from it."""
     started = start(2, tmp_path)
     processes.wait_for((tmp_path / "samples" / "step-4.txt").exists, started)
     started[1].send_signal(signal.SIGTERM)
     (code_0, out_0, err_0), (code_1, out_1, err_1) = processes.finish(started)
-    assert (code_0, code_1, out_1) == (143, 143, "") and "Traceback" not in err_0 + err_1, err_0 + err_1
+    assert (code_0, code_1, out_1) == (143, 143, "") and "Traceback" not in err_0 + err_1, (
+        err_0 + err_1
+    )
     step = int(re.search(r"(?m)^stopped\D*(\d+)", out_0)[1])
     assert 4 <= step < STEPS
     assert re.search(r"\bdata 8\b.*\bfsdp 1\b.*\btensor 1\b.*\b2\b", out_0)
     newest = max(int(path.name) for path in (tmp_path / "checkpoints" / "latest").iterdir())
-    assert newest == step and (tmp_path / "checkpoints" / "latest" / str(step) / "digests.json").exists()
+    assert (
+        newest == step
+        and (tmp_path / "checkpoints" / "latest" / str(step) / "digests.json").exists()
+    )
     [(code, out, err)] = processes.finish(start(1, tmp_path))
     assert code == 0, err
     assert re.search(r"resum\w+\D*\d", out)
@@ -100,7 +131,12 @@ def test_what_two_processes_began_one_ends_with_the_numbers_of_an_undisturbed_ru
 @pytest.mark.parametrize("flags", [[], ["--mesh.fsdp=2", "--mesh.tensor=2"]], ids=" ".join)
 def test_two_processes_score_evaluate_and_write_as_one_does(undisturbed, start, tmp_path, flags):
     evaluate = ["--mode=eval", "--eval.stride=4", "--eval.mem_len=0", "--eval.same_length=false"]
-    write = ["--mode=generate", "--generate.length=40", "--generate.samples=2", "--generate.prompt=one two three four"]
+    write = [
+        "--mode=generate",
+        "--generate.length=40",
+        "--generate.samples=2",
+        "--generate.prompt=one two three four",
+    ]
     scores, found = [], []
     for n_process in (1, 2):
         workdir = tmp_path / str(n_process)
@@ -109,8 +145,12 @@ def test_two_processes_score_evaluate_and_write_as_one_does(undisturbed, start, 
             ended = processes.finish(start(n_process, workdir, *job, *flags))
             assert {code for code, _, _ in ended} == {0}, ended
             assert all(out == "" for _, out, _ in ended[1:])
-        lines = "".join((workdir / f"scores-{name}.tsv").read_text() for name in ("valid", "test")).splitlines()
-        scores.append([float(line.split("\t")[2]) for line in lines if not line.startswith("index")])
+        lines = "".join(
+            (workdir / f"scores-{name}.tsv").read_text() for name in ("valid", "test")
+        ).splitlines()
+        scores.append(
+            [float(line.split("\t")[2]) for line in lines if not line.startswith("index")]
+        )
         [sample] = workdir.glob("sample-seed*.txt")
         found.append((json.loads((workdir / "evaluation.json").read_text()), sample.read_bytes()))
     assert len(scores[0]) > 500
@@ -121,7 +161,9 @@ def test_two_processes_score_evaluate_and_write_as_one_does(undisturbed, start, 
 
 
 @pytest.mark.full
-def test_two_processes_save_whole_checkpoints_in_a_directory_whose_name_is_a_pattern(start, tmp_path):
+def test_two_processes_save_whole_checkpoints_in_a_directory_whose_name_is_a_pattern(
+    start, tmp_path
+):
     """Each makes a link of its own, and process 0 merges what both have written."""
     workdir = tmp_path / "lr[0.1]"
     short = [*programs.steps(4, every=2), "--train.eval_every=4"]
@@ -129,7 +171,9 @@ def test_two_processes_save_whole_checkpoints_in_a_directory_whose_name_is_a_pat
     assert [code for code, _, _ in ended] == [0, 0], ended
     step, found = arrays(workdir / "checkpoints" / "latest")
     assert step == 4 and len(found) > 10
-    assert len(list((workdir / "checkpoints" / "latest" / "4" / "state").glob("ocdbt.process_*"))) == 2
+    assert (
+        len(list((workdir / "checkpoints" / "latest" / "4" / "state").glob("ocdbt.process_*"))) == 2
+    )
     [(code, out, err)] = processes.finish(start(1, workdir, *short, "--train.steps=6"))
     assert code == 0 and re.search(r"(?m)^resum\w+ +from step 4\b", out), err
 
@@ -144,13 +188,28 @@ def test_a_step_that_one_process_cannot_open_does_not_count_and_both_end(text_fi
         "'the array x is missing' if jax.process_index() and '/4/' in folder else real(folder, *given, **more); "
         "cli.train_main(text.DEFAULTS)"
     )
-    flags = [*TINY, *programs.steps(8, every=4), "--train.checkpoint_every=2", "--train.sample_every=none"]
-    flags += [f"--data.file={text_file}", f"--cache_dir={text_file.parent}", f"--workdir={tmp_path}"]
+    flags = [
+        *TINY,
+        *programs.steps(8, every=4),
+        "--train.checkpoint_every=2",
+        "--train.sample_every=none",
+    ]
+    flags += [
+        f"--data.file={text_file}",
+        f"--cache_dir={text_file.parent}",
+        f"--workdir={tmp_path}",
+    ]
     started = processes.start("-c", script, *flags, JAX_ENABLE_X64="1")
     (code_0, _, err_0), (code_1, _, err_1) = processes.finish(started)
     assert (code_0, code_1) == (1, 1), (err_0, err_1)
-    assert err_1.startswith("process 1: error: ") and "the array x is missing" in err_1 and err_1.count("\n") == 1
-    assert err_0.startswith("error: process 1: ") and "step 4" in err_0 and err_0.count("\n") == 1, err_0
+    assert (
+        err_1.startswith("process 1: error: ")
+        and "the array x is missing" in err_1
+        and err_1.count("\n") == 1
+    )
+    assert (
+        err_0.startswith("error: process 1: ") and "step 4" in err_0 and err_0.count("\n") == 1
+    ), err_0
     step, _ = arrays(tmp_path / "checkpoints" / "latest")
     assert step == 2
 
@@ -183,7 +242,9 @@ def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices():
         (ONE_A_NODE | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, 2, False),  # The environment names them.
     ):
         found = other_hosts.announced(environment)
-        assert (found and found.num_processes) == (found and found.arguments["num_processes"]) == count
+        assert (
+            (found and found.num_processes) == (found and found.arguments["num_processes"]) == count
+        )
         assert bool(found and "local_device_ids" in found.arguments) == all_devices
 
 
@@ -194,13 +255,18 @@ def test_flags_come_before_the_environment_and_both_before_slurm(monkeypatch):
         assert flags.FLAGS(["program", "--process_id=0"]) == ["program"]
         found = other_hosts.announced(other_hosts.environment())
     given = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 0}
-    assert found.num_processes == 2 and found.arguments == given | {"cluster_detection_method": "deactivate"}
+    assert found.num_processes == 2 and found.arguments == given | {
+        "cluster_detection_method": "deactivate"
+    }
 
 
 def test_half_an_announcement_is_refused():
     for environment, expected in (
         ({"JAX_NUM_PROCESSES": "2"}, "--coordinator .*JAX_COORDINATOR_ADDRESS.*--process_id"),
-        (BY_HAND | {"JAX_PROCESS_ID": "2"}, "process_id .*num_processes - 1.*process_id 2 .*num_processes 2"),
+        (
+            BY_HAND | {"JAX_PROCESS_ID": "2"},
+            "process_id .*num_processes - 1.*process_id 2 .*num_processes 2",
+        ),
         (BY_HAND | {"JAX_COORDINATOR_ADDRESS": "a"}, "HOST:PORT.*'a'"),
         (BY_HAND | {"JAX_NUM_PROCESSES": "two"}, "num_processes two"),
     ):
@@ -211,40 +277,67 @@ def test_half_an_announcement_is_refused():
 def test_the_hosts_of_a_tpu_slice_are_asked_of_its_metadata():
     for attributes, count in (
         ({}, None),  # No Cloud TPU.
-        ({"worker-network-endpoints": "unknown:unknown:10.0.0.1", "tpu-env": "ACCELERATOR_TYPE: 'v5e-8'"}, None),
+        (
+            {
+                "worker-network-endpoints": "unknown:unknown:10.0.0.1",
+                "tpu-env": "ACCELERATOR_TYPE: 'v5e-8'",
+            },
+            None,
+        ),
         ({"worker-network-endpoints": "a:b:10.0.0.1,a:b:10.0.0.2"}, 2),
-        ({"worker-network-endpoints": "10.0.0.1,10.0.0.2", "tpu-env": "X: 'y'\nMEGASCALE_NUM_SLICES: '3'\n"}, 6),
+        (
+            {
+                "worker-network-endpoints": "10.0.0.1,10.0.0.2",
+                "tpu-env": "X: 'y'\nMEGASCALE_NUM_SLICES: '3'\n",
+            },
+            6,
+        ),
         ({"worker-network-endpoints": "10.0.0.1", "tpu-env": "MEGASCALE_NUM_SLICES: '2'\n"}, 2),
     ):
         with MetadataServer() as server:
             server.values |= {f"attributes/{name}": value for name, value in attributes.items()}
             environment = {"GCE_METADATA_IP": server.host}
             found = other_hosts.announced(environment)
-            assert found == (None if count is None else other_hosts.Several(count, "the TPU slice", {}))
-            for other in ({"JAX_PLATFORMS": "cpu"}, {"TPU_SKIP_MDS_QUERY": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}):
+            assert found == (
+                None if count is None else other_hosts.Several(count, "the TPU slice", {})
+            )
+            for other in (
+                {"JAX_PLATFORMS": "cpu"},
+                {"TPU_SKIP_MDS_QUERY": "1"},
+                {"TPU_WORKER_HOSTNAMES": "localhost"},
+            ):
                 assert other_hosts.announced(environment | other) is None
         assert other_hosts.announced({"TPU_WORKER_HOSTNAMES": "a,b,c"}).num_processes == 3
 
 
-def test_a_tpu_whose_metadata_server_does_not_answer_is_an_error_and_a_proxy_is_not_asked(monkeypatch):
+def test_a_tpu_whose_metadata_server_does_not_answer_is_an_error_and_a_proxy_is_not_asked(
+    monkeypatch,
+):
     monkeypatch.setattr(other_hosts, "_METADATA_TRIES", 2)
     with MetadataServer() as server:
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
         monkeypatch.delenv("no_proxy", raising=False)
         assert other_hosts.announced({"GCE_METADATA_IP": server.host}) is None
         assert len(server.asked) == 2
-    with MetadataServer(failures=2) as server, pytest.raises(UserError, match=r"HTTP 503.*TPU_WORKER_HOSTNAMES"):
+    with (
+        MetadataServer(failures=2) as server,
+        pytest.raises(UserError, match=r"HTTP 503.*TPU_WORKER_HOSTNAMES"),
+    ):
         other_hosts.announced({"GCE_METADATA_IP": server.host})
     with pytest.raises(UserError, match=r"127\.0\.0\.1:9 .*TPU_WORKER_HOSTNAMES"):
         other_hosts.announced({"GCE_METADATA_IP": "127.0.0.1:9"})
 
 
-def test_process_0_names_a_lost_process_to_the_others_and_listens_to_no_stranger(monkeypatch, capsys):
+def test_process_0_names_a_lost_process_to_the_others_and_listens_to_no_stranger(
+    monkeypatch, capsys
+):
     ended, found = queue.Queue(), []
     monkeypatch.setattr(other_hosts.os, "_exit", ended.put)
     monkeypatch.setattr(other_hosts.atexit, "register", lambda act: None)
     monkeypatch.setattr(
-        other_hosts.distributed, "broadcast_from_primary", lambda find: found.append(find()) or found[0]
+        other_hosts.distributed,
+        "broadcast_from_primary",
+        lambda find: found.append(find()) or found[0],
     )
     other_hosts._watch([f"process {number} on host-{number}" for number in range(3)], "localhost")
     [(port, key)] = found
@@ -265,7 +358,9 @@ def test_process_0_names_a_lost_process_to_the_others_and_listens_to_no_stranger
         connect("").close()  # It may wait for one more.
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are listed on Linux only")
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self/fd"), reason="open files are listed on Linux only"
+)
 def test_connections_that_grpc_gives_20_s_outlast_a_link_that_is_cut_for_a_moment():
     """After a cut of 15 s, TCP tries again when up to 25.6 s have passed since the cut began."""
 
@@ -304,7 +399,9 @@ DIFFERENCES = [
     ("of_second", "first_prints"),
     [pytest.param(*case, marks=FULL if "OTHER" in case[0] else NIGHTLY) for case in DIFFERENCES],
 )
-def test_hosts_that_differ_are_refused_by_name_and_none_hangs(text_file, tmp_path, of_second, first_prints):
+def test_hosts_that_differ_are_refused_by_name_and_none_hangs(
+    text_file, tmp_path, of_second, first_prints
+):
     other = tmp_path / "other.txt"
     other.write_text("four three two one " * 400)
     places = {"OTHER": other, "ELSEWHERE": tmp_path / "elsewhere"}
@@ -314,7 +411,11 @@ def test_hosts_that_differ_are_refused_by_name_and_none_hangs(text_file, tmp_pat
         "from experiments import text; from txl_jax import cli; from txl_jax.runs import run; "
         "run._SECONDS_TO_APPEAR = 0.5; cli.train_main(text.DEFAULTS)"
     )
-    flags = [f"--data.file={text_file}", f"--cache_dir={text_file.parent}", f"--workdir={tmp_path / 'run'}"]
+    flags = [
+        f"--data.file={text_file}",
+        f"--cache_dir={text_file.parent}",
+        f"--workdir={tmp_path / 'run'}",
+    ]
     started = processes.start("-c", script, *SHORT, *flags, of_process=[[], changed].__getitem__)
     began = time.monotonic()
     (code_0, _, err_0), (code_1, _, err_1) = processes.finish(started)

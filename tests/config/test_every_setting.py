@@ -36,7 +36,10 @@ LEAVES = {leaf.name: leaf for leaf in config_tree.leaves(ExperimentConfig)}
 
 def parsed(group, words):
     """Values by the names of settings in a group, of words that are written like flags."""
-    pairs = ((f"{group}.{name}".removeprefix("-."), value) for name, value in (word.split("=") for word in words))
+    pairs = (
+        (f"{group}.{name}".removeprefix("-."), value)
+        for name, value in (word.split("=") for word in words)
+    )
     return {name: SettingParser(LEAVES[name].type).parse(value) for name, value in pairs}
 
 
@@ -63,7 +66,9 @@ def parts_of(config):
 
 def readers(config):
     made = ((training_segments, config.train), (evaluation_segments, config.eval))
-    return [read(np.arange(200), batch_size=c.batch_size, segment_len=c.segment_len) for read, c in made]
+    return [
+        read(np.arange(200), batch_size=c.batch_size, segment_len=c.segment_len) for read, c in made
+    ]
 
 
 def init(config):
@@ -82,7 +87,11 @@ def first_weights(config):
     made if need be.
     """
     if config.init_from:
-        plain = {"init_from": None, "init_vocabulary": InitVocabulary.OWN, "data.file": "trained.txt"}
+        plain = {
+            "init_from": None,
+            "init_vocabulary": InitVocabulary.OWN,
+            "data.file": "trained.txt",
+        }
         trained = config_tree.replace(config, plain)
         drawn_run.make(Path(config.init_from), trained, read_corpus(trained.data, "."))
     workdir = Run(Path("new-run"))
@@ -117,7 +126,11 @@ def corpus(config):
         read = read_corpus(config.data, ".")
     except (ValueError, OSError) as error:
         return str(error)
-    return read.digest, dumps(read.vocabulary), [split.tolist() for split in (read.train, read.valid, read.test)]
+    return (
+        read.digest,
+        dumps(read.vocabulary),
+        [split.tolist() for split in (read.train, read.valid, read.test)],
+    )
 
 
 def end_token(config):
@@ -143,7 +156,9 @@ def files(config):
     runs.train(config, read_corpus(config.data, "."), workdir)
     records = read_metrics(workdir.path)
     made = [sorted(os.listdir(folder)) for folder in (workdir.latest, workdir.path)]
-    return [[record.get(name) for name in ("kind", "step", "loss", "tokens")] for record in records], made
+    return [
+        [record.get(name) for name in ("kind", "step", "loss", "tokens")] for record in records
+    ], made
 
 
 def scored(config):
@@ -161,7 +176,9 @@ def text(config):
     """Generated text, by random weights that are large enough for peaked distributions."""
     parts = parts_of(config)
     shapes = parts.abstract_state.params
-    params = jax.tree.map(lambda leaf: 0.3 * jax.random.normal(jax.random.key(0), leaf.shape), shapes)
+    params = jax.tree.map(
+        lambda leaf: 0.3 * jax.random.normal(jax.random.key(0), leaf.shape), shapes
+    )
     stop = read_stop(config.generate, ByteVocabulary.all_bytes())
     generator = parts.generator(parts.prepare_params(params))
     blocks = generator.tokens(np.arange(3), config.generate, stop_token=stop)
@@ -169,7 +186,19 @@ def text(config):
 
 
 # Each runs once per config: many settings are compared with the same first one.
-PROBES = (init, first_weights, train_step, eval_step, batch, corpus, end_token, epochs, devices, files, scored)
+PROBES = (
+    init,
+    first_weights,
+    train_step,
+    eval_step,
+    batch,
+    corpus,
+    end_token,
+    epochs,
+    devices,
+    files,
+    scored,
+)
 PROBES = {probe.__name__: functools.cache(probe) for probe in (*PROBES, prompt, text)}
 
 
@@ -215,7 +244,12 @@ for probe_name, group, *words in map(str.split, VALUES.strip().splitlines()):
 
 # A rate at which the loss of a tiny run rises.
 RISING = {"train.steps": 20, "train.eval_every": 2, "optimizer.learning_rate": 1.0}
-FULL_SOFTMAX = {"model.cutoffs": (), "model.div_val": 1, "model.tie_projs": (), "model.d_embed": None}
+FULL_SOFTMAX = {
+    "model.cutoffs": (),
+    "model.div_val": 1,
+    "model.tie_projs": (),
+    "model.d_embed": None,
+}
 WORDS, IDS = {"data.tokenizer.kind": "word"}, {"data.tokenizer.kind": "id", "data.file": "ids.bin"}
 SPLITS = dict.fromkeys(("data.train", "data.valid", "data.test"), ("words.txt",))
 # Settings that go with the second value, so that it is legal.
@@ -224,7 +258,10 @@ BESIDE = {
     "train.patience": RISING,
     "average.nt_asgd_patience": RISING | {"average.nt_asgd_patience": 10**6},
     **{f"average.{name}": {"average.start_step": 0} for name in ("lr_scale", "ema_decay")},
-    **{f"{group}.stride": {f"{group}.mem_len": 0, f"{group}.same_length": False} for group in ("train", "eval")},
+    **{
+        f"{group}.stride": {f"{group}.mem_len": 0, f"{group}.same_length": False}
+        for group in ("train", "eval")
+    },
     "eval.temperature": FULL_SOFTMAX,
     "optimizer.weight_decay": {"optimizer.name": "lion"},
     "model.num_positions": {"model.encoding": "al_rfou"},
@@ -239,7 +276,12 @@ BESIDE = {
     **dict.fromkeys(SPLITS, SPLITS | {"data.file": None}),
 }
 # First values, where that of `BASE` is not legal beside the others.
-FIRST = {"model.num_positions": 12, "average.nt_asgd_patience": 10**6, "data.tokenizer.hf_file": "other.json", **SPLITS}
+FIRST = {
+    "model.num_positions": 12,
+    "average.nt_asgd_patience": 10**6,
+    "data.tokenizer.hf_file": "other.json",
+    **SPLITS,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -252,7 +294,9 @@ def texts(tmp_path, monkeypatch):
     for name, size in (("tokenizer.json", 290), ("other.json", 280)):
         (tmp_path / name).write_text(hf_tokenizers.byte_level(size=size))
     monkeypatch.setitem(published.CORPORA, CorpusName.LM1B, miniature.corpus(CorpusName.LM1B))
-    (tmp_path / miniature.OFFICIAL[CorpusName.LM1B]).write_bytes(miniature.official(CorpusName.LM1B))
+    (tmp_path / miniature.OFFICIAL[CorpusName.LM1B]).write_bytes(
+        miniature.official(CorpusName.LM1B)
+    )
     (tmp_path / "prompt.txt").write_text("two")
     monkeypatch.chdir(tmp_path)
 
@@ -266,7 +310,9 @@ QUICK_PROBES = ("batch", "corpus", "devices", "end_token", "epochs", "prompt")
 LONGER = ("data.corpus", "data.heldout")
 # One setting stands for the others of each of these probes.
 ONE_EACH = ("train.loss", "eval.clamp_len")
-QUICK = [name for name, (probe, _) in SECOND.items() if probe in QUICK_PROBES and name not in LONGER] + [*ONE_EACH]
+QUICK = [
+    name for name, (probe, _) in SECOND.items() if probe in QUICK_PROBES and name not in LONGER
+] + [*ONE_EACH]
 
 
 @pytest.mark.parametrize("name", nightly_but(QUICK, SECOND))
@@ -281,7 +327,9 @@ def test_a_second_value_changes_what_a_run_does(name):
     assert PROBES[probe](before) != PROBES[probe](after)
 
 
-@pytest.mark.parametrize("probe", nightly_but(QUICK_PROBES, ("init", "train_step", "eval_step", "text", *QUICK_PROBES)))
+@pytest.mark.parametrize(
+    "probe", nightly_but(QUICK_PROBES, ("init", "train_step", "eval_step", "text", *QUICK_PROBES))
+)
 def test_values_that_do_not_differ_change_nothing(probe):
     """The probes themselves are repeatable, else the test above could not fail."""
     parts_of.cache_clear()

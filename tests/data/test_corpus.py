@@ -43,13 +43,19 @@ def stores(cache_dir):
 @pytest.fixture
 def read(tmp_path):
     """Reads a corpus whose published files are nowhere; the cache is in a folder of this test."""
-    return lambda config, **kwargs: read_corpus(config, "nowhere", str(tmp_path / "cache"), **kwargs)
+    return lambda config, **kwargs: read_corpus(
+        config, "nowhere", str(tmp_path / "cache"), **kwargs
+    )
 
 
 @pytest.fixture
 def poem(tmp_path):
     """Own text of words, lists of files per split; only the training text counts."""
-    lines = {"train": "The cat sat\nthe dog sat\n\nThe end", "valid": "a dog sat\n", "test": "THE END\nthe cat"}
+    lines = {
+        "train": "The cat sat\nthe dog sat\n\nThe end",
+        "valid": "a dog sat\n",
+        "test": "THE END\nthe cat",
+    }
     for split, text in lines.items():
         (tmp_path / split).write_text(text)
     return {split: (str(tmp_path / split),) for split in lines}
@@ -72,7 +78,11 @@ def test_a_text_is_encoded_once(poem, tmp_path, read, monkeypatch):
 # again (and published corpora prepared again), and that the old copies stay behind unread. Change a
 # name here only together with `token_store.VERSION` or `PublishedText.VERSION`, because the same
 # text now gives other ids or other records.
-STORES = {"byte": "text-1b9cc8612cef1bfa", "char": "text-9b77f1dac69f94c2", "word": "text-c86e6f84fbf9ada3"}
+STORES = {
+    "byte": "text-1b9cc8612cef1bfa",
+    "char": "text-9b77f1dac69f94c2",
+    "word": "text-c86e6f84fbf9ada3",
+}
 STORES["ptb"] = "ptb-83afbafa3f30eb47"
 PENN_TREEBANK_DIGEST = "9cea65498fdb6345a4cf7306b661a9c5863765a365ac91f88de7fac76ccfd8bd"
 
@@ -80,10 +90,19 @@ PENN_TREEBANK_DIGEST = "9cea65498fdb6345a4cf7306b661a9c5863765a365ac91f88de7fac7
 def test_folders_are_those_of_earlier_runs_in_the_cache_or_the_data(poem, tmp_path, miniatures):
     arrange(tmp_path, CorpusName.PTB)
     published = default_data(CorpusName.PTB)
-    for cache_dir, cache in ((str(tmp_path / "cache"), tmp_path / "cache"), (None, tmp_path / "data" / "prepared")):
-        for config in (*(own_text(kind=kind, **poem) for kind in ("byte", "char", "word")), published):
+    for cache_dir, cache in (
+        (str(tmp_path / "cache"), tmp_path / "cache"),
+        (None, tmp_path / "data" / "prepared"),
+    ):
+        for config in (
+            *(own_text(kind=kind, **poem) for kind in ("byte", "char", "word")),
+            published,
+        ):
             corpus = read_corpus(config, str(tmp_path / "data"), cache_dir)
-        assert stores(cache) == sorted(STORES.values()) and (cache / "tfds" / "txl_ptb" / "1.0.0").is_dir()
+        assert (
+            stores(cache) == sorted(STORES.values())
+            and (cache / "tfds" / "txl_ptb" / "1.0.0").is_dir()
+        )
     assert corpus.digest == PENN_TREEBANK_DIGEST
 
 
@@ -108,7 +127,11 @@ def test_what_changes_the_tokens_is_another_store(poem, tmp_path, read):
 
 
 def content(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder): path.read_bytes()
+        for path in Path(folder).rglob("*")
+        if path.is_file()
+    }
 
 
 def resealed(store):
@@ -129,7 +152,9 @@ def test_a_strangers_cache_is_only_read_and_its_ids_are_not_copied(poem, tmp_pat
     expected = texts(trained)
 
     def use(config=config, cache=mine):
-        return read_corpus(config, "nowhere", cache, vocabulary=trained.vocabulary, read_only_cache=theirs)
+        return read_corpus(
+            config, "nowhere", cache, vocabulary=trained.vocabulary, read_only_cache=theirs
+        )
 
     used = use()
     assert used.train.filename == trained.train.filename and texts(used) == expected
@@ -147,7 +172,9 @@ def test_a_strangers_cache_is_only_read_and_its_ids_are_not_copied(poem, tmp_pat
     np.save(objects, np.array([{}], object), allow_pickle=True)
     floats = io.BytesIO()
     np.save(floats, np.ones((2, 2)))
-    for number, (data, seals) in enumerate(((corrupted, False), (objects.getvalue(), True), (floats.getvalue(), True))):
+    for number, (data, seals) in enumerate(
+        ((corrupted, False), (objects.getvalue(), True), (floats.getvalue(), True))
+    ):
         (store / "train.npy").write_bytes(data)
         if seals:
             resealed(store)
@@ -175,7 +202,9 @@ def test_records_of_a_stranger_serve_with_their_own_ids_alone(tmp_path, miniatur
 def test_a_given_vocabulary_reads_another_text(poem, tmp_path, read):
     trained = read(own_text(kind=Tokenizer.WORD, **poem))
     again = read(own_text(kind=Tokenizer.WORD, **poem), vocabulary=trained.vocabulary)
-    assert again.train.filename == trained.train.filename, "the text of the run needs no second store"
+    assert again.train.filename == trained.train.filename, (
+        "the text of the run needs no second store"
+    )
     (tmp_path / "other").write_text("the cow sat\n" * 40)
     config = own_text(kind=Tokenizer.WORD, file=str(tmp_path / "other"))
     before = read(config)
@@ -204,7 +233,9 @@ def ranked(found, unknown, min_count):
     return sorted(ranks, key=ranks.get)
 
 
-@pytest.mark.parametrize(("newlines", "symbols"), [(Newlines.KEEP, "\nabcxyé"), (Newlines.DROP, "abcxyé")])
+@pytest.mark.parametrize(
+    ("newlines", "symbols"), [(Newlines.KEEP, "\nabcxyé"), (Newlines.DROP, "abcxyé")]
+)
 def test_own_text_has_all_bytes_and_a_closed_alphabet_is_counted_over_all_splits(newlines, symbols):
     tokenizer, files = TokenizerConfig(newlines=newlines), (["cab\n", "é"], "bax", "y\n")
     assert make_vocabulary(tokenizer, text_of(*files)) == ByteVocabulary.all_bytes(newlines)
@@ -222,7 +253,9 @@ WORDS_AND_ENDS = ["a ", "b ", "B\n", "c\r\n", "\n", "日本\t", "<unk> ", "<eos>
     block=st.integers(1, 9),
 )
 @settings(max_examples=100)
-def test_words_are_ranked_by_count_and_first_occurrence_after_the_mark(texts, line_mark, min_count, block):
+def test_words_are_ranked_by_count_and_first_occurrence_after_the_mark(
+    texts, line_mark, min_count, block
+):
     mark = {LineMark.EOS: ["<eos>"], LineMark.NONE: []}.get(line_mark, ["<S>"])
     tokenizer = TokenizerConfig(kind=Tokenizer.WORD, line_mark=line_mark, min_count=min_count)
     found = [word for text in texts for word in text.split() if word not in mark]
@@ -230,10 +263,15 @@ def test_words_are_ranked_by_count_and_first_occurrence_after_the_mark(texts, li
     assert list(got.words) == mark + ranked(found, "<unk>", min_count)
 
 
-@given(texts=st.lists(st.text("abcA \n\r\\é日😀\N{LINE SEPARATOR}" + UNKNOWN)), min_count=st.integers(1, 3))
+@given(
+    texts=st.lists(st.text("abcA \n\r\\é日😀\N{LINE SEPARATOR}" + UNKNOWN)),
+    min_count=st.integers(1, 3),
+)
 @settings(max_examples=100)
 def test_characters_are_ranked_by_count_and_first_occurrence(texts, min_count):
-    got = make_vocabulary(TokenizerConfig(kind=Tokenizer.CHAR, min_count=min_count), text_of(texts, "xxx", "yyyy"))
+    got = make_vocabulary(
+        TokenizerConfig(kind=Tokenizer.CHAR, min_count=min_count), text_of(texts, "xxx", "yyyy")
+    )
     assert got.characters == "".join(ranked("".join(texts), UNKNOWN, min_count))
 
 
@@ -248,7 +286,11 @@ def test_words_of_a_file_keep_their_order(tmp_path):
         ("the\ncat", LineMark.NONE, ["the", "cat", "<unk>"]),
         ("the\n<S>\n<unk>\ncat\n", LineMark.S, ["the", "<S>", "<unk>", "cat"]),
         ("the\n<unk>\n", LineMark.DOUBLE_S, ["<S>", "the", "<unk>"]),
-        ("the 12\r\ncat\t7\r\n\r\n  日本  3\r\n", LineMark.EOS, ["<eos>", "the", "cat", "日本", "<unk>"]),
+        (
+            "the 12\r\ncat\t7\r\n\r\n  日本  3\r\n",
+            LineMark.EOS,
+            ["<eos>", "the", "cat", "日本", "<unk>"],
+        ),
         ("the\ncat 1\nthe 3\n", LineMark.EOS, ["<eos>", "the", "cat", "<unk>"]),
         ("the\n<UNK>\n", LineMark.EOS, ["<eos>", "the", "<UNK>"]),
     ):
@@ -317,7 +359,9 @@ def assert_same(one, other):
     np.testing.assert_array_equal(one.sentences, other.sentences, strict=True)
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.int32)])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.int32)]
+)
 def test_ids_are_of_the_smallest_type(size, dtype, tmp_path):
     many = WordVocabulary(("<eos>", "<unk>", *map(str, range(2, size))))
     tokens = open_store(text_of(b"%d 3" % (size - 1)), SETTINGS, lambda: many, folder=tmp_path)
@@ -326,16 +370,22 @@ def test_ids_are_of_the_smallest_type(size, dtype, tmp_path):
 
 
 # Lines of words known and unknown, some empty.
-LINES = st.lists(st.lists(st.sampled_from(["the", "cat", "dog"]), max_size=3), min_size=1, max_size=6)
+LINES = st.lists(
+    st.lists(st.sampled_from(["the", "cat", "dog"]), max_size=3), min_size=1, max_size=6
+)
 
 
 @pytest.mark.parametrize("line_mark", [mark for mark in LineMark if mark is not LineMark.NONE])
-@given(files=st.lists(LINES, min_size=1, max_size=3), block=st.integers(1, 9), open_end=st.booleans())
+@given(
+    files=st.lists(LINES, min_size=1, max_size=3), block=st.integers(1, 9), open_end=st.booleans()
+)
 @settings(max_examples=50)
 def test_sentences_are_where_lines_begin(line_mark, files, block, open_end, tmp_path_factory):
     """Each line in plain Python: its length, its marks, and the bytes before the first."""
     files = [[["the", "cat"], *files[0]], *files[1:]]
-    contents = [b"".join(b" ".join(map(str.encode, line)) + b"\n" for line in lines) for lines in files]
+    contents = [
+        b"".join(b" ".join(map(str.encode, line)) + b"\n" for line in lines) for lines in files
+    ]
     if open_end and files[-1][-1]:
         contents[-1] = contents[-1].removesuffix(b"\n")
     marks = 2 if line_mark is LineMark.DOUBLE_S else 1
@@ -365,7 +415,9 @@ def test_the_same_text_and_settings_are_not_encoded_again(tmp_path, monkeypatch)
     assert find_store(text_of(), SETTINGS, tmp_path) is None
 
 
-@pytest.mark.parametrize("name", ["train.npy", "test.npy", "sentences.npy", "vocabulary.txt", "store.json"])
+@pytest.mark.parametrize(
+    "name", ["train.npy", "test.npy", "sentences.npy", "vocabulary.txt", "store.json"]
+)
 @pytest.mark.parametrize("damage", ["cut", "gone", "longer", "flipped"])
 def test_a_damaged_store_is_made_again(name, damage, tmp_path, capsys):
     expected = open_store(text_of(), SETTINGS, make_words, folder=tmp_path / "undamaged")
@@ -381,7 +433,11 @@ def test_a_damaged_store_is_made_again(name, damage, tmp_path, capsys):
             path.write_bytes(path.read_bytes() + b"more")
         case "flipped":
             data = bytearray(path.read_bytes())
-            data[-1 if name.endswith(".npy") else data.rindex(b"sentences" if name == "store.json" else b"sat")] ^= 1
+            data[
+                -1
+                if name.endswith(".npy")
+                else data.rindex(b"sentences" if name == "store.json" else b"sat")
+            ] ^= 1
             path.write_bytes(data)
     assert find_store(text_of(), SETTINGS, tmp_path / "tokens") is None
     assert_same(open_store(text_of(), SETTINGS, make_words, folder=tmp_path / "tokens"), expected)
@@ -397,12 +453,18 @@ def test_ids_are_those_of_this_version(tmp_path):
     """A store of old ids would still be opened if ids changed under the old version."""
     content = "The cat sat\n\nthe cät,\tthe 😀\r\n The end".encode()
     text, found = text_of(content, content, content), hashlib.sha256()
-    marked = (TokenizerConfig(kind=Tokenizer.WORD, line_mark=line_mark, min_count=2) for line_mark in LineMark)
+    marked = (
+        TokenizerConfig(kind=Tokenizer.WORD, line_mark=line_mark, min_count=2)
+        for line_mark in LineMark
+    )
     for tokenizer in (TokenizerConfig(), TokenizerConfig(kind=Tokenizer.CHAR), *marked):
         make = functools.partial(make_vocabulary, tokenizer, text)
         tokens = open_store(text, config_tree.to_dict(tokenizer), make, folder=tmp_path)
         found.update(tokens.vocabulary.encode())
-        ids = [*(ids.tolist() for ids in tokens.splits.values()), np.array(tokens.sentences).tolist()]
+        ids = [
+            *(ids.tolist() for ids in tokens.splits.values()),
+            np.array(tokens.sentences).tolist(),
+        ]
         found.update(str(ids).encode())
     assert found.hexdigest()[:16] == GOLDEN[token_store.VERSION], (
         "the same text gives other tokens than before; if that is meant, raise token_store.VERSION and add its digest"
@@ -412,7 +474,9 @@ def test_ids_are_those_of_this_version(tmp_path):
 @pytest.mark.full
 def test_memory_is_that_of_a_block(tmp_path):
     block, times = b"the cat sat\n" * 500, 1000  # 6 MB, of 2 million ids.
-    repeated = File("large.txt", len(block) * times, lambda: (bytes(bytearray(block)) for _ in range(times)))
+    repeated = File(
+        "large.txt", len(block) * times, lambda: (bytes(bytearray(block)) for _ in range(times))
+    )
     large = Text("own text", "made up", "d", text_of().splits | {"train": (repeated,)})
     open_store(text_of(), {"first": True}, make_words, folder=tmp_path)  # Tables of the vocabulary.
     tracemalloc.start()
@@ -432,7 +496,12 @@ def test_text_that_cannot_be_read_leaves_no_store(tmp_path):
             yield b"the cat\n"
             raise error
 
-        broken = Text("own text", "made up", "d", text_of().splits | {"valid": (File("some.txt", 99, blocks),)})
+        broken = Text(
+            "own text",
+            "made up",
+            "d",
+            text_of().splits | {"valid": (File("some.txt", 99, blocks),)},
+        )
         with pytest.raises(type(error)) as caught:
             open_store(broken, SETTINGS, make_words, folder=tmp_path)
         assert caught.value is error, "nothing else is reported"

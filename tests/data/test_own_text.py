@@ -69,7 +69,9 @@ def test_bytes_are_split_by_position(size, path):
     assert (own.name, prefix.name) == ("text", "enwik8 prefix")
 
 
-@pytest.mark.parametrize("tokens", [{"kind": Tokenizer.CHAR}, {"kind": Tokenizer.WORD, "line_mark": LineMark.NONE}])
+@pytest.mark.parametrize(
+    "tokens", [{"kind": Tokenizer.CHAR}, {"kind": Tokenizer.WORD, "line_mark": LineMark.NONE}]
+)
 @given(lines=st.lists(st.text("ab é日😀", max_size=20), min_size=1), open_end=st.booleans())
 @settings(max_examples=100)
 def test_other_tokens_are_split_where_lines_begin(path, tokens, lines, open_end):
@@ -100,7 +102,9 @@ def test_large_files_come_in_blocks(path):
     file, part = file_part(str(path)), file_part(str(path), 7, BLOCK_BYTES + 9)
     assert list(map(len, file.blocks())) == [BLOCK_BYTES, BLOCK_BYTES, 5]
     assert contents([file]) == content == contents([file]), "each time from the beginning"
-    assert (part.size, part.offset) == (BLOCK_BYTES + 2, 7) and contents([part]) == content[7 : BLOCK_BYTES + 9]
+    assert (part.size, part.offset) == (BLOCK_BYTES + 2, 7) and contents([part]) == content[
+        7 : BLOCK_BYTES + 9
+    ]
     os.truncate(path, BLOCK_BYTES)
     with pytest.raises(UserError, match=rf"^{path}\b"):
         contents([part])
@@ -157,21 +161,41 @@ DOCUMENTS = ['Ein "Satz".\nZweite Zeile\n', "café 😀", "drei vier"] * 10
     ],
 )
 def test_documents_of_json_lines_end_as_the_reset_or_with_a_line(tmp_path, fields, end):
-    lines = [json.dumps({"id": 7, "text": text}, ensure_ascii=number % 2 == 0) for number, text in enumerate(DOCUMENTS)]
+    lines = [
+        json.dumps({"id": 7, "text": text}, ensure_ascii=number % 2 == 0)
+        for number, text in enumerate(DOCUMENTS)
+    ]
     (tmp_path / "d.jsonl").write_text("\ufeff" + "\n".join([*lines, "", json.dumps({"text": ""})]))
     expected = "".join((text.rstrip("\n") if end[0] == "\n" else text) + end for text in DOCUMENTS)
     (tmp_path / "plain.txt").write_text(expected)
     [found, plain] = (
-        read_corpus(own_text(file=str(tmp_path / name), json_field=field, **fields), "nowhere", str(tmp_path / "cache"))
+        read_corpus(
+            own_text(file=str(tmp_path / name), json_field=field, **fields),
+            "nowhere",
+            str(tmp_path / "cache"),
+        )
         for name, field in (("d.jsonl", "text"), ("plain.txt", None))
     )
     assert found.digest == plain.digest and found.vocabulary == plain.vocabulary
     if end == "\n":
-        (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": "another"}) + "\n" for _ in range(50)))
-        assert splits_of(tmp_path / "d.jsonl", tmp_path / "cache", json_field="text")[0].startswith("another\nanother")
+        (tmp_path / "d.jsonl").write_text(
+            "".join(json.dumps({"text": "another"}) + "\n" for _ in range(50))
+        )
+        assert splits_of(tmp_path / "d.jsonl", tmp_path / "cache", json_field="text")[0].startswith(
+            "another\nanother"
+        )
 
 
-NO_TEXTS = [b"{", b"7", b'"text"', b"[]", b'{"other": "a"}', b'{"text": 7}', b'{"text": "\\ud800"}', b"\xff"]
+NO_TEXTS = [
+    b"{",
+    b"7",
+    b'"text"',
+    b"[]",
+    b'{"other": "a"}',
+    b'{"text": 7}',
+    b'{"text": "\\ud800"}',
+    b"\xff",
+]
 
 
 @pytest.mark.parametrize("bad", NO_TEXTS)
@@ -192,7 +216,9 @@ def test_a_zero_in_a_document_is_named_by_its_line(tmp_path, kind):
 
 def test_json_lines_may_begin_with_a_byte_order_mark(tmp_path):
     (tmp_path / "d.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "a b"}\r\n' * 30)
-    assert splits_of(tmp_path / "d.jsonl", tmp_path / "cache", json_field="text")[0].startswith("a b\na b")
+    assert splits_of(tmp_path / "d.jsonl", tmp_path / "cache", json_field="text")[0].startswith(
+        "a b\na b"
+    )
 
 
 def test_an_error_in_the_text_of_json_lines_names_them(tmp_path):
@@ -200,7 +226,9 @@ def test_an_error_in_the_text_of_json_lines_names_them(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"text": "abc"}\n' * 30 + '{"text": "abz"}\n')
     known = ByteVocabulary(b"\nabc")
     config = own_text(file=str(tmp_path / "d.jsonl"), json_field="text")
-    with pytest.raises(UserError, match=r"d\.jsonl \(its text is .*d\.txt\): byte 122 at offset 122\b"):
+    with pytest.raises(
+        UserError, match=r"d\.jsonl \(its text is .*d\.txt\): byte 122 at offset 122\b"
+    ):
         read_corpus(config, "nowhere", str(tmp_path / "cache"), vocabulary=known)
 
 
@@ -253,7 +281,9 @@ def test_a_pipe_without_content_is_named(tmp_path, piped):
 
 def test_pipes_of_splits_words_and_json_lines(tmp_path, piped):
     lists = {split: (piped(split, f'{{"text": "the {split}"}}\n'.encode()),) for split in SPLITS}
-    words = TokenizerConfig(kind=Tokenizer.WORD, vocab_file=piped("words", b"the\ntrain\nvalid\ntest\n"))
+    words = TokenizerConfig(
+        kind=Tokenizer.WORD, vocab_file=piped("words", b"the\ntrain\nvalid\ntest\n")
+    )
     config = DataConfig(corpus=CorpusName.TEXT, json_field="text", tokenizer=words, **lists)
     corpus = read_corpus(config, "nowhere", str(tmp_path / "cache"))
     assert corpus.vocabulary.decode(corpus.train) == b"the train \n"
@@ -263,24 +293,36 @@ def test_pipes_of_splits_words_and_json_lines(tmp_path, piped):
 def test_a_pipe_is_not_called_an_empty_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match=r"--data\.train .*/pipe, which is a pipe"):
-        read_own_text(own_text(train=(str(tmp_path / "pipe"),), valid=(__file__,), test=(__file__,)))
+        read_own_text(
+            own_text(train=(str(tmp_path / "pipe"),), valid=(__file__,), test=(__file__,))
+        )
 
 
 def test_only_own_text_has_json_lines(tmp_path):
     np.save(tmp_path / "ids.npy", np.arange(100))
-    for config in (own_text(file=str(tmp_path / "ids.npy"), kind=Tokenizer.ID), DataConfig(file="enwik8-part")):
+    for config in (
+        own_text(file=str(tmp_path / "ids.npy"), kind=Tokenizer.ID),
+        DataConfig(file="enwik8-part"),
+    ):
         with pytest.raises(UserError, match=r"data\.json_field"):
-            read_corpus(dataclasses.replace(config, json_field="text"), "nowhere", str(tmp_path / "cache"))
+            read_corpus(
+                dataclasses.replace(config, json_field="text"), "nowhere", str(tmp_path / "cache")
+            )
 
 
 @pytest.mark.parametrize(
-    "pack", [gzip.compress, bz2.compress, lzma.compress, lambda text: text.decode().encode("utf-16")]
+    "pack",
+    [gzip.compress, bz2.compress, lzma.compress, lambda text: text.decode().encode("utf-16")],
 )
 def test_compressed_files_and_utf_16_are_found(tmp_path, pack):
     (tmp_path / "plain.txt").write_bytes(b"a plain text\n" * 99)
     (tmp_path / "packed.txt").write_bytes(pack(random.Random(0).randbytes(999).hex().encode()))
-    refuse_packed(read_corpus(own_text(file=str(tmp_path / "plain.txt")), "nowhere", str(tmp_path / "cache")))
-    corpus = read_corpus(own_text(file=str(tmp_path / "packed.txt")), "nowhere", str(tmp_path / "cache"))
+    refuse_packed(
+        read_corpus(own_text(file=str(tmp_path / "plain.txt")), "nowhere", str(tmp_path / "cache"))
+    )
+    corpus = read_corpus(
+        own_text(file=str(tmp_path / "packed.txt")), "nowhere", str(tmp_path / "cache")
+    )
     with pytest.raises(UserError, match=r"packed\.txt.*--data\.tokenizer\.kind=byte"):
         refuse_packed(corpus)
 
@@ -289,7 +331,9 @@ def test_patterns_expand_in_the_order_of_names(five_files, tmp_path):
     for name in ("part10.txt", "part2.txt", "part1.txt", "part[1].txt"):
         (tmp_path / name).write_text(name)
     a, b = five_files[:2]
-    text = read_own_text(own_text(train=(f"{tmp_path}/part*.txt", a), valid=(f"{tmp_path}/[de]",), test=(b,)))
+    text = read_own_text(
+        own_text(train=(f"{tmp_path}/part*.txt", a), valid=(f"{tmp_path}/[de]",), test=(b,))
+    )
     names = [os.path.basename(file.name) for name in SPLITS for file in text.splits[name]]
     assert names == ["part1.txt", "part10.txt", "part2.txt", "part[1].txt", "a", "d", "e", "b"]
     as_it_is = read_own_text(own_text(train=(f"{tmp_path}/part[1].txt",), valid=(a,), test=(b,)))
@@ -327,14 +371,23 @@ def test_bad_files_are_named_with_their_flag(bad, five_files, tmp_path):
 
 def test_empty_lines_at_the_end_are_refused_where_lines_have_a_meaning(path):
     lists = {"train": (__file__,), "valid": (__file__, str(path)), "test": (__file__,)}
-    for end, n_empty in (("\n\n", 1), ("\r\n\r\n", 1), (" \n \t\n\n", 2), ("\n" * 1000, 999), ("\n ", 1)):
+    for end, n_empty in (
+        ("\n\n", 1),
+        ("\r\n\r\n", 1),
+        (" \n \t\n\n", 2),
+        ("\n" * 1000, 999),
+        ("\n ", 1),
+    ):
         path.write_text("first\n\nlast" + end, newline="")
         for fields in ({"file": str(path)}, lists):
             with pytest.raises(UserError, match=rf"^{path}\D*\b{n_empty}\b"):
                 read_own_text(own_text(kind=Tokenizer.WORD, **fields))
     path.write_text("first\n\nlast\n\n\n")
     for fields in ({}, {"kind": "char"}, {"kind": Tokenizer.WORD, "line_mark": LineMark.NONE}):
-        assert b"".join(parts(read_own_text(own_text(file=str(path), **fields)))) == b"first\n\nlast\n\n\n"
+        assert (
+            b"".join(parts(read_own_text(own_text(file=str(path), **fields))))
+            == b"first\n\nlast\n\n\n"
+        )
     for end in ("", "\n", "\r\n", " \n", " \t"):
         path.write_text("first\n\n\nlast" + end, newline="")
         read_own_text(own_text(file=str(path), kind=Tokenizer.WORD))
@@ -361,7 +414,8 @@ def test_python_stdlib_reads_modules_in_path_order_and_no_tests(tmp_path, monkey
 
 # Every kind of white space that cuts, one that does not, and characters of one to four bytes.
 TEXTS = st.text(
-    st.sampled_from("ab \n\t\r\N{NO-BREAK SPACE}é日😀") | st.characters(codec="utf-8", exclude_characters="\0")
+    st.sampled_from("ab \n\t\r\N{NO-BREAK SPACE}é日😀")
+    | st.characters(codec="utf-8", exclude_characters="\0")
 )
 SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any)
 
@@ -375,14 +429,18 @@ def test_text_without_white_space_is_cut_between_characters(character):
 
 
 # Bytes that begin nothing, or a character whose other bytes are missing.
-BAD = st.sampled_from([b"\xff", b"\0", *("é日😀".encode()[first:last] for first, last in ((0, 1), (2, 4), (5, 8)))])
+BAD = st.sampled_from(
+    [b"\xff", b"\0", *("é日😀".encode()[first:last] for first, last in ((0, 1), (2, 4), (5, 8)))]
+)
 
 
 @given(start=TEXTS, end=TEXTS, sizes=SIZES, offset=st.integers(0, 99), bad=BAD)
 def test_a_byte_that_is_no_text_is_named_with_its_place_in_the_file(start, end, sizes, offset, bad):
     whole = in_blocks("日 ".encode(), sizes, name="other.txt")
     broken = in_blocks(start.encode() + bad + end.encode(), sizes, offset=offset)
-    named = rf"\b{bad[0]:#04x}\b.*\b{offset + len(start.encode())}\b.*--data\.tokenizer\.kind=byte\b"
+    named = (
+        rf"\b{bad[0]:#04x}\b.*\b{offset + len(start.encode())}\b.*--data\.tokenizer\.kind=byte\b"
+    )
     with pytest.raises(UserError, match=rf"^some\.txt\b.*{named}"):
         list(text_blocks([whole, broken, whole], close_lines=False))
 

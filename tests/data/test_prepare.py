@@ -32,15 +32,22 @@ pytestmark = pytest.mark.usefixtures("miniatures")
 
 TABLE = dict(CORPORA)  # As it is shipped.
 ONE_FILE = tuple(name for name, row in TABLE.items() if row.cuts)
-WORDS = tuple(name for name, row in TABLE.items() if all(facts.tokens for facts in row.facts.values()))
+WORDS = tuple(
+    name for name, row in TABLE.items() if all(facts.tokens for facts in row.facts.values())
+)
 
 
 def read(name, tmp_path, **options):
-    return prepare.read(name, data_dir=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"), **options)
+    return prepare.read(
+        name, data_dir=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"), **options
+    )
 
 
 def contents(text):
-    return {split: b"".join(b"".join(file.blocks()) for file in files) for split, files in text.splits.items()}
+    return {
+        split: b"".join(b"".join(file.blocks()) for file in files)
+        for split, files in text.splits.items()
+    }
 
 
 def sha256(data):
@@ -99,7 +106,10 @@ def test_files_are_found_by_the_ends_of_their_paths(tmp_path):
         names = ("box/b.txt", "box/a.txt", "box/c.txt", "box/not-b.txt", "b.txt.old")
         moved = opened(tmp_path, "moved.zip", {f"{prefix}{name}": b"" for name in names})
         found = fit(moved, [{"one": ("absent",)}, LAYOUT, {"one": ("a.txt",)}])
-        expected = {part: [f"{prefix}box/{name[-5:]}" for name in of_part] for part, of_part in LAYOUT.items()}
+        expected = {
+            part: [f"{prefix}box/{name[-5:]}" for name in of_part]
+            for part, of_part in LAYOUT.items()
+        }
         assert {part: [each.name for each in places] for part, places in found.items()} == expected
 
 
@@ -115,7 +125,11 @@ def test_missing_files_and_two_that_could_be_meant_are_named(tmp_path):
 
 def test_links_and_devices_in_an_archive_are_not_files(tmp_path):
     link, content = tarfile.TarInfo("box/link"), miniature.archive("x.tar", MEMBERS)
-    for link.type, link.linkname in [(tarfile.SYMTYPE, "../../a"), (tarfile.LNKTYPE, "c.txt"), (tarfile.CHRTYPE, "")]:
+    for link.type, link.linkname in [
+        (tarfile.SYMTYPE, "../../a"),
+        (tarfile.LNKTYPE, "c.txt"),
+        (tarfile.CHRTYPE, ""),
+    ]:
         places = open_archive(write(tmp_path / "x.tar", link.tobuf() + content))
         assert unpacked_from(places, list(MEMBERS)) == MEMBERS and len(places) == len(MEMBERS)
 
@@ -144,13 +158,17 @@ def test_a_file_that_became_shorter_is_named(tmp_path):
         unpacked_from(places, ["a.txt"])
 
 
-PIECES = st.sampled_from(["a", "bc", " ", "\n", "\r\n", "\n\n", "é", "\u3000", "\u00a0", "日本", "\t"])
+PIECES = st.sampled_from(
+    ["a", "bc", " ", "\n", "\r\n", "\n\n", "é", "\u3000", "\u00a0", "日本", "\t"]
+)
 
 
 @given(st.lists(PIECES, max_size=30).map("".join), st.lists(st.integers(0, 60), max_size=6))
 def test_blocks_count_as_the_whole(text, cuts):
     content, counted = text.encode(), Tally()
-    for first, last in itertools.pairwise([0, *sorted(min(cut, len(content)) for cut in cuts), len(content)]):
+    for first, last in itertools.pairwise(
+        [0, *sorted(min(cut, len(content)) for cut in cuts), len(content)]
+    ):
         if first < last:
             counted.add(content[first:last], words=True)
     assert counted.lines == text.count("\n") + (bool(text) and not text.endswith("\n"))
@@ -159,10 +177,15 @@ def test_blocks_count_as_the_whole(text, cuts):
 
 
 CASES = [
-    (name, how) for name in miniature.NAMES for how in ARRANGEMENTS if TABLE[name].own_layouts or how != "by split"
+    (name, how)
+    for name in miniature.NAMES
+    for how in ARRANGEMENTS
+    if TABLE[name].own_layouts or how != "by split"
 ]
 # Each corpus once, and each arrangement once.
-QUICK = [(name, "official") for name in miniature.NAMES] + [(CorpusName.PTB, how) for how in ARRANGEMENTS]
+QUICK = [(name, "official") for name in miniature.NAMES] + [
+    (CorpusName.PTB, how) for how in ARRANGEMENTS
+]
 
 
 @pytest.mark.parametrize(("name", "how"), full_but(QUICK, CASES))
@@ -175,16 +198,26 @@ def test_a_corpus_in_each_arrangement_of_files(name, how, tmp_path):
     assert contents(text) == contents(text) == expected, "a text may be read twice"
     sizes = {split: sum(file.size for file in files) for split, files in text.splits.items()}
     assert sizes == {split: len(part) for split, part in expected.items()}
-    assert text.digest == expected_digest(name), "the digest does not depend on the arrangement of the files"
+    assert text.digest == expected_digest(name), (
+        "the digest does not depend on the arrangement of the files"
+    )
     assert (text.name, text.closed_alphabet) == (name, TABLE[name].closed_alphabet)
     assert re.search(rf"{CORPORA[name].title}.*\b{sum(sizes.values()):,}\b", text.description)
     assert stamps(tmp_path / "data") == before, "the files are left alone"
     left = sorted(os.listdir(tmp_path / "cache" / "tfds"))
-    assert left == [f".txl_{name}.lock", f"txl_{name}"] and os.listdir(records) == ["1.0.0"], "nothing is left over"
+    assert left == [f".txl_{name}.lock", f"txl_{name}"] and os.listdir(records) == ["1.0.0"], (
+        "nothing is left over"
+    )
     shutil.rmtree(tmp_path / "data")
     before, again = stamps(tmp_path / "cache"), read(name, tmp_path)
-    assert contents(again) == expected and stamps(tmp_path / "cache") == before, "it needs nothing else"
-    assert (again.name, again.description, again.digest) == (text.name, text.description, text.digest)
+    assert contents(again) == expected and stamps(tmp_path / "cache") == before, (
+        "it needs nothing else"
+    )
+    assert (again.name, again.description, again.digest) == (
+        text.name,
+        text.description,
+        text.digest,
+    )
 
 
 def stamps(folder):
@@ -212,14 +245,19 @@ def test_one_billion_words_files_and_heldout_shards(tmp_path):
 
 
 def test_a_wrong_byte_and_another_number_of_bytes(tmp_path):
-    whole, known = miniature.files(CorpusName.ENWIK8)["enwik8"], CORPORA[CorpusName.ENWIK8].facts[WHOLE].sha256
+    whole, known = (
+        miniature.files(CorpusName.ENWIK8)["enwik8"],
+        CORPORA[CorpusName.ENWIK8].facts[WHOLE].sha256,
+    )
     wrong = whole[:250_000] + bytes([whole[250_000] ^ 1]) + whole[250_001:]
     for text, named in (
         (wrong, rf"{sha256(wrong)}\b.*\b{known}"),
         (b"x" * 1234, r"1,234\b.*\b300,008"),
     ):
         place(tmp_path / "data", {"enwik8": text})
-        assert re.search(rf"{tmp_path}/data/enwik8\b.*\b{named}\b", refusal(CorpusName.ENWIK8, tmp_path))
+        assert re.search(
+            rf"{tmp_path}/data/enwik8\b.*\b{named}\b", refusal(CorpusName.ENWIK8, tmp_path)
+        )
 
 
 @pytest.mark.parametrize("name", miniature.PACKED)
@@ -237,7 +275,10 @@ def test_an_official_archive_with_other_content(name, tmp_path):
 @pytest.mark.parametrize("name", WORDS)
 def test_another_number_of_tokens(name, split, tmp_path):
     text, known = miniature.texts(name)[split], CORPORA[name].facts[split].tokens
-    changes = {text[:-1] + b"\nmore words here\n": known + 4 + (not text.endswith(b" \n")), text + b"\n": known + 1}
+    changes = {
+        text[:-1] + b"\nmore words here\n": known + 4 + (not text.endswith(b" \n")),
+        text + b"\n": known + 1,
+    }
     for changed, count in changes.items():
         arrange(tmp_path, name, "by split")
         path = tmp_path / "data" / TABLE[name].folders[-1] / f"{split}.txt"
@@ -247,11 +288,18 @@ def test_another_number_of_tokens(name, split, tmp_path):
 
 def test_the_same_words_in_other_bytes_are_noted(tmp_path, capsys):
     """Copies of the Penn Treebank differ in the white space around lines; the counts do not."""
-    stripped = b"\n".join(line.strip() for line in miniature.texts(CorpusName.PTB)["valid"].splitlines()) + b"\n"
+    stripped = (
+        b"\n".join(line.strip() for line in miniature.texts(CorpusName.PTB)["valid"].splitlines())
+        + b"\n"
+    )
     parts = miniature.texts(CorpusName.PTB) | {"valid": stripped}
     place(tmp_path / "data", {f"ptb.{split}.txt": text for split, text in parts.items()})
     assert contents(read(CorpusName.PTB, tmp_path)) == parts
-    (note,) = [line for line in capsys.readouterr().out.splitlines() if re.search(r"\b(train|valid|test)\b", line)]
+    (note,) = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if re.search(r"\b(train|valid|test)\b", line)
+    ]
     assert "Penn Treebank" in note and "valid" in note
 
 
@@ -260,20 +308,32 @@ def test_a_folder_with_another_number_of_sentences_or_without_a_file(tmp_path):
     path = next((tmp_path / "data").rglob("news.en-00001-of-00100"))
     path.write_bytes(path.read_bytes() + b"One more .\n")
     known = CORPORA[CorpusName.LM1B].facts["train"].lines
-    assert re.search(rf"{path.name}.*\b{known + 1:,}\b.*\b{known:,}\b", refusal(CorpusName.LM1B, tmp_path))
-    for name, gone in ((CorpusName.PTB, "ptb.valid.txt"), (CorpusName.LM1B, "news.en-00002-of-00100")):
+    assert re.search(
+        rf"{path.name}.*\b{known + 1:,}\b.*\b{known:,}\b", refusal(CorpusName.LM1B, tmp_path)
+    )
+    for name, gone in (
+        (CorpusName.PTB, "ptb.valid.txt"),
+        (CorpusName.LM1B, "news.en-00002-of-00100"),
+    ):
         arrange(tmp_path, name, "unpacked")
         (path,) = (tmp_path / "data").rglob(gone)
         path.unlink()
         lacking = path.relative_to(tmp_path / "data")
-        assert re.search(rf"{tmp_path}/data\b.* {lacking}\b.*{CORPORA[name].title}", refusal(name, tmp_path))
+        assert re.search(
+            rf"{tmp_path}/data\b.* {lacking}\b.*{CORPORA[name].title}", refusal(name, tmp_path)
+        )
 
 
 def test_common_names_count_only_in_the_corpuss_own_folder_and_a_whole_corpus_wins(tmp_path):
-    place(tmp_path / "data", {f"{split}.txt": text for split, text in miniature.texts(CorpusName.PTB).items()})
+    place(
+        tmp_path / "data",
+        {f"{split}.txt": text for split, text in miniature.texts(CorpusName.PTB).items()},
+    )
     refusal(CorpusName.PTB, tmp_path, UserError)
     os.rename(tmp_path / "data", tmp_path / "ptb")
-    text = prepare.read(CorpusName.PTB, data_dir=str(tmp_path / "ptb"), cache_dir=str(tmp_path / "cache"))
+    text = prepare.read(
+        CorpusName.PTB, data_dir=str(tmp_path / "ptb"), cache_dir=str(tmp_path / "cache")
+    )
     assert contents(text) == miniature.texts(CorpusName.PTB)
     arrange(tmp_path, CorpusName.WIKITEXT2, "by split")
     next((tmp_path / "data").rglob("valid.txt")).unlink()
@@ -282,10 +342,14 @@ def test_common_names_count_only_in_the_corpuss_own_folder_and_a_whole_corpus_wi
 
 
 @pytest.mark.parametrize("name", miniature.NAMES)
-def test_without_files_and_network_every_source_is_asked_once_and_named(name, tmp_path, monkeypatch):
+def test_without_files_and_network_every_source_is_asked_once_and_named(
+    name, tmp_path, monkeypatch
+):
     monkeypatch.setitem(CORPORA, name, TABLE[name])
     asked, head = [], requests.head
-    monkeypatch.setattr(requests, "head", lambda url, **options: (asked.append(url), head(url, **options)))
+    monkeypatch.setattr(
+        requests, "head", lambda url, **options: (asked.append(url), head(url, **options))
+    )
     message = refusal(name, tmp_path, UserError)
     assert sorted(asked) == sorted(source[0].url for source in TABLE[name].sources)
     assert all(source[0].url in message for source in TABLE[name].sources)
@@ -328,14 +392,18 @@ def server(tmp_path, monkeypatch):
     `serve` gives it a file, and `set_sources` makes files the sources of a corpus.
     """
     (folder := tmp_path / "served").mkdir()
-    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
+    running = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Handler, directory=folder)
+    )
 
     def serve(file, content):
         write(folder / file, content)
         return miniature.remote(file, content, running.url)
 
     def set_sources(name, *sources):
-        monkeypatch.setitem(CORPORA, name, dataclasses.replace(miniature.corpus(name), sources=sources))
+        monkeypatch.setitem(
+            CORPORA, name, dataclasses.replace(miniature.corpus(name), sources=sources)
+        )
 
     running.asked, running.serve, running.set_sources = [], serve, set_sources
     running.url = f"http://127.0.0.1:{running.server_port}/"
@@ -346,28 +414,37 @@ def server(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "packed"), [*((name, True) for name in miniature.NAMES), (CorpusName.PTB, False)])
+@pytest.mark.parametrize(
+    ("name", "packed"), [*((name, True) for name in miniature.NAMES), (CorpusName.PTB, False)]
+)
 def test_a_corpus_is_downloaded_once(name, packed, server, tmp_path):
     files = {f"ptb.{split}.txt": text for split, text in miniature.texts(name).items()}
     files = {miniature.OFFICIAL[name]: miniature.official(name)} if packed else files
     server.set_sources(name, tuple(server.serve(file, content) for file, content in files.items()))
     assert contents(read(name, tmp_path)) == miniature.texts(name)
     assert server.asked == [f"HEAD /{next(iter(files))}", *(f"GET /{file}" for file in files)]
-    assert sorted(os.listdir(tmp_path / "cache" / "tfds")) == [f".txl_{name}.lock", f"txl_{name}"], "no copy is kept"
+    assert sorted(os.listdir(tmp_path / "cache" / "tfds")) == [
+        f".txl_{name}.lock",
+        f"txl_{name}",
+    ], "no copy is kept"
     assert not (tmp_path / "data").exists()
     read(name, tmp_path)
     assert len(server.asked) == 1 + len(files)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dead", ["nothing listens", "not found", "other file", "other size", "no archive"])
+@pytest.mark.parametrize(
+    "dead", ["nothing listens", "not found", "other file", "other size", "no archive"]
+)
 def test_the_next_source_is_taken(dead, server, tmp_path):
     whole = miniature.official(CorpusName.ENWIK8)
     good = server.serve("enwik8.zip", whole)
     bad = {
         "nothing listens": miniature.remote("enwik8.zip", whole),
         "not found": miniature.remote("absent.zip", whole, server.url),
-        "other file": dataclasses.replace(server.serve("other.zip", b"x" * len(whole)), sha256=good.sha256),
+        "other file": dataclasses.replace(
+            server.serve("other.zip", b"x" * len(whole)), sha256=good.sha256
+        ),
         "other size": Remote(server.serve("short.zip", whole[:-1]).url, size=len(whole)),
         "no archive": Remote(server.serve("page.zip", b"<html>sign in</html>").url),
     }[dead]
@@ -379,7 +456,9 @@ def test_the_next_source_is_taken(dead, server, tmp_path):
 
 @pytest.mark.full
 def test_a_download_outlives_a_failure_that_came_after_it(server, tmp_path, monkeypatch):
-    server.set_sources(CorpusName.PTB, (server.serve("simple-examples.tgz", miniature.official(CorpusName.PTB)),))
+    server.set_sources(
+        CorpusName.PTB, (server.serve("simple-examples.tgz", miniature.official(CorpusName.PTB)),)
+    )
 
     def full(self, block, **options):
         raise OSError(28, "No space left on device")
@@ -389,7 +468,9 @@ def test_a_download_outlives_a_failure_that_came_after_it(server, tmp_path, monk
         # Rest of a killed download, which the next start removes.
         cut = tmp_path / "cache" / "tfds" / "txl_ptb_downloads" / "txl_ptb" / "x.tmp.123"
         cut.mkdir(parents=True)
-        with pytest.raises(UserError, match=r"\bPenn Treebank\b.*\bNo space left on device\b.*--cache_dir\b"):
+        with pytest.raises(
+            UserError, match=r"\bPenn Treebank\b.*\bNo space left on device\b.*--cache_dir\b"
+        ):
             read(CorpusName.PTB, tmp_path)
         assert not cut.exists()
     assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
@@ -408,7 +489,9 @@ def test_what_came_and_is_not_the_corpus(server, tmp_path):
     server.set_sources(CorpusName.PTB, (Remote(server.url + "simple-examples.tgz"),))
     known = CORPORA[CorpusName.PTB].facts["test"].tokens
     # The line that was added counts as a word and a line's end.
-    with pytest.raises(UserError, match=rf"ptb\.test\.txt\b.*\b{known + 2:,}\b.*\b{known:,}\b.*{server.url}simple"):
+    with pytest.raises(
+        UserError, match=rf"ptb\.test\.txt\b.*\b{known + 2:,}\b.*\b{known:,}\b.*{server.url}simple"
+    ):
         read(CorpusName.PTB, tmp_path)
     server.serve("simple-examples.tgz", miniature.official(CorpusName.PTB))
     assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
@@ -423,12 +506,19 @@ def test_a_row_is_complete(name):
     assert all(set(layout) == set(row.facts) for layout in row.layouts + row.own_layouts)
     assert row.contents and not row.contents.endswith(".")
     assert sum(row.cuts.values()) in (0, row.facts.get(WHOLE, Facts(size=0)).size)
-    layouts = [{file for files in layout.values() for file in files} for layout in row.layouts + row.own_layouts]
+    layouts = [
+        {file for files in layout.values() for file in files}
+        for layout in row.layouts + row.own_layouts
+    ]
     for source in row.sources:
         plain = {remote.file for remote in source if not remote.is_archive}
         unknown = plain.difference(*layouts)
-        assert not unknown, f"{unknown} are in no layout, and end in none of the archives' {ARCHIVE_SUFFIXES}"
-        assert not plain or {remote.file for remote in source} in layouts, "files are found by a layout"
+        assert not unknown, (
+            f"{unknown} are in no layout, and end in none of the archives' {ARCHIVE_SUFFIXES}"
+        )
+        assert not plain or {remote.file for remote in source} in layouts, (
+            "files are found by a layout"
+        )
     for known in (*row.facts.values(), *itertools.chain(*row.sources)):
         assert known.sha256 is None or re.fullmatch("[0-9a-f]{64}", known.sha256), known
     if row.defaults.tokenizer.kind is Tokenizer.BYTE and not row.closed_alphabet:

@@ -24,7 +24,9 @@ def read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def of(vocabulary=None, **fields):
-        return read_corpus(own_text(kind=Tokenizer.ID, **fields), "nowhere", "cache", vocabulary=vocabulary)
+        return read_corpus(
+            own_text(kind=Tokenizer.ID, **fields), "nowhere", "cache", vocabulary=vocabulary
+        )
 
     return of
 
@@ -38,7 +40,11 @@ def test_an_array_of_any_integer_type_is_split_by_position_and_mapped(read, dtyp
     np.save("ids.npy", IDS.astype(dtype))
     corpus = read(file="ids.npy")
     assert splits(corpus) == [IDS[:90].tolist(), IDS[90:95].tolist(), IDS[95:].tolist()]
-    assert corpus.vocabulary == IdVocabulary(size=212) and corpus.name == "ids" and corpus.sentences is None
+    assert (
+        corpus.vocabulary == IdVocabulary(size=212)
+        and corpus.name == "ids"
+        and corpus.sentences is None
+    )
     for split in (corpus.train, corpus.valid, corpus.test):
         assert isinstance(split, np.memmap) and not split.flags.writeable
         assert split.filename == str(tmp_path / "ids.npy")
@@ -64,7 +70,9 @@ def test_the_size_is_given_or_the_largest_id_and_one(read):
         read(file="ids.npy", vocab_size=211)
     np.array([1, 2, 3]).astype("<u2").tofile("train.bin")
     np.array([9, 2]).astype("<u2").tofile("val.bin")
-    assert read(train=("train.bin",), valid=("val.bin",)).vocabulary.size == 10, "the largest may be in any split"
+    assert read(train=("train.bin",), valid=("val.bin",)).vocabulary.size == 10, (
+        "the largest may be in any split"
+    )
 
 
 def test_a_tokenizer_beside_it_makes_text_of_ids(read, tmp_path):
@@ -72,9 +80,13 @@ def test_a_tokenizer_beside_it_makes_text_of_ids(read, tmp_path):
     own = SubwordVocabulary(hf_tokenizers.byte_level())
     np.save("ids.npy", own.encode(b"one two three " * 20))
     corpus = read(file="ids.npy", hf_file="tokenizer.json")
-    assert corpus.vocabulary == own and corpus.vocabulary.decode(corpus.train).startswith(b"one two three")
+    assert corpus.vocabulary == own and corpus.vocabulary.decode(corpus.train).startswith(
+        b"one two three"
+    )
     np.save("ids.npy", np.full(100, hf_tokenizers.SIZE))
-    with pytest.raises(UserError, match=rf"\b{hf_tokenizers.SIZE}\b.*\b{hf_tokenizers.SIZE}\b.*hf_file"):
+    with pytest.raises(
+        UserError, match=rf"\b{hf_tokenizers.SIZE}\b.*\b{hf_tokenizers.SIZE}\b.*hf_file"
+    ):
         read(file="ids.npy", hf_file="tokenizer.json")
 
 
@@ -100,7 +112,11 @@ def test_the_digest_is_of_the_ids(read):
 def test_ids_as_tokens():
     own = IdVocabulary(size=300)
     assert own.size == 300 and own.encode(b"5 17\n299").tolist() == [5, 17, 299]
-    assert own.encode(b"").shape == (0,) and own.decode([5, 17]) == b"5 17 " and own.start.tolist() == [0]
+    assert (
+        own.encode(b"").shape == (0,)
+        and own.decode([5, 17]) == b"5 17 "
+        and own.start.tolist() == [0]
+    )
     assert joined(own.blocks([in_blocks(b"5 17 299")])) == [5, 17, 299] and own.names()[17] == b"17"
     assert loads(dumps(own), KINDS) == own
     for text, named in ((b"5 the", "'the'"), (b"300", r"\b300\b"), (b"-1", "-1")):
@@ -148,7 +164,9 @@ def test_a_file_without_ids(read, tmp_path):
 
 # Frequent ids are small, as in a text.
 TEXT_IDS = np.minimum(np.random.default_rng(5).zipf(1.3, 3000), 50_256)
-LETTERS = np.frombuffer(b"the quick brown fox jumps over the lazy dog, and the cat sat on the mat\n" * 40, np.uint8)
+LETTERS = np.frombuffer(
+    b"the quick brown fox jumps over the lazy dog, and the cat sat on the mat\n" * 40, np.uint8
+)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +185,19 @@ LETTERS = np.frombuffer(b"the quick brown fox jumps over the lazy dog, and the c
         (b"MMIDIDX\0\0" + bytes(9), "Megatron"),
         (b"\x1f\x8b\x08\0" + IDS.astype("<u2").tobytes(), "gzip"),
     ],
-    ids=["<u4", ">u4", "<i8", "<u4 large", ">u2", "u1", "npy", "llm.c", "llm.c 32", "Megatron", "gzip"],
+    ids=[
+        "<u4",
+        ">u4",
+        "<i8",
+        "<u4 large",
+        ">u2",
+        "u1",
+        "npy",
+        "llm.c",
+        "llm.c 32",
+        "Megatron",
+        "gzip",
+    ],
 )
 def test_plain_numbers_of_another_width_or_with_a_header(read, tmp_path, content, named):
     (tmp_path / "ids.bin").write_bytes(content)

@@ -33,7 +33,9 @@ def read_bytes(data_dir, folder, name, file):
 
 def read_penn_treebank(data_dir, folder):
     """Penn Treebank's files as one's own text."""
-    paths = {split: (str(data_dir / "ptb" / f"ptb.{split}.txt"),) for split in ("train", "valid", "test")}
+    paths = {
+        split: (str(data_dir / "ptb" / f"ptb.{split}.txt"),) for split in ("train", "valid", "test")
+    }
     config = DataConfig(corpus=CorpusName.TEXT, tokenizer=WORDS, **paths)
     return read_corpus(config, str(data_dir), str(folder))
 
@@ -90,7 +92,10 @@ def test_words_of_penn_treebank(data_dir, tmp_path):
     assert corpus.train[:4].tolist() == [9970, 9971, 9972, 9973]
     assert corpus.vocabulary.decode(corpus.train[:4]) == b"aer banknote berlitz calloway "
     assert corpus.valid[:8].tolist() == [1134, 93, 358, 5, 329, 51, 9586, 6]
-    assert corpus.vocabulary.decode(corpus.valid[:8]) == b"consumers may want to move their telephones a "
+    assert (
+        corpus.vocabulary.decode(corpus.valid[:8])
+        == b"consumers may want to move their telephones a "
+    )
     assert corpus.test[:8].tolist() == [102, 14, 24, 32, 753, 381, 0, 29]
     assert corpus.vocabulary.decode(corpus.test[:8]) == b"no it was n't black monday \nbut "
     # Every word of validation and test is in the training split, so all counts are those of the
@@ -99,15 +104,24 @@ def test_words_of_penn_treebank(data_dir, tmp_path):
         lines = (data_dir / "ptb" / f"ptb.{split}.txt").read_text().splitlines()
         counts = collections.Counter(word for line in lines for word in [*line.split(), "<eos>"])
         found = np.bincount(tokens, minlength=10_000)
-        assert {word: found[token] for token, word in enumerate(corpus.vocabulary.words) if found[token]} == counts
+        assert {
+            word: found[token] for token, word in enumerate(corpus.vocabulary.words) if found[token]
+        } == counts
 
 
 def test_words_of_wikitext_2(data_dir):
     """Its empty lines are lines: each has a mark, as in the published counts."""
-    files = {split: file_part(str(data_dir / "wikitext-2" / f"{split}.txt")) for split in ("valid", "test")}
-    vocabulary = make_vocabulary(WORDS, Text("text", "WikiText-2", "", {"train": (files["valid"],)}))
+    files = {
+        split: file_part(str(data_dir / "wikitext-2" / f"{split}.txt"))
+        for split in ("valid", "test")
+    }
+    vocabulary = make_vocabulary(
+        WORDS, Text("text", "WikiText-2", "", {"train": (files["valid"],)})
+    )
     assert vocabulary.size == 13_777
-    encoded = {split: np.concatenate(list(vocabulary.blocks([file]))) for split, file in files.items()}
+    encoded = {
+        split: np.concatenate(list(vocabulary.blocks([file]))) for split, file in files.items()
+    }
     facts = CORPORA[CorpusName.WIKITEXT2].facts
     assert (len(encoded["valid"]), len(encoded["test"])) == (217_646, 245_569)
     assert (facts["valid"].tokens, facts["test"].tokens) == (217_646, 245_569)
@@ -138,8 +152,12 @@ def nats_per_token(made, params, tokens):
     """The loss on a text, by streaming evaluation."""
     weights = made.prepare_params(params)
     lengths = made.config.eval
-    reader = evaluation_segments(tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
-    return evaluate(made.eval_step, weights, made.init_memory(weights), reader, place=made.place).nll
+    reader = evaluation_segments(
+        tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len
+    )
+    return evaluate(
+        made.eval_step, weights, made.init_memory(weights), reader, place=made.place
+    ).nll
 
 
 def unigram_log_p(tokens, size):

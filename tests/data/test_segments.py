@@ -63,7 +63,11 @@ def epoch_of(reader, epoch):
     return reader.segments(epoch * reader.n_segments, reader.n_segments)
 
 
-SIZES = {"length": st.integers(2, 120), "batch_size": st.integers(1, 7), "segment_len": st.integers(1, 9)}
+SIZES = {
+    "length": st.integers(2, 120),
+    "batch_size": st.integers(1, 7),
+    "segment_len": st.integers(1, 9),
+}
 TRAINING = [name for name, (constructor, _) in KINDS.items() if constructor is training_segments]
 
 
@@ -90,7 +94,11 @@ def training_by_hand(kind, length, batch_size, segment_len, stride, *, seed, epo
         starts = sentence_starts(length).tolist()
         sentences = [range(a, b) for a, b in itertools.pairwise(starts)]
         order = random_permutation(seed, epoch, len(sentences)).tolist()
-        pairs = list(itertools.pairwise([*range(starts[0]), *(place for i in order for place in sentences[i])]))
+        pairs = list(
+            itertools.pairwise(
+                [*range(starts[0]), *(place for i in order for place in sentences[i])]
+            )
+        )
     return [pairs[b * row_len : (b + 1) * row_len] for b in range(batch_size)]
 
 
@@ -110,20 +118,30 @@ def evaluation_by_hand(length, batch_size, segment_len, warmup):
 
 
 @pytest.mark.parametrize("kind", TRAINING)
-@given(**SIZES, stride=st.integers(1, 12), seed=st.integers(-(2**31), 2**64), epoch=st.integers(0, 10))
+@given(
+    **SIZES, stride=st.integers(1, 12), seed=st.integers(-(2**31), 2**64), epoch=st.integers(0, 10)
+)
 def test_training_against_lists(kind, stride, seed, epoch, length, batch_size, segment_len):
     """With a stride below L, segments begin with places that the one before has scored."""
     stride = min(stride, segment_len)
     reader = make(kind, length, batch_size, segment_len, stride=stride, seed=seed)
     got = epoch_of(reader, epoch)
-    expected = training_by_hand(kind, length, batch_size, segment_len, stride, seed=seed, epoch=epoch)
+    expected = training_by_hand(
+        kind, length, batch_size, segment_len, stride, seed=seed, epoch=epoch
+    )
     firsts = range(0, len(expected[0]) - segment_len + 1, stride)
-    segments = np.array([[row[first : first + segment_len] for row in expected] for first in firsts])
+    segments = np.array(
+        [[row[first : first + segment_len] for row in expected] for first in firsts]
+    )
     np.testing.assert_array_equal(got.inputs, segments[..., 0])
     np.testing.assert_array_equal(got.targets, segments[..., 1])
     assert got.reset[0].all() and not got.reset[1:].any()
     again = segment_len - stride
-    assert got.weights[0].all() and got.weights[1:, :, again:].all() and not got.weights[1:, :, :again].any()
+    assert (
+        got.weights[0].all()
+        and got.weights[1:, :, again:].all()
+        and not got.weights[1:, :, :again].any()
+    )
     scored = got.targets[got.weights > 0].tolist()
     assert len(set(scored)) == len(scored) == reader.tokens_per_epoch, "none counts twice"
     assert reader.skipped_tokens == length - 1 - len(scored) < batch_size * stride
@@ -145,41 +163,69 @@ def test_evaluation_against_lists(warmup, beyond, length, batch_size, segment_le
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(**SIZES, calls=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 12)), min_size=1, max_size=6))
+@given(
+    **SIZES,
+    calls=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 12)), min_size=1, max_size=6),
+)
 def test_a_resumed_run_reads_on_where_it_stopped(kind, calls, length, batch_size, segment_len):
     """From any step, in blocks of any size, whatever was asked before."""
     whole = make(kind, length, batch_size, segment_len).segments(0, 312)
     reader = make(kind, length, batch_size, segment_len)
     for step, count in calls:
-        assert_equal(reader.segments(step, count), Segments(*(values[step : step + count] for values in whole)))
+        assert_equal(
+            reader.segments(step, count),
+            Segments(*(values[step : step + count] for values in whole)),
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(**SIZES, n_processes=st.integers(1, 4), first_step=st.integers(0, 20), data=st.data())
-def test_processes_share_the_rows_of_one(kind, n_processes, first_step, data, length, batch_size, segment_len):
+def test_processes_share_the_rows_of_one(
+    kind, n_processes, first_step, data, length, batch_size, segment_len
+):
     whole = make(kind, length, batch_size, segment_len)
     expected = whole.segments(first_step, 4)
-    owners = np.array(data.draw(st.lists(st.integers(0, n_processes - 1), min_size=batch_size, max_size=batch_size)))
+    owners = np.array(
+        data.draw(
+            st.lists(st.integers(0, n_processes - 1), min_size=batch_size, max_size=batch_size)
+        )
+    )
     for process in np.unique(owners):
         own = np.flatnonzero(owners == process)
         share = make(kind, length, batch_size, segment_len, own=own)
-        assert_equal(share.segments(first_step, 4), Segments(*(array[:, own] for array in expected)))
+        assert_equal(
+            share.segments(first_step, 4), Segments(*(array[:, own] for array in expected))
+        )
         for name in ("batch_size", "n_segments", "tokens_per_epoch", "skipped_tokens"):
             assert getattr(share, name) == getattr(whole, name), "numbers of all processes together"
 
 
 WRONG = [
-    *(({"tokens": np.zeros(shape, np.uint8)}, re.escape(str(shape))) for shape in ((0,), (1,), (4, 5))),
+    *(
+        ({"tokens": np.zeros(shape, np.uint8)}, re.escape(str(shape)))
+        for shape in ((0,), (1,), (4, 5))
+    ),
     ({"batch_size": 0}, r"batch_size\D*\b0\b"),
     ({"segment_len": -1}, "segment_len.*-1"),
     *(({"own": own}, re.escape(str(own))) for own in ([6], [-1, 2], [2, 1], [3, 3])),
 ]
-WRONG = [(constructor, *case) for constructor in (training_segments, evaluation_segments) for case in WRONG]
+WRONG = [
+    (constructor, *case)
+    for constructor in (training_segments, evaluation_segments)
+    for case in WRONG
+]
 WRONG += [
     (evaluation_segments, {"warmup_tokens": -1}, r"warmup_tokens.*-1\b"),
     # One token less than a segment has.
-    (training_segments, {"segment_len": 10, "batch_size": 5}, r"5 x 10, got 50\b.*--train\.batch_size"),
-    *((training_segments, {"stride": stride}, rf"segment_len=2\b.*stride={stride}\b") for stride in (-1, 3)),
+    (
+        training_segments,
+        {"segment_len": 10, "batch_size": 5},
+        r"5 x 10, got 50\b.*--train\.batch_size",
+    ),
+    *(
+        (training_segments, {"stride": stride}, rf"segment_len=2\b.*stride={stride}\b")
+        for stride in (-1, 3)
+    ),
 ]
 
 
@@ -243,11 +289,22 @@ def test_the_numbers_are_those_of_runs_that_exist():
 
 
 @pytest.mark.parametrize(
-    "starts", [np.array(0), np.array([0]), np.zeros((3, 4), int), np.zeros(3, np.uint64), [0, 5, 9], [0, 11], [-1, 10]]
+    "starts",
+    [
+        np.array(0),
+        np.array([0]),
+        np.zeros((3, 4), int),
+        np.zeros(3, np.uint64),
+        [0, 5, 9],
+        [0, 11],
+        [-1, 10],
+    ],
 )
 def test_starts_are_one_axis_of_signed_integers_that_span_the_text(starts):
     starts = np.array(starts)
-    with pytest.raises(ValueError, match=rf"\b10, got {starts.dtype} of shape {re.escape(str(starts.shape))}"):
+    with pytest.raises(
+        ValueError, match=rf"\b10, got {starts.dtype} of shape {re.escape(str(starts.shape))}"
+    ):
         ShuffledSentences(starts, n_tokens=10, seed=0)
 
 

@@ -55,7 +55,10 @@ def test_tokens_must_be_distinct_and_hold_the_unknown_and_the_mark():
         with pytest.raises(UserError, match=re.escape(str([*symbols]))):
             ByteVocabulary(symbols)
     for characters in ("", "abc", f"a{UNKNOWN}a"):
-        with pytest.raises(UserError, match=rf"\b{len(characters)}\b.*\bchar\b.*'{UNKNOWN}'.*\b{len({*characters})}\b"):
+        with pytest.raises(
+            UserError,
+            match=rf"\b{len(characters)}\b.*\bchar\b.*'{UNKNOWN}'.*\b{len({*characters})}\b",
+        ):
             CharacterVocabulary(characters)
     for words, line_mark in (
         ((), LineMark.NONE),
@@ -69,13 +72,17 @@ def test_tokens_must_be_distinct_and_hold_the_unknown_and_the_mark():
 
 def test_what_an_unprompted_text_follows():
     assert all(ByteVocabulary(symbols).start.tolist() == [0] for symbols in (b"\n a", b" a", b"!a"))
-    assert ByteVocabulary.all_bytes(Newlines.DROP).start.tolist() == [ord(" ")], "never the newline that is dropped"
+    assert ByteVocabulary.all_bytes(Newlines.DROP).start.tolist() == [ord(" ")], (
+        "never the newline that is dropped"
+    )
     assert ByteVocabulary(b"\nab", Newlines.DROP).start.tolist() == [1]
     assert CharacterVocabulary(f"a {UNKNOWN}\n").start.tolist() == [3]
     assert CharacterVocabulary(f"a {UNKNOWN}").start.tolist() == [1]
     assert CharacterVocabulary(f"a{UNKNOWN}").start.tolist() == [0]
     starts = [words_of(line_mark).start.tolist() for line_mark in LineMark]
-    assert starts == [[1], [4], [4], [0]] and [words_of(line_mark).mark for line_mark in LineMark] == [1, 4, 4, None]
+    assert starts == [[1], [4], [4], [0]] and [
+        words_of(line_mark).mark for line_mark in LineMark
+    ] == [1, 4, 4, None]
 
 
 def test_the_id_of_unknown_tokens():
@@ -96,7 +103,9 @@ def test_the_bytes_of_words_are_those_of_the_text_with_single_spaces(line_mark, 
         assert vocabulary.count_bytes(vocabulary.encode(spaced)) == len(text)
 
 
-@pytest.mark.parametrize("vocabulary", [CharacterVocabulary(f"a{UNKNOWN}"), WordVocabulary(("<eos>", "a", "<unk>"))])
+@pytest.mark.parametrize(
+    "vocabulary", [CharacterVocabulary(f"a{UNKNOWN}"), WordVocabulary(("<eos>", "a", "<unk>"))]
+)
 def test_bytes_are_not_known_above_a_thousandth_of_unknown_tokens(vocabulary, monkeypatch):
     monkeypatch.setattr(vocabulary_lib, "_IDS_PER_BLOCK", 7)
     token = vocabulary.encode(b"a").item()
@@ -155,16 +164,30 @@ SIZES = st.integers(1, 9)
 @given(text=st.binary(), size=SIZES)
 def test_newlines_may_be_dropped(text, size):
     text += b"a\n\na"
-    for kept in (ByteVocabulary.all_bytes(Newlines.DROP), ByteVocabulary(bytes(sorted({*text} - {10})), Newlines.DROP)):
-        assert kept.decode(joined(kept.blocks([in_blocks(text, size)] * 2))) == 2 * text.replace(b"\n", b"")
+    for kept in (
+        ByteVocabulary.all_bytes(Newlines.DROP),
+        ByteVocabulary(bytes(sorted({*text} - {10})), Newlines.DROP),
+    ):
+        assert kept.decode(joined(kept.blocks([in_blocks(text, size)] * 2))) == 2 * text.replace(
+            b"\n", b""
+        )
         assert kept.decode(kept.encode(text)) == text.replace(b"\n", b"")
 
 
-@given(start=st.binary().map(lambda start: start.replace(b"x", b"")), size=SIZES, offset=st.integers(0, 99))
+@given(
+    start=st.binary().map(lambda start: start.replace(b"x", b"")),
+    size=SIZES,
+    offset=st.integers(0, 99),
+)
 def test_a_foreign_byte_of_a_file_is_named_with_its_place(start, size, offset):
     others = ByteVocabulary(bytes(set(range(256)) - {ord("x")}))
-    files = [in_blocks(b"ab", size, name="other.txt"), in_blocks(start + b"xax", size, offset=offset)]
-    with pytest.raises(UserError, match=rf"^some\.txt\b.*\b120\b.*\b{offset + len(start)}\b.*\b255\b"):
+    files = [
+        in_blocks(b"ab", size, name="other.txt"),
+        in_blocks(start + b"xax", size, offset=offset),
+    ]
+    with pytest.raises(
+        UserError, match=rf"^some\.txt\b.*\b120\b.*\b{offset + len(start)}\b.*\b255\b"
+    ):
         joined(others.blocks(files))
 
 
@@ -176,7 +199,10 @@ def plain_words(texts, line_mark, *, lower_case=False):
     for text in texts:
         lines += text.removesuffix("\n").split("\n") if text else []
     ids = {word: i for i, word in enumerate(WORDS)}
-    lines = [[ids.get(word, ids["<unk>"]) for word in (line.lower() if lower_case else line).split()] for line in lines]
+    lines = [
+        [ids.get(word, ids["<unk>"]) for word in (line.lower() if lower_case else line).split()]
+        for line in lines
+    ]
     match line_mark:
         case LineMark.EOS:
             lines = [[*line, ids["<eos>"]] for line in lines]
@@ -189,7 +215,20 @@ def plain_words(texts, line_mark, *, lower_case=False):
 
 # Known and unknown words, all kinds of white space, empty lines, and lines that are open at a
 # file's end.
-PARTS = ["the ", "cat ", "<S> ", "日本", "THE ", "unheard-of", " ", "\t", "\N{LINE SEPARATOR}", "\n", "\n", "\r\n"]
+PARTS = [
+    "the ",
+    "cat ",
+    "<S> ",
+    "日本",
+    "THE ",
+    "unheard-of",
+    " ",
+    "\t",
+    "\N{LINE SEPARATOR}",
+    "\n",
+    "\n",
+    "\r\n",
+]
 LINES = st.lists(st.sampled_from(PARTS)).map("".join)
 
 
@@ -202,14 +241,22 @@ def test_words_against_plain_python(line_mark, texts, size, lower_case):
     assert joined(blocks) == plain_words(texts, line_mark, lower_case=lower_case)
     assert all(block.dtype == np.uint8 and block.ndim == 1 for block in blocks)
     mark, found = MARKS.get(line_mark), vocabulary.decode(joined(blocks)).decode()
-    assert found == "".join("\n" if WORDS[token] == mark else f"{WORDS[token]} " for token in joined(blocks))
+    assert found == "".join(
+        "\n" if WORDS[token] == mark else f"{WORDS[token]} " for token in joined(blocks)
+    )
 
 
 def test_the_end_of_a_prompt_is_open():
-    for line_mark, ids in ((LineMark.EOS, [0, 1, 2]), (LineMark.DOUBLE_S, [0, 4, 4, 2]), (LineMark.NONE, [0, 2])):
+    for line_mark, ids in (
+        (LineMark.EOS, [0, 1, 2]),
+        (LineMark.DOUBLE_S, [0, 4, 4, 2]),
+        (LineMark.NONE, [0, 2]),
+    ):
         assert words_of(line_mark).encode(b"the\ncat").tolist() == ids
     other = WordVocabulary(("a", "<UNK>", "<eos>"), unknown="<UNK>")
-    assert other.encode(b"a b <UNK> <unk>").tolist() == [0, 1, 1, 1], "the unknown word can be another"
+    assert other.encode(b"a b <UNK> <unk>").tolist() == [0, 1, 1, 1], (
+        "the unknown word can be another"
+    )
 
 
 @given(characters=st.text(CHARACTERS), others=st.text(CHARACTERS), size=st.integers(1, 9))
@@ -228,18 +275,36 @@ def test_characters_are_known_or_replaced_and_their_bytes_are_counted(characters
 
 
 END = "<|endoftext|>"
-SAMPLES = ("Once upon a time\n", "the café  was\tshut.\n", "\n", "  indented\n", "日本 😀\n", END, "\n\n\n", "x" * 40)
+SAMPLES = (
+    "Once upon a time\n",
+    "the café  was\tshut.\n",
+    "\n",
+    "  indented\n",
+    "日本 😀\n",
+    END,
+    "\n\n\n",
+    "x" * 40,
+)
 
 
-OWN, PACKAGE = SubwordVocabulary(made.byte_level()), tokenizers.Tokenizer.from_str(made.byte_level())
+OWN, PACKAGE = (
+    SubwordVocabulary(made.byte_level()),
+    tokenizers.Tokenizer.from_str(made.byte_level()),
+)
 
 
 @given(lines=st.lists(st.sampled_from(SAMPLES)), size=st.integers(1, 30))
 def test_the_ids_are_those_of_the_package_in_blocks_too(lines, size):
     text = "".join(lines)
     expected = PACKAGE.encode(text, add_special_tokens=False).ids
-    assert OWN.encode(text.encode()).tolist() == joined(OWN.blocks([in_blocks(text.encode(), size)])) == expected
-    assert OWN.encode(b"one").dtype == np.uint16 and OWN.size == PACKAGE.get_vocab_size() == made.SIZE
+    assert (
+        OWN.encode(text.encode()).tolist()
+        == joined(OWN.blocks([in_blocks(text.encode(), size)]))
+        == expected
+    )
+    assert (
+        OWN.encode(b"one").dtype == np.uint16 and OWN.size == PACKAGE.get_vocab_size() == made.SIZE
+    )
     assert (OWN.mark, OWN.unknown_id, OWN.kind, OWN.start.tolist()) == (None, None, "subword", [0])
 
 
@@ -261,10 +326,15 @@ def test_what_is_for_other_uses_has_no_effect():
     changed.enable_truncation(max_length=3)
     changed.enable_padding(length=50)
     changed.model.dropout = 0.9
-    changed.post_processor = tokenizers.processors.TemplateProcessing(f"{END} $A {END}", special_tokens=[(END, 0)])
+    changed.post_processor = tokenizers.processors.TemplateProcessing(
+        f"{END} $A {END}", special_tokens=[(END, 0)]
+    )
     text = "".join(SAMPLES)
     for _ in range(3):
-        assert SubwordVocabulary(changed.to_str()).encode(text.encode()).tolist() == PACKAGE.encode(text).ids
+        assert (
+            SubwordVocabulary(changed.to_str()).encode(text.encode()).tolist()
+            == PACKAGE.encode(text).ids
+        )
 
 
 def test_pieces_of_words_are_spelt_as_in_a_text():
@@ -276,7 +346,9 @@ def test_pieces_of_words_are_spelt_as_in_a_text():
         own = SubwordVocabulary(content)
         assert own.decode(own.encode(text)) == expected
         assert b"".join(own.decode([token]) for token in own.encode(text)) == expected
-    assert SubwordVocabulary(made.byte_level(special=())).start.tolist() == [made.ALPHABET.index("Ċ")]
+    assert SubwordVocabulary(made.byte_level(special=())).start.tolist() == [
+        made.ALPHABET.index("Ċ")
+    ]
     pieces = SubwordVocabulary(made.word_pieces())
     assert pieces.start.tolist() == [0] and pieces.names()[pieces.unknown_id] == b" [UNK]"
 
@@ -290,7 +362,9 @@ def trained(content=TEXT, *, size=290, block=1000):
 
 def test_training_has_all_bytes_and_frequent_words_and_any_text_comes_back():
     own = trained()
-    assert own.size == 290 and set(range(256)) == {name[0] for name in own.names() if len(name) == 1}
+    assert own.size == 290 and set(range(256)) == {
+        name[0] for name in own.names() if len(name) == 1
+    }
     assert len(own.encode(b"once upon a time")) < 16 / 2
     text = " unseen\r\n\n\t日本 😀\x00".encode()
     assert own.decode(own.encode(text)) == text
@@ -304,10 +378,15 @@ def test_hosts_learn_the_same_bytes():
     words = "import sys; from data.test_vocabulary import trained; sys.stdout.write(trained(block=77).content)"
     found = set()
     for threads in ("1", "2"):
-        environment = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment = os.environ | {
+            "RAYON_NUM_THREADS": threads,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         environment |= {"TOKENIZERS_PARALLELISM": str(threads == "2").lower()}
         found.add(
-            subprocess.run([sys.executable, "-c", words], env=environment, capture_output=True, check=True).stdout
+            subprocess.run(
+                [sys.executable, "-c", words], env=environment, capture_output=True, check=True
+            ).stdout
         )
     assert found == {trained().content.encode()}
 
@@ -320,7 +399,11 @@ def test_what_cannot_be_trained_on_is_named():
 
 
 def test_the_saved_form_is_two_lines_and_keeps_the_file():
-    for content in (made.byte_level(), made.byte_level(pretty=True), made.byte_level().replace("<|", "\\u003c|")):
+    for content in (
+        made.byte_level(),
+        made.byte_level(pretty=True),
+        made.byte_level().replace("<|", "\\u003c|"),
+    ):
         vocabulary = SubwordVocabulary(content)
         text = dumps(vocabulary)
         assert text.count("\n") == 2
@@ -335,7 +418,9 @@ def test_the_saved_form_is_two_lines_and_keeps_the_file():
 def test_what_is_no_tokenizer_is_named(tmp_path):
     for content in (b"", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe"):
         (tmp_path / "old.model").write_bytes(content)
-        with pytest.raises(UserError, match=rf"--data\.tokenizer\.hf_file\b.*{tmp_path}/old\.model\b"):
+        with pytest.raises(
+            UserError, match=rf"--data\.tokenizer\.hf_file\b.*{tmp_path}/old\.model\b"
+        ):
             given_tokenizer(str(tmp_path / "old.model"))
 
 
@@ -353,24 +438,38 @@ def replace(pattern, content, kind="String"):
 
 
 def in_sequence(part, steps):
-    name = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}[part]
+    name = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}[
+        part
+    ]
     return {part: {"type": "Sequence", name: steps}}
 
 
 def table(text):
     """SentencePiece's table of characters without a trie, which maps nothing, and with one text."""
-    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(4) + text.encode() + b"\0").decode()}
+    return {
+        "type": "Precompiled",
+        "precompiled_charsmap": base64.b64encode(bytes(4) + text.encode() + b"\0").decode(),
+    }
 
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-ADDED = {"id": 3, "single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+ADDED = {
+    "id": 3,
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": True,
+    "special": False,
+}
 GROWING = {
     "doubling": in_sequence("normalizer", [replace("a", "aa")] * 16),
     "doubling of an added token": {
         **in_sequence("normalizer", [replace("a", "aa")] * 30),
         "added_tokens": [ADDED | {"content": "aaaa"}],
     },
-    "nested": in_sequence("normalizer", [in_sequence("normalizer", [replace("q", "qq")] * 4)["normalizer"]] * 4),
+    "nested": in_sequence(
+        "normalizer", [in_sequence("normalizer", [replace("q", "qq")] * 4)["normalizer"]] * 4
+    ),
     "of two letters": in_sequence("normalizer", [replace("qz", "qzqz")] * 16),
     "of matches": in_sequence("normalizer", [replace("[k-m]", "mm", "Regex")] * 16),
     "of empty matches": in_sequence("normalizer", [replace("(?=q)", "q", "Regex")] * 16),
@@ -399,7 +498,13 @@ def test_a_tokenizer_that_lets_a_text_grow_without_bound_is_refused(parts):
 
 def test_a_tokenizer_may_change_a_text_in_many_steps():
     quotes = [replace("``", '"'), replace("''", '"'), replace(" {2,}", " ", "Regex")]
-    steps = [{"type": "NFKC"}, {"type": "NFD"}, {"type": "StripAccents"}, {"type": "Lowercase"}, *quotes]
+    steps = [
+        {"type": "NFKC"},
+        {"type": "NFD"},
+        {"type": "StripAccents"},
+        {"type": "Lowercase"},
+        *quotes,
+    ]
     vocabulary = SubwordVocabulary(changed_tokenizer(**in_sequence("normalizer", steps)))
     assert vocabulary.encode("b\u00c0 AB".encode()).tolist() == [1, 0, 2]
 
@@ -409,7 +514,13 @@ def test_an_added_token_without_a_text_is_refused():
         SubwordVocabulary(changed_tokenizer(added_tokens=[ADDED | {"content": ""}]))
 
 
-ALPHABETS = {"DNA": "ACGT", "Chinese": "\u4e2d\u6587\u5b57", "digits": "0123", "signs": "-+", "white": " "}
+ALPHABETS = {
+    "DNA": "ACGT",
+    "Chinese": "\u4e2d\u6587\u5b57",
+    "digits": "0123",
+    "signs": "-+",
+    "white": " ",
+}
 
 
 @pytest.mark.parametrize("letters", ALPHABETS.values(), ids=ALPHABETS)

@@ -20,7 +20,11 @@ T, CLAMP = 14, 2
 TEXT = np.random.default_rng(3).integers(tiny.V, size=T)
 # A, stride, batch: the published protocol; windows that end past the text; windows in batches; a
 # text of one window.
-CASES = [(encoding, *sizes) for encoding in Encoding for sizes in ((4, 1, 1), (5, 3, 2), (4, 4, 5), (20, 2, 3))]
+CASES = [
+    (encoding, *sizes)
+    for encoding in Encoding
+    for sizes in ((4, 1, 1), (5, 3, 2), (4, 4, 5), (20, 2, 3))
+]
 QUICK = [(Encoding.AL_RFOU, 4, 1, 1), (Encoding.RELATIVE, 5, 3, 2), (Encoding.VASWANI, 20, 2, 3)]
 
 
@@ -43,16 +47,24 @@ def nats_by_hand(encoding: Encoding, attention_len: int, stride: int) -> float:
         seen = TEXT[start:target]
         padding = 0 if encoding is Encoding.RELATIVE else attention_len - len(seen)
         window = np.pad(seen, (0, padding), constant_values=7)
-        hidden, _ = encode(variables, jnp.asarray(window[None]), model.init_memory(batch_size=1, mem_len=0))
-        log_p = model.apply(variables, hidden[:, len(seen) - 1 : len(seen)], method=model.log_probabilities)
+        hidden, _ = encode(
+            variables, jnp.asarray(window[None]), model.init_memory(batch_size=1, mem_len=0)
+        )
+        log_p = model.apply(
+            variables, hidden[:, len(seen) - 1 : len(seen)], method=model.log_probabilities
+        )
         nats -= float(log_p[0, 0, TEXT[target]])
     return nats
 
 
-@pytest.mark.parametrize(("encoding", "attention_len", "stride", "batch_size"), full_but(QUICK, CASES))
+@pytest.mark.parametrize(
+    ("encoding", "attention_len", "stride", "batch_size"), full_but(QUICK, CASES)
+)
 def test_totals_match_a_loop_over_tokens(encoding, attention_len, stride, batch_size, x64):
     _, params, step = make(encoding)
-    batches = window_batches(TEXT, attention_len=attention_len, stride=stride, batch_size=batch_size)
+    batches = window_batches(
+        TEXT, attention_len=attention_len, stride=stride, batch_size=batch_size
+    )
     found = evaluate_windows(step, params, batches)
     assert found.tokens == T - 1
     assert found.nats == pytest.approx(nats_by_hand(encoding, attention_len, stride), rel=1e-12)
@@ -79,7 +91,11 @@ def test_every_token_is_scored_once_at_the_end_of_what_it_is_predicted_from(data
                 if target:
                     context = row[: place + 1]
                     np.testing.assert_array_equal(context, np.arange(target - len(context), target))
-                    assert len(context) == target if len(shapes) == 1 else len(context) > attention_len - stride
+                    assert (
+                        len(context) == target
+                        if len(shapes) == 1
+                        else len(context) > attention_len - stride
+                    )
         return np.where(targets > 0, targets, np.nan)
 
     nats, batches = np.full(length, -1.0), window_batches(np.arange(length), **sizes)
@@ -87,8 +103,13 @@ def test_every_token_is_scored_once_at_the_end_of_what_it_is_predicted_from(data
     found = evaluate_windows(note, None, batches, token_nats=nats, **progress)
     assert nats.tolist() == [-1, *range(1, length)]
     assert (found.tokens, found.nats) == (length - 1, sum(range(length))), "each once"
-    assert [made for made, _ in calls] == list(range(2, len(shapes) + 1)), "totals come along one call late"
-    assert all(tokens == min(attention_len + (made - 2) * batch_size * stride, length - 1) for made, tokens in calls)
+    assert [made for made, _ in calls] == list(range(2, len(shapes) + 1)), (
+        "totals come along one call late"
+    )
+    assert all(
+        tokens == min(attention_len + (made - 2) * batch_size * stride, length - 1)
+        for made, tokens in calls
+    )
     assert shapes[0] == ((1, attention_len), (1, attention_len))
     # One compilation.
     assert set(shapes[1:]) <= {((batch_size, attention_len), (batch_size, stride))}
@@ -97,8 +118,15 @@ def test_every_token_is_scored_once_at_the_end_of_what_it_is_predicted_from(data
 
 def test_only_scored_positions_go_through_the_softmax():
     batch_size, attention_len, stride = 2, 9, 3
-    windows, targets = jnp.zeros((batch_size, attention_len), int), jnp.zeros((batch_size, stride), int)
+    windows, targets = (
+        jnp.zeros((batch_size, attention_len), int),
+        jnp.zeros((batch_size, stride), int),
+    )
     variables = jax.eval_shape(lambda: tiny.variables(tiny.make()))
-    program = str(jax.make_jaxpr(make_window_step(tiny.make(), clamp_len=None))(variables["params"], windows, targets))
+    program = str(
+        jax.make_jaxpr(make_window_step(tiny.make(), clamp_len=None))(
+            variables["params"], windows, targets
+        )
+    )
     assert f"f32[{batch_size},{stride},{tiny.V}]" in program
     assert f"f32[{batch_size},{attention_len},{tiny.V}]" not in program

@@ -35,17 +35,31 @@ def params():
 
 @functools.cache
 def eval_step(clamp_len: int | None, same_length: bool):
-    return jax.jit(make_eval_step(model(), EvalConfig(clamp_len=clamp_len, same_length=same_length)), donate_argnums=1)
+    return jax.jit(
+        make_eval_step(model(), EvalConfig(clamp_len=clamp_len, same_length=same_length)),
+        donate_argnums=1,
+    )
 
 
 def totals(
-    text=TEXT, *, rows=1, segment_len=L, mem_len=M, per_call=1, clamp_len=None, same_length=False, valid=0, **others
+    text=TEXT,
+    *,
+    rows=1,
+    segment_len=L,
+    mem_len=M,
+    per_call=1,
+    clamp_len=None,
+    same_length=False,
+    valid=0,
+    **others,
 ):
     """Totals of a text; the memory first holds noise in `valid` slots."""
     lengths = {"segment_len": segment_len, "mem_len": mem_len, "clamp_len": clamp_len}
     weights = tiny.prepared(model(), {"params": params()}, same_length=same_length, **lengths)
     memory = forward.init_cache(weights, batch_size=rows, mem_len=mem_len, segment_len=segment_len)
-    noise = jax.tree.map(lambda ring: jax.random.normal(jax.random.key(9), ring.shape), (memory.keys, memory.values))
+    noise = jax.tree.map(
+        lambda ring: jax.random.normal(jax.random.key(9), ring.shape), (memory.keys, memory.values)
+    )
     return evaluate(
         eval_step(clamp_len, same_length),
         weights,
@@ -69,9 +83,13 @@ def test_segments_are_read_in_order_with_the_memory_between(clamp_len, same_leng
         log_p = model().apply({"params": params()}, hidden, method=model().log_probabilities)
         return -np.take_along_axis(np.asarray(log_p), targets[..., None], axis=-1)[..., 0], memory
 
-    expected, _ = tiny.over_segments(read, model().init_memory(batch_size=1, mem_len=M), TEXT[None], L)
+    expected, _ = tiny.over_segments(
+        read, model().init_memory(batch_size=1, mem_len=M), TEXT[None], L
+    )
     found = totals(clamp_len=clamp_len, same_length=same_length)
-    assert found.tokens == expected.size == T - 1 and found.nats == pytest.approx(expected.sum(), rel=1e-13)
+    assert found.tokens == expected.size == T - 1 and found.nats == pytest.approx(
+        expected.sum(), rel=1e-13
+    )
 
 
 def test_ignored_targets_are_not_counted():
@@ -98,7 +116,9 @@ def test_segments_scored_together_have_the_losses_of_each_alone(monkeypatch, per
 
     def losses():
         memory = forward.init_cache(weights, batch_size=rows, mem_len=M, segment_len=2)
-        _, scores = jax.jit(make_eval_step(words, EvalConfig()))(weights, memory, reader.segments(0, per_call))
+        _, scores = jax.jit(make_eval_step(words, EvalConfig()))(
+            weights, memory, reader.segments(0, per_call)
+        )
         return scores
 
     together = losses()
@@ -130,7 +150,9 @@ def test_a_used_memory_is_emptied_first_and_totals_come_along_one_call_late():
 
 
 @hypothesis.settings(max_examples=300)
-@hypothesis.given(st.integers(2, 60), st.integers(1, 7), st.integers(1, 9), st.integers(0, 30), st.integers(1, 5))
+@hypothesis.given(
+    st.integers(2, 60), st.integers(1, 7), st.integers(1, 9), st.integers(0, 30), st.integers(1, 5)
+)
 @hypothesis.example(6, 4, 3, 2, 2)  # The last row has no target of its own.
 def test_every_tokens_nats_come_to_its_place(length, batch_size, segment_len, warmup, per_call):
     """With a model for which the nats of a token are its number, and NaN elsewhere."""
@@ -141,5 +163,7 @@ def test_every_tokens_nats_come_to_its_place(length, batch_size, segment_len, wa
 
     sizes = {"batch_size": batch_size, "segment_len": segment_len, "warmup_tokens": warmup}
     reader, nats = evaluation_segments(np.arange(length), **sizes), np.full(length, -1.0)
-    found = evaluate(step, 0, 0, reader, segments_per_call=per_call, place=lambda placed: placed, token_nats=nats)
+    found = evaluate(
+        step, 0, 0, reader, segments_per_call=per_call, place=lambda placed: placed, token_nats=nats
+    )
     assert nats.tolist() == [-1, *range(1, length)] and found.tokens == length - 1, "each once"

@@ -99,7 +99,10 @@ def test_a_flagfile_is_its_preset(name):
     parts(name).config.validate()
     assert golden_text(name) == (PRESETS / f"{name}.json").read_text()
     assert txl_jax.preset(name) == resolved(name)
-    assert f'txl_jax.preset("{name}")' in (flag_tree.FLAGFILE_DIR / f"{name}.flags").read_text().splitlines()[0]
+    assert (
+        f'txl_jax.preset("{name}")'
+        in (flag_tree.FLAGFILE_DIR / f"{name}.flags").read_text().splitlines()[0]
+    )
 
 
 def test_outside_of_a_clone_a_flagfile_is_its_preset(monkeypatch, tmp_path):
@@ -117,7 +120,10 @@ def test_outside_of_a_clone_a_flagfile_is_its_preset(monkeypatch, tmp_path):
 def test_size_is_the_published_one(name):
     row, size = FLAGFILES[name], parts(name).num_parameters
     assert abs(size - row.parameters) <= row.margin * row.parameters, f"{size:,}"
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(parts(name).abstract_state))
+    assert all(
+        isinstance(leaf, jax.ShapeDtypeStruct)
+        for leaf in jax.tree.leaves(parts(name).abstract_state)
+    )
     if name in UNTIED:
         assert parts(name, "--model.untie_r").num_parameters == UNTIED[name]
 
@@ -126,9 +132,13 @@ def test_size_is_the_published_one(name):
 def test_training_step_fits_together_at_full_size(name):
     made = parts(name)
     step = make_train_step(made.model, made.optimizer, made.schedule, made.config)
-    state, metrics = jax.eval_shape(step, made.abstract_state, made.abstract_segments(made.config.train))
+    state, metrics = jax.eval_shape(
+        step, made.abstract_state, made.abstract_segments(made.config.train)
+    )
     assert jax.tree.map(kind, state) == jax.tree.map(kind, made.abstract_state)
-    assert {kind(metric) for metric in metrics} == {((made.config.train.segments_per_call,), "float32")}
+    assert {kind(metric) for metric in metrics} == {
+        ((made.config.train.segments_per_call,), "float32")
+    }
 
 
 def kind(array):

@@ -34,7 +34,9 @@ class Oracle:
 
     def __init__(self, tensors):
         self.tensors = {name: tensor.copy() for name, tensor in tensors.items()}
-        self.first, self.second = ({name: np.zeros_like(tensors[name]) for name in tensors} for _ in range(2))
+        self.first, self.second = (
+            {name: np.zeros_like(tensors[name]) for name in tensors} for _ in range(2)
+        )
         self.norms = []
 
     def step(self, grads, rate, *, clip=0.25, beta1=0.9, beta2=0.999, eps=1e-6):
@@ -71,7 +73,9 @@ def test_updates_are_those_of_nvidias_lamb(div_val, x64):
         oracle.step(tensors_of(grads, config.model), float(made.schedule(count)))
         for tensor, found in tensors_of(params, config.model).items():
             message = f"{count} {tensor}"
-            np.testing.assert_allclose(found, oracle.tensors[tensor], rtol=1e-9, atol=1e-12, err_msg=message)
+            np.testing.assert_allclose(
+                found, oracle.tensors[tensor], rtol=1e-9, atol=1e-12, err_msg=message
+            )
     norms = np.array(oracle.norms)
     assert 0.01 < np.mean(norms > 10) < 0.99 and (norms == 0).any()
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"float64"}

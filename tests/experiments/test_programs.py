@@ -45,12 +45,16 @@ FOLDERS = {"workdir", "data_dir", "cache_dir", "out"}
 def test_every_program_works_on_several_hosts_or_refuses(monkeypatch, name):
     called = []
     for module in (cli, program):
-        monkeypatch.setattr(module, "main", lambda run, plan, **options: called.append((plan, options)))
+        monkeypatch.setattr(
+            module, "main", lambda run, plan, **options: called.append((plan, options))
+        )
     with programs.own_flags():
         runpy.run_path(str(FILES[name]), run_name="__main__")
     [(plan, options)] = called
     own = name.removeprefix("experiments.")
-    assert options.get("hosts", "alone") == ("join" if own in JOIN else "each" if own == "prepare" else "alone")
+    assert options.get("hosts", "alone") == (
+        "join" if own in JOIN else "each" if own == "prepare" else "alone"
+    )
     if own in JOIN:  # All settings but folders are compared.
         assert {leaf.name for leaf in config_tree.leaves(plan) if leaf.setting.path} <= FOLDERS
 
@@ -59,7 +63,12 @@ def test_a_corpus_is_read_and_encoded(tmp_path, monkeypatch):
     name, folder = CorpusName.TEXT8, tmp_path / "made"
     monkeypatch.setitem(published.CORPORA, name, miniature.corpus(name))
     (tmp_path / miniature.OFFICIAL[name]).write_bytes(miniature.official(name))
-    command = "experiments.prepare", f"--corpus={name}", f"--data_dir={tmp_path}", f"--cache_dir={folder}"
+    command = (
+        "experiments.prepare",
+        f"--corpus={name}",
+        f"--data_dir={tmp_path}",
+        f"--cache_dir={folder}",
+    )
     code, printed, errors = programs.run(*command)
     assert code == 0, errors
     values = dict(line.split(None, 1) for line in printed.splitlines()[1:])
@@ -76,8 +85,15 @@ TASK = ["--model_path=m", "--tasks=t"]
 @pytest.mark.parametrize(
     ("program", "words", "named"),
     [
-        pytest.param("quickstart", ["--workdir=gs://bucket/run"], "text, got gs://bucket/run", marks=GCS),
-        pytest.param("lm_eval", [*TASK, "--include_path=gs://bucket"], "local directory, got gs://bucket", marks=GCS),
+        pytest.param(
+            "quickstart", ["--workdir=gs://bucket/run"], "text, got gs://bucket/run", marks=GCS
+        ),
+        pytest.param(
+            "lm_eval",
+            [*TASK, "--include_path=gs://bucket"],
+            "local directory, got gs://bucket",
+            marks=GCS,
+        ),
         ("lm_eval", [*TASK, "--output=ftp://host/out.json"], "ftp://host/out.json"),
         ("paper.ablation", ["--out=ftp://host/out"], "ftp://host/out"),
     ],

@@ -21,7 +21,9 @@ def test_bits_by_position_are_the_means_over_the_segments_of_the_same_bytes(tmp_
     run, _ = drawn_run.make(tmp_path / "run", config, corpus)
     found = quickstart.compare(config, corpus, run, tested=2.5)
     first = corpus.test[:25]
-    for name, more in zip(found.by_position, ({"eval.mem_len": 0, "eval.same_length": False}, {}), strict=True):
+    for name, more in zip(
+        found.by_position, ({"eval.mem_len": 0, "eval.same_length": False}, {}), strict=True
+    ):
         components = build_for(config_tree.replace(config, more), corpus.vocabulary)
         nats = np.zeros(len(first), np.float32)
         _, params = load_parameters(components, run, log=print)

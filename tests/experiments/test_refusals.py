@@ -11,7 +11,9 @@ from support import tiny_run
 from txl_jax.config import config_tree
 from txl_jax.errors import UserError
 
-NO_MEMORY, WITHOUT_RECURRENCE = ({f"{group}.mem_len": 0, f"{group}.same_length": False} for group in ("eval", "train"))
+NO_MEMORY, WITHOUT_RECURRENCE = (
+    {f"{group}.mem_len": 0, f"{group}.same_length": False} for group in ("eval", "train")
+)
 SHAW = {"model.encoding": "shaw", "model.num_positions": 9}
 
 
@@ -28,14 +30,22 @@ SHAW = {"model.encoding": "shaw", "model.num_positions": 9}
         (context_length.Plan(lengths=(8, 0)), {}, r"\[8, 0\]"),
         (context_length.Plan(lengths=(8,), stride=4), {}, r"\bstride\D*\b4\b"),
         (context_length.Plan(lengths=(8,)), WITHOUT_RECURRENCE, r"\bstride\b"),
-        (context_length.Plan(lengths=(8, 6), stride=7), WITHOUT_RECURRENCE, r"\bstride\D*\b7\b.*\b6\b"),
+        (
+            context_length.Plan(lengths=(8, 6), stride=7),
+            WITHOUT_RECURRENCE,
+            r"\bstride\D*\b7\b.*\b6\b",
+        ),
         (recl.Plan(lengths=(2, 8, 0)), {}, r"\b2,8,0\b"),
         (recl.Plan(lengths=(5, 9, 5)), {}, r"\b5,9,5\b"),
         (device.Plan(paths=("fusd",)), {}, "'fusd'"),
         (device.Plan(tasks=("fusd", "training")), {}, "'fusd'"),
         (device.Plan(tiles=("8x8", "fusd")), {}, "'fusd'"),
         (speed.Plan(tasks=("trainig",)), {}, r"'trainig'.*\btraining\b"),
-        (speed.Plan(peer=Peer.ORIGINAL, peer_path="/a", tasks=("generation",)), {}, r"--peer=original.*generation"),
+        (
+            speed.Plan(peer=Peer.ORIGINAL, peer_path="/a", tasks=("generation",)),
+            {},
+            r"--peer=original.*generation",
+        ),
         (speed.Plan(peer=Peer.ORIGINAL), {}, "--peer_path"),
         (speed.Plan(peer_path="/a"), {}, "--peer=original"),
     ],

@@ -16,7 +16,9 @@ def place(tmp_path_factory):
     """Runs on a miniature text, whose programs are compiled once."""
     folder = tmp_path_factory.mktemp("faults")
     (folder / "data").mkdir()
-    (folder / "data" / miniature.OFFICIAL[CorpusName.PTB]).write_bytes(miniature.official(CorpusName.PTB))
+    (folder / "data" / miniature.OFFICIAL[CorpusName.PTB]).write_bytes(
+        miniature.official(CorpusName.PTB)
+    )
     return Place(folder, ON_PATH | {"PYTHONFAULTHANDLER": "1"} | cache_in(folder / "compiled"))
 
 

@@ -19,14 +19,30 @@ from txl_jax.runtime.log import read_metrics
 # is by then depends on the number of starts and the length of the paths in it.
 LOG = {"more": 3_000}
 MOMENTS = {
-    "records": ("os.mkdir *tfds*incomplete*", {"largest": 0}, ("Penn Treebank", "File too large", "--cache_dir")),
-    "tokens": ("open *tokens/*/train.npy", {"largest": 100_000}, ("/tokens", "File too large", "--cache_dir")),
+    "records": (
+        "os.mkdir *tfds*incomplete*",
+        {"largest": 0},
+        ("Penn Treebank", "File too large", "--cache_dir"),
+    ),
+    "tokens": (
+        "open *tokens/*/train.npy",
+        {"largest": 100_000},
+        ("/tokens", "File too large", "--cache_dir"),
+    ),
     "config.json": ("open */.config.json.*", {"largest": 100}, ("config.json", "File too large")),
     "metrics": ("os.mkdir */tensorboard", {"largest": 300}, ("/run/log.txt", "File too large")),
-    "a checkpoint": ("os.mkdir *latest/12.orbax-checkpoint-tmp", LOG, ("step 12", "File too large")),
+    "a checkpoint": (
+        "os.mkdir *latest/12.orbax-checkpoint-tmp",
+        LOG,
+        ("step 12", "File too large"),
+    ),
     # The next save, and the log, fail too: which of them is reported is a matter of time.
     "digests": ("open *latest/18/.digests.json.*", {"largest": 0}, ("File too large",)),
-    "best parameters": ("os.mkdir *best/24.orbax-checkpoint-tmp", LOG, ("step 24", "File too large")),
+    "best parameters": (
+        "os.mkdir *best/24.orbax-checkpoint-tmp",
+        LOG,
+        ("step 24", "File too large"),
+    ),
     "results": ("open */.results.json.*", {"largest": 0}, ("results.json", "File too large")),
 }
 FAST = ("a checkpoint", "results")
@@ -35,7 +51,10 @@ FAST = ("a checkpoint", "results")
 def whole_steps(workdir):
     """The latest checkpoint of each kind that is whole, or 0."""
     found = (find_steps(workdir / "checkpoints" / kind) for kind in ("latest", "best"))
-    return [max((step for step, path in steps if find_damage(path) is None), default=0) for steps in found]
+    return [
+        max((step for step, path in steps if find_damage(path) is None), default=0)
+        for steps in found
+    ]
 
 
 @pytest.mark.parametrize("moments", few_or_all(FAST, tuple(MOMENTS)))
@@ -48,7 +67,9 @@ def test_no_file_may_grow(moments, place, undisturbed):
         assert ended.returncode == 1, (moment, ended.stdout)
         assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1, ended.stderr
         assert all(words in ended.stderr for words in expected), ended.stderr
-        assert all(new >= old for new, old in zip(whole_steps(place.workdir(name)), before, strict=True))
+        assert all(
+            new >= old for new, old in zip(whole_steps(place.workdir(name)), before, strict=True)
+        )
     finished(place.train(name))
     assert_equal_runs(place.workdir(name), undisturbed)
 
@@ -64,7 +85,12 @@ def test_the_clock_jumps_forward_a_day_and_back_an_hour(place, undisturbed):
     The first jump comes while arrays are being written: Orbax gives a save 20 minutes by this
     clock, unless its options have another limit.
     """
-    forward = {"fault": "clock", "at": "* *latest/12.orbax-checkpoint-tmp*", "count": 8, "jump": DAY}
+    forward = {
+        "fault": "clock",
+        "at": "* *latest/12.orbax-checkpoint-tmp*",
+        "count": 8,
+        "jump": DAY,
+    }
     back = {"fault": "clock", "at": "os.mkdir *best/24.orbax-checkpoint-tmp", "jump": -DAY - HOUR}
     kill = {"fault": "kill", "at": "os.rename *latest/24.orbax-checkpoint-tmp*"}
     killed = place.train("clock", forward, back, kill).end()

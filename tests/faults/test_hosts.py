@@ -43,7 +43,10 @@ def start(hosts, storage, tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     programs.write_words(folder, 2_000)
     url = f"http://{SERVER}:{PORT}"
-    variables = storage.environment | {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url}
+    variables = storage.environment | {
+        "STORAGE_EMULATOR_HOST": url,
+        "TENSORSTORE_GCS_HTTP_URL": url,
+    }
     variables |= cache_in(folder / "compiled")
     return lambda workdir: hosts.start(*command_of_two(folder, workdir), **variables)
 
@@ -86,7 +89,10 @@ def assert_names(process, lost, began, seconds):
     took = time.monotonic() - began
     print(f"after {took:.1f} s: {err.splitlines()[-1]}", flush=True)
     assert process.returncode == other_hosts.LOST, err
-    assert "error: " in err.splitlines()[-1] and f"process {lost} on host-{lost}" in err.splitlines()[-1], err
+    assert (
+        "error: " in err.splitlines()[-1]
+        and f"process {lost} on host-{lost}" in err.splitlines()[-1]
+    ), err
     assert took < seconds + MOMENT
 
 
@@ -121,7 +127,9 @@ def test_a_link_is_cut_for_a_moment(run, hosts):
     assert_end_well(run[1])
 
 
-@pytest.mark.skipif(not shutil.which("nft"), reason="nft (of nftables) is missing, which loses packets")
+@pytest.mark.skipif(
+    not shutil.which("nft"), reason="nft (of nftables) is missing, which loses packets"
+)
 def test_packets_are_lost(run, hosts):
     with hosts.losing(percent=2):
         assert_end_well(run[1])

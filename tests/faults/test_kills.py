@@ -34,12 +34,19 @@ MOMENTS = {
 KILLS_PER_RUN = 6
 # What a whole run does in files; a start that goes on from a checkpoint does less.
 OPERATIONS = 200
-FAST = ("before the tokens have their name", "while arrays are written", "between a checkpoint and its digests")
+FAST = (
+    "before the tokens have their name",
+    "while arrays are written",
+    "between a checkpoint and its digests",
+)
 FAST += ("between the best parameters and their digests", "before the test scores are written")
 
 # Best parameters are written per member: the second's at step 8 only, the first's at steps 8, 16
 # and 24.
-OF_ENSEMBLE = ["os.mkdir *best/seed=2*/8.orbax-checkpoint-tmp*", "open *best/seed=1/16/.digests.json.*"]
+OF_ENSEMBLE = [
+    "os.mkdir *best/seed=2*/8.orbax-checkpoint-tmp*",
+    "open *best/seed=1/16/.digests.json.*",
+]
 OF_ENSEMBLE += ["open *latest/24/.digests.json*"]
 
 
@@ -69,7 +76,11 @@ def assert_nothing_left_over(place, name):
     is under way.
     """
     workdir = place.workdir(name)
-    left = {path for pattern in ("*.tmp", ".probe-*", "*.deleted", "*orbax*") for path in workdir.rglob(pattern)}
+    left = {
+        path
+        for pattern in ("*.tmp", ".probe-*", "*.deleted", "*orbax*")
+        for path in workdir.rglob(pattern)
+    }
     assert not left - {*workdir.glob(".evaluation.json.*.tmp")}
 
 
@@ -95,6 +106,8 @@ def test_kills_at_random_moments(kills, place, undisturbed, fault_seed):
                 landed += 1
             finished(act(name))
         assert_equal_runs(place.workdir(name), undisturbed)
-        assert result(place.workdir(name), "evaluation.json") == result(undisturbed, "evaluation.json")
+        assert result(place.workdir(name), "evaluation.json") == result(
+            undisturbed, "evaluation.json"
+        )
         assert_nothing_left_over(place, name)
     print(f"seed {fault_seed}: {landed} kills in {runs} runs")

@@ -67,7 +67,9 @@ def test_kills_and_errors(wanted, runs, storage, undisturbed, fault_seed):
         assert not (runs.workdir(name) / ".lock").exists()
         count += 1
         print(f"{name}: {kills} kills, {errors} errors so far", flush=True)
-    print(f"seed {fault_seed}: {kills} kills between writes and {errors} errors in {count} runs, all curves equal")
+    print(
+        f"seed {fault_seed}: {kills} kills between writes and {errors} errors in {count} runs, all curves equal"
+    )
 
 
 @pytest.fixture
@@ -93,7 +95,9 @@ def test_one_of_two_processes_is_killed(start, storage, fault_seed, tmp_path):
         storage.calm()  # What the other one writes is done.
         codes = [code for code, _, _ in processes.finish(started)]
         assert codes[victim] == KILLED and codes[1 - victim] not in (0, KILLED)
-        print(f"process {victim} killed at write {number}; the other ended with {codes[1 - victim]}")
+        print(
+            f"process {victim} killed at write {number}; the other ended with {codes[1 - victim]}"
+        )
     assert [code for code, _, _ in processes.finish(start(workdir))] == [0, 0]
     assert_equal_runs(workdir, tmp_path / "undisturbed")
     assert not (workdir / ".lock").exists()

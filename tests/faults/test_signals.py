@@ -15,7 +15,11 @@ UNANSWERED = -signal.SIGTERM  # Which a shell shows as 143 too.
 MOMENTS = {
     "while records are written": ("os.rename *tfds*incomplete*", UNANSWERED, None),
     "while the log is opened, before anything is compiled": ("open */log.txt", ANSWERED, "2"),
-    "while the first checkpoint is written": ("os.mkdir *latest/*.orbax-checkpoint-tmp", ANSWERED, r"\d+"),
+    "while the first checkpoint is written": (
+        "os.mkdir *latest/*.orbax-checkpoint-tmp",
+        ANSWERED,
+        r"\d+",
+    ),
     "while digests are written": ("open *latest/12/.digests.json.*", ANSWERED, r"\d+"),
     "after the last evaluation": ("os.mkdir *best/24.orbax-checkpoint-tmp", ANSWERED, "24"),
 }

@@ -16,7 +16,16 @@ import pytest
 from support import tiny, tiny_run
 from support.cases import full_but
 from txl_jax import memory as memory_lib
-from txl_jax.config import CompatConfig, DType, Encoding, EvalConfig, GenerateConfig, Network, NormPlace, ShawTerms
+from txl_jax.config import (
+    CompatConfig,
+    DType,
+    Encoding,
+    EvalConfig,
+    GenerateConfig,
+    Network,
+    NormPlace,
+    ShawTerms,
+)
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
 from txl_jax.inference.decode import Limits, Rows, decode_block, row_key
@@ -44,7 +53,8 @@ MODELS = {
     "tied positions": {"tie_positions": True},
     "adaptive": {"cutoffs": (4, 9), "div_val": 2, "d_embed": 8, "tie_projs": (False, True, True)},
     **{
-        str(encoding): {"encoding": encoding} | ({"num_positions": 9} if encoding.is_learned else {})
+        str(encoding): {"encoding": encoding}
+        | ({"num_positions": 9} if encoding.is_learned else {})
         for encoding in Encoding
         if encoding is not Encoding.RELATIVE  # Those above.
     },
@@ -76,7 +86,9 @@ def both(model, lengths, *, resets=(), memory_dtype=None):
     states = model.init_memory(**sizes)
     kept = forward.init_cache(weights, segment_len=segment_len, dtype=memory_dtype, **sizes)
     for s in range(SEGMENTS):
-        tokens, targets = (text[:, i : i + segment_len] for i in (s * segment_len, s * segment_len + 1))
+        tokens, targets = (
+            text[:, i : i + segment_len] for i in (s * segment_len, s * segment_len + 1)
+        )
         if s in resets:
             rows = jnp.arange(tiny.B) == 1
             states = memory_lib.reset(states, rows, start)
@@ -90,7 +102,9 @@ def both(model, lengths, *, resets=(), memory_dtype=None):
 
 # Every model at the lengths where something may go wrong, every length with the usual model.
 CASES = [("post", name) for name in LENGTHS]
-CASES += [(name, lengths) for name in MODELS if name != "post" for lengths in ("rounded up", "clamp")]
+CASES += [
+    (name, lengths) for name in MODELS if name != "post" for lengths in ("rounded up", "clamp")
+]
 QUICK = [("post", name) for name in ("rounded up", "clamp of one", "one token", "no memory")]
 QUICK += [(name, "clamp") for name in ("pre", "own biases", "tied positions", "adaptive")]
 QUICK += [(name, "clamp") for name in ("vaswani", "shaw, as the original")]
@@ -119,7 +133,9 @@ def test_the_query_is_scaled_before_it_is_rounded():
 def test_a_narrower_memory_is_read_in_the_compute_type(x64):
     """float32 in a float64 model: off by what float32 rounds (1e-7), by no more and no less."""
     pairs = list(both(tiny.make(dtype=DType.FLOAT64), LENGTHS["clamp"], memory_dtype=jnp.float32))
-    assert 1e-9 < max(float(np.abs(found[0] - expected[0]).max()) for found, expected in pairs) < 1e-6
+    assert (
+        1e-9 < max(float(np.abs(found[0] - expected[0]).max()) for found, expected in pairs) < 1e-6
+    )
 
 
 @pytest.mark.full
@@ -131,18 +147,29 @@ def test_a_step_keeps_no_copy_of_the_memory(rows, dtype):
     """
     model = tiny.make(n_layer=4, d_model=64, n_head=4, d_head=16, d_inner=64)
     weights, zeros = frozen(model, 1, 4096, 64), np.zeros(rows or 1, np.int32)
-    cache = forward.init_cache(weights, batch_size=len(zeros), mem_len=4096, segment_len=1, dtype=dtype)
+    cache = forward.init_cache(
+        weights, batch_size=len(zeros), mem_len=4096, segment_len=1, dtype=dtype
+    )
     if rows:
         cache = cache.replace(write_index=cache.valid)
-    given = Rows(zeros[:, None], zeros, zeros + 8, np.stack([row_key(0)] * len(zeros)), np.int32(-1))
+    given = Rows(
+        zeros[:, None], zeros, zeros + 8, np.stack([row_key(0)] * len(zeros)), np.int32(-1)
+    )
     steps = jax.jit(decode_block, static_argnames=("limits", "count"), donate_argnums=1)
     compiled = steps.lower(weights, cache, given, Limits(1.0, 1.0), count=8).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < cache.keys[0].nbytes + cache.values[0].nbytes
+    assert (
+        compiled.memory_analysis().temp_size_in_bytes
+        < cache.keys[0].nbytes + cache.values[0].nbytes
+    )
 
 
 @pytest.mark.parametrize(
     ("mem_len", "segment_len", "length", "named"),
-    [(16, 4, 4, r"\b16\b.*\b4\b.*\b12\b"), (8, 8, 8, r"\b8\b.*\b8\b.*\b12\b"), (8, 4, 3, r"\b8\b.*\b3\b")],
+    [
+        (16, 4, 4, r"\b16\b.*\b4\b.*\b12\b"),
+        (8, 8, 8, r"\b8\b.*\b8\b.*\b12\b"),
+        (8, 4, 3, r"\b8\b.*\b3\b"),
+    ],
 )
 def test_other_lengths_than_those_of_the_weights_are_refused(mem_len, segment_len, length, named):
     model = tiny.make()
@@ -155,14 +182,24 @@ def test_other_lengths_than_those_of_the_weights_are_refused(mem_len, segment_le
 @pytest.mark.parametrize("network", Network)
 def test_logits_are_divided_with_their_biases(network):
     recurrent = RecurrentModel(tiny.model_config(network=network), tiny.V)
-    model, rng = tiny.make() if network is Network.TRANSFORMER_XL else recurrent, np.random.default_rng(0)
+    model, rng = (
+        tiny.make() if network is Network.TRANSFORMER_XL else recurrent,
+        np.random.default_rng(0),
+    )
     params = tiny_run.params(model)
     params["softmax"]["bias"] = rng.normal(size=tiny.V).astype(np.float32)
-    hidden, targets = rng.normal(size=(2, 5, tiny.D)).astype(np.float32), rng.integers(tiny.V, size=(2, 5))
+    hidden, targets = (
+        rng.normal(size=(2, 5, tiny.D)).astype(np.float32),
+        rng.integers(tiny.V, size=(2, 5)),
+    )
     logits = (hidden @ params["embedding"]["table_0"].T + params["softmax"]["bias"]) / 1.7
-    expected = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), targets[..., None], axis=-1)[..., 0]
+    expected = -np.take_along_axis(
+        np.asarray(jax.nn.log_softmax(logits)), targets[..., None], axis=-1
+    )[..., 0]
     reader = make_scorer(model, dataclasses.replace(tiny_run.CONFIG.eval, temperature=1.7))
-    found = jax.jit(reader.nll)(jax.jit(reader.prepare_params)(params), jnp.asarray(hidden), jnp.asarray(targets))
+    found = jax.jit(reader.nll)(
+        jax.jit(reader.prepare_params)(params), jnp.asarray(hidden), jnp.asarray(targets)
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -183,26 +220,35 @@ def argmax_of_one_pass(tokens: list[int], window: int) -> list[int]:
     # Whose length is the window; no slot is filled.
     empty = model.init_memory(batch_size=1, mem_len=window)
     hidden, _ = tiny.encoder(model, clamp_len=5, same_length=True)(variables, padded, empty)
-    return np.argmax(model.apply(variables, hidden, method=model.log_probabilities)[0], axis=-1)[: len(tokens)].tolist()
+    return np.argmax(model.apply(variables, hidden, method=model.log_probabilities)[0], axis=-1)[
+        : len(tokens)
+    ].tolist()
 
 
 @pytest.mark.parametrize(
     ("n", "length", "same_length", "window"),
     [(12, 45, False, 8), (12, 45, True, 7), *((n, 6, False, 8) for n in (1, 3, 4, 10))],
 )
-def test_greedy_text_on_a_ring_is_that_of_one_pass_without_memory(n, length, same_length, window, x64):
+def test_greedy_text_on_a_ring_is_that_of_one_pass_without_memory(
+    n, length, same_length, window, x64
+):
     """Token for token, where the ring of 7 slots goes round eight times, and after prompts of any
     length.
 
     Shorter than a segment, whole segments, and both; beyond the ring's length.
     """
-    prompt, lengths = TEXT[:n], EvalConfig(segment_len=3, mem_len=7, clamp_len=5, same_length=same_length)
+    prompt, lengths = (
+        TEXT[:n],
+        EvalConfig(segment_len=3, mem_len=7, clamp_len=5, same_length=same_length),
+    )
     generator = tiny_run.generator(tiny.make(dtype=DType.FLOAT64), lengths)
     blocks = generator.tokens(prompt, GenerateConfig(length=length, temperature=0))
     text = np.concatenate(list(blocks), axis=1)[0].tolist()
     assert text == argmax_of_one_pass(prompt + text, window)[n - 1 : -1]
     if length == 45:
-        assert len(set(text)) > 2 and text != argmax_of_one_pass(prompt + text, window + 1)[n - 1 : -1]
+        assert (
+            len(set(text)) > 2 and text != argmax_of_one_pass(prompt + text, window + 1)[n - 1 : -1]
+        )
 
 
 def test_weights_for_single_tokens_share_arrays_with_those_for_segments():

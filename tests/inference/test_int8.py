@@ -10,7 +10,15 @@ import pytest
 
 from support import tiny, tiny_run
 from support.cases import full_but, nightly_but
-from txl_jax.config import DType, Encoding, EvalConfig, ExperimentConfig, GenerateConfig, NormPlace, WeightDType
+from txl_jax.config import (
+    DType,
+    Encoding,
+    EvalConfig,
+    ExperimentConfig,
+    GenerateConfig,
+    NormPlace,
+    WeightDType,
+)
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.inference.decode import Limits, Rows, row_key
@@ -57,8 +65,12 @@ def scores(weights, segment_len, mem_len, *, cache_dtype=None):
 def test_int8_weights_give_the_numbers_of_their_values_in_float64(name, lengths, x64):
     model, lengths = tiny.make(dtype=DType.FLOAT64, **MODELS[name]), LENGTHS[lengths]
     weights = prepared(model, *lengths)
-    tables = [each for of in weights.clusters for each in (of.table, of.projection) if each is not None]
-    assert sum(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(weights)) == 5 * len(weights.layers) + len(tables)
+    tables = [
+        each for of in weights.clusters for each in (of.table, of.projection) if each is not None
+    ]
+    assert sum(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(weights)) == 5 * len(
+        weights.layers
+    ) + len(tables)
     found, _ = scores(weights, *lengths)
     expected, _ = scores(dequantized(weights), *lengths)
     plain, _ = scores(prepared(model, *lengths, weight_dtype=None), *lengths)
@@ -68,7 +80,8 @@ def test_int8_weights_give_the_numbers_of_their_values_in_float64(name, lengths,
 
 
 @pytest.mark.parametrize(
-    ("dtype", "lengths"), full_but([("int8", "segments")], itertools.product(("int8", "bfloat16"), LENGTHS))
+    ("dtype", "lengths"),
+    full_but([("int8", "segments")], itertools.product(("int8", "bfloat16"), LENGTHS)),
 )
 def test_a_narrow_cache_moves_scores_a_little(dtype, lengths, x64):
     """Stored as bfloat16, numbers carry 8 bits: about 1 part in 300 each."""
@@ -94,7 +107,9 @@ def test_generation_holds_no_wider_copy_of_its_weights():
         generator = tiny_run.generator(model, lengths)
         cache, given, number = generator.read(np.arange(5), GenerateConfig())
         rows = Rows(given, number, np.full(1, 4, np.int32), row_key(0)[None], np.int32(-1))
-        return generator.decode.lower(generator.for_tokens, cache, rows, Limits(0, 1), count=4).compile()
+        return generator.decode.lower(
+            generator.for_tokens, cache, rows, Limits(0, 1), count=4
+        ).compile()
 
     def wide(text):
         shapes = re.findall(r"\b(?:f16|bf16|f32|f64)\[([\d,]+)\]", text)

@@ -23,7 +23,13 @@ from txl_jax.runs.convert import convert
 
 pytestmark = pytest.mark.full
 EXAMPLE = ROOT / "docs" / "examples" / "run_exported.py"
-FILES = ["generate.jax_export", "manifest.json", "manifest.sha256", "score.jax_export", "tokens.json"]
+FILES = [
+    "generate.jax_export",
+    "manifest.json",
+    "manifest.sha256",
+    "score.jax_export",
+    "tokens.json",
+]
 FILES += ["weights.safetensors"]
 COUNT = 50
 BYTES = {"tokenizer": Tokenizer.BYTE, "model__n_layer": 1}
@@ -50,7 +56,12 @@ print(json.dumps({
 
 def run_elsewhere(folder, ids, tmp_path):
     """Runs the example in a process of its own."""
-    command = [sys.executable, "-c", RUN, *map(str, (EXAMPLE, folder, json.dumps(ids.tolist()), COUNT))]
+    command = [
+        sys.executable,
+        "-c",
+        RUN,
+        *map(str, (EXAMPLE, folder, json.dumps(ids.tolist()), COUNT)),
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -77,7 +88,9 @@ def test_another_process_computes_what_the_model_does(changes, tmp_path):
     model = txl_jax.load(made.path)
     ids = model.encode(drawn_run.TEXT[:28])  # Six segments; the memory of 9 fills up in the second.
     found = run_elsewhere(folder, ids, tmp_path)
-    np.testing.assert_allclose(found["nats"], model.score([ids], per_token=True)[0], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        found["nats"], model.score([ids], per_token=True)[0], rtol=1e-6, atol=1e-6
+    )
     [text] = model.generate([ids[:12]], GenerateConfig(length=COUNT, temperature=0.0))
     pieces = json.loads((folder / "tokens.json").read_bytes())
     assert b"".join(bytes.fromhex(pieces[i]) for i in found["ids"]).decode(errors="replace") == text
@@ -133,9 +146,15 @@ def test_a_file_too_many_or_too_few_is_refused(folder, tmp_path):
 
 def test_each_row_is_sampled_at_its_own_temperature():
     """At 0 it is the lowest id of the most likely."""
-    n, temperatures, log_p = 4000, np.array([0.5, 2.0, 0.0], np.float32), np.log(np.float32([0.1, 0.4, 0.4, 0.1]))
+    n, temperatures, log_p = (
+        4000,
+        np.array([0.5, 2.0, 0.0], np.float32),
+        np.log(np.float32([0.1, 0.4, 0.4, 0.1])),
+    )
     keys = jax.random.key_data(jax.random.split(jax.random.key(0, impl="threefry2x32"), 3 * n))
-    drawn = np.asarray(jax.jit(exported._sample)(np.tile(log_p, (3 * n, 1)), keys, np.tile(temperatures, n)))
+    drawn = np.asarray(
+        jax.jit(exported._sample)(np.tile(log_p, (3 * n, 1)), keys, np.tile(temperatures, n))
+    )
     assert drawn.dtype == np.int32 and set(drawn[2::3]) == {1}
     for i in range(2):
         expected = np.exp(log_p / temperatures[i])
@@ -154,7 +173,9 @@ def test_other_numbers_than_the_models_are_refused(workdir, folder):
 
 
 def test_a_network_that_does_not_generate_is_scored_only(tmp_path, capsys):
-    made = drawn_run.of_words(tmp_path / "lstm", tokenizer=Tokenizer.BYTE, model__n_layer=1, model__network="lstm")
+    made = drawn_run.of_words(
+        tmp_path / "lstm", tokenizer=Tokenizer.BYTE, model__n_layer=1, model__network="lstm"
+    )
     model = txl_jax.load(made.path)
     found = job._functions_of(job._on_one_device(model.config, model.vocabulary, 1), model.params)
     assert list(found.functions) == ["score"] and "lstm" in capsys.readouterr().out

@@ -23,7 +23,13 @@ ONE_BILLION = ["<S>", "the", "<UNK>", "of"]
 def attributes(words=WORDS, **more) -> dict:
     counts = collections.Counter(dict.fromkeys(words, 3))
     ids = collections.OrderedDict((word, token) for token, word in enumerate(words))
-    return {"counter": counts, "special": ["<eos>"], "idx2sym": list(words), "sym2idx": ids, "delimiter": None} | more
+    return {
+        "counter": counts,
+        "special": ["<eos>"],
+        "idx2sym": list(words),
+        "sym2idx": ids,
+        "delimiter": None,
+    } | more
 
 
 def write_plain(path, value):
@@ -74,7 +80,9 @@ def test_a_corpus_of_the_tensorflow_release(tmp_path):
     ],
 )
 def test_bytes(symbols, dataset, expected):
-    found = foreign_vocabulary.of_symbols(symbols, lower_case=False, dataset=dataset, name="cache.pkl")
+    found = foreign_vocabulary.of_symbols(
+        symbols, lower_case=False, dataset=dataset, name="cache.pkl"
+    )
     assert found.vocabulary == expected, "with the same ids"
 
 
@@ -103,8 +111,18 @@ def test_added_tokens_continue_the_words(tmp_path):
     found = foreign_vocabulary.find(tmp_path, size + 2)
     assert found.vocabulary.words == (*WORDS, "<a>", "<b>")
     assert any("added_tokens.json" in note for note in found.notes)
-    assert foreign_vocabulary.find(tmp_path, size).vocabulary.words == tuple(WORDS), "the table decides"
-    for content in (f'{{"<a>": {size + 1}}}', f'{{"the": {size}}}', '{"<a>": "x"}', "[1]", "null", "{", "[" * 100_000):
+    assert foreign_vocabulary.find(tmp_path, size).vocabulary.words == tuple(WORDS), (
+        "the table decides"
+    )
+    for content in (
+        f'{{"<a>": {size + 1}}}',
+        f'{{"the": {size}}}',
+        '{"<a>": "x"}',
+        "[1]",
+        "null",
+        "{",
+        "[" * 100_000,
+    ):
         (tmp_path / "added_tokens.json").write_text(content)
         with pytest.raises(UserError, match=r"added_tokens\.json"):
             foreign_vocabulary.find(tmp_path, size + 1)
@@ -135,7 +153,9 @@ def test_what_has_no_usable_words(tmp_path):
     found = foreign_vocabulary.of_symbols(["<eos>", "the"], lower_case=False, name="vocab.txt")
     assert found.vocabulary is None and "unknown" in found.notes[0]
     # No bytes.
-    assert foreign_vocabulary.of_symbols(["256", "7"], lower_case=False, name="a").vocabulary is None
+    assert (
+        foreign_vocabulary.of_symbols(["256", "7"], lower_case=False, name="a").vocabulary is None
+    )
     assert foreign_vocabulary.find(tmp_path, 3).vocabulary is None
     (tmp_path / "vocab.txt").write_bytes(b"the\n\xff\n")
     with pytest.raises(UserError, match=r"vocab\.txt .*\b4\b"):
@@ -160,7 +180,9 @@ def test_what_is_no_vocabulary(value, named, tmp_path):
 
 
 @pytest.mark.nightly(part="huggingface")
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
+)
 def test_the_tokenizer_that_transformers_saves(tmp_path):
     """Its pickle holds the whole tokenizer, with objects of other packages."""
     import transformers

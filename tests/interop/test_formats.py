@@ -30,16 +30,24 @@ def write_safetensors(path, tensors):
 
 
 @by_config
-@pytest.mark.parametrize("write", [torch_bytes.write_legacy, torch_bytes.write_zip, write_safetensors])
+@pytest.mark.parametrize(
+    "write", [torch_bytes.write_legacy, torch_bytes.write_zip, write_safetensors]
+)
 def test_a_folder_of_hugging_face(changes, write, tmp_path):
     config, params = foreign.make("hf", **changes)
     folder = foreign.huggingface_folder(tmp_path / "model", config, params, write=write)
     (folder / "vocab.txt").write_text("\n".join(foreign.WORDS))
     found = formats.read(folder)
     foreign.check(found, config, params)
-    assert found.format is Format.HUGGINGFACE and found.info.config.model.compat == tiny.compat_config("hf")
+    assert (
+        found.format is Format.HUGGINGFACE
+        and found.info.config.model.compat == tiny.compat_config("hf")
+    )
     assert found.info.config.eval == foreign.LENGTHS
-    assert isinstance(found.info.vocabulary, WordVocabulary) and found.info.vocabulary.words == foreign.WORDS
+    assert (
+        isinstance(found.info.vocabulary, WordVocabulary)
+        and found.info.vocabulary.words == foreign.WORDS
+    )
 
 
 @by_config
@@ -64,7 +72,9 @@ def test_half_precision(dtype, tmp_path):
         torch_bytes.write_zip(path, {name: value.astype(dtype) for name, value in tensors.items()})
 
     config, params = foreign.make("hf", untie_r=True)
-    found = formats.read(foreign.huggingface_folder(tmp_path / "model", config, params, write=write))
+    found = formats.read(
+        foreign.huggingface_folder(tmp_path / "model", config, params, write=write)
+    )
     foreign.check(found, config, jax.tree.map(lambda value: value.astype(dtype), params))
     assert {leaf.dtype for leaf in found.leaves.values()} == {np.dtype(dtype)}
 
@@ -99,20 +109,30 @@ def test_a_state_dict_of_the_original_with_a_config_file(changes, tmp_path):
 
 
 # Its u and v are shared by all layers.
-NVIDIA = {name: {k: v for k, v in changes.items() if k != "untie_r"} for name, changes in foreign.CONFIGS.items()}
+NVIDIA = {
+    name: {k: v for k, v in changes.items() if k != "untie_r"}
+    for name, changes in foreign.CONFIGS.items()
+}
 
 
 @pytest.mark.parametrize("changes", NVIDIA.values(), ids=NVIDIA)
 def test_a_checkpoint_of_nvidia(changes, tmp_path):
     config, params = foreign.make("pytorch", **changes)
-    torch_bytes.write_zip(tmp_path / "checkpoint_best.pt", foreign.nvidia_checkpoint(config, params))
+    torch_bytes.write_zip(
+        tmp_path / "checkpoint_best.pt", foreign.nvidia_checkpoint(config, params)
+    )
     found = formats.read(tmp_path)
     assert found.format is Format.NVIDIA
     foreign.check(found, config, params)
-    compat = dataclasses.replace(tiny.compat_config("pytorch"), same_length_window=AttentionWindow.MEM_LEN_PLUS_ONE)
+    compat = dataclasses.replace(
+        tiny.compat_config("pytorch"), same_length_window=AttentionWindow.MEM_LEN_PLUS_ONE
+    )
     assert found.info.config.model.compat == compat
     assert found.info.config.eval == dataclasses.replace(foreign.LENGTHS, segment_len=3)
-    assert isinstance(found.info.vocabulary, WordVocabulary) and found.info.vocabulary.words == foreign.WORDS
+    assert (
+        isinstance(found.info.vocabulary, WordVocabulary)
+        and found.info.vocabulary.words == foreign.WORDS
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +156,9 @@ def test_a_config_that_contradicts_the_tensors(change, message, tmp_path):
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(facts | change))
     if message is None:
-        assert formats.read(folder).info.config.model.compat.layer_norm_eps == change.get("layer_norm_epsilon", 1e-5)
+        assert formats.read(folder).info.config.model.compat.layer_norm_eps == change.get(
+            "layer_norm_epsilon", 1e-5
+        )
         return
     with pytest.raises(UserError, match=message) as caught:
         formats.read(folder)
@@ -155,9 +177,13 @@ def test_what_holds_no_weights(tmp_path):
     for path in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(UserError, match=re.escape(str(path))):
             formats.read(path)
-    safetensors.write(tmp_path / "model.safetensors", leaves.from_tree({"stack": {"a": np.zeros(3)}}))
+    safetensors.write(
+        tmp_path / "model.safetensors", leaves.from_tree({"stack": {"a": np.zeros(3)}})
+    )
     with pytest.raises(UserError, match=r"stack/a"):
         formats.read(tmp_path)
-    gpt2 = torch_bytes.write_zip(tmp_path / "gpt2.bin", {"transformer.h.0.ln_1.weight": np.zeros(3, np.float32)})
+    gpt2 = torch_bytes.write_zip(
+        tmp_path / "gpt2.bin", {"transformer.h.0.ln_1.weight": np.zeros(3, np.float32)}
+    )
     with pytest.raises(UserError, match=r"transformer\.h\.0\.ln_1\.weight"):
         formats.read(gpt2)

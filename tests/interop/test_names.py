@@ -20,7 +20,9 @@ WRAPPED = {
     "each layer": lambda name: name.replace("layers.0.", "layers.0._orig_mod.").replace(
         "layers.1.", "layers.1.module."
     ),
-    "checkpoints of activations": lambda name: name.replace("dec_attn.", "dec_attn._checkpoint_wrapped_module."),
+    "checkpoints of activations": lambda name: name.replace(
+        "dec_attn.", "dec_attn._checkpoint_wrapped_module."
+    ),
     "FSDP": lambda name: f"_fsdp_wrapped_module.{name}",
     "Lightning": lambda name: f"model.{name}",
     "fairseq": lambda name: f"decoder.model.{name}",
@@ -32,7 +34,9 @@ WRAPPED = {
 def write_safetensors(path, tensors):
     path = path.with_name("model.safetensors")
     distinct = {id(value): name for name, value in reversed(tensors.items())}
-    safetensors.write(path, leaves.from_tree({name: np.asarray(tensors[name]) for name in distinct.values()}))
+    safetensors.write(
+        path, leaves.from_tree({name: np.asarray(tensors[name]) for name in distinct.values()})
+    )
     return path
 
 
@@ -41,17 +45,23 @@ def write_lightning(path, tensors):
 
 
 def write_fairseq(path, tensors):
-    return torch_bytes.write_legacy(path.with_name("checkpoint_best.pt"), {"args": None, "model": tensors})
+    return torch_bytes.write_legacy(
+        path.with_name("checkpoint_best.pt"), {"args": None, "model": tensors}
+    )
 
 
-@pytest.mark.parametrize("write", [write_safetensors, write_lightning, write_fairseq, torch_bytes.write_legacy])
+@pytest.mark.parametrize(
+    "write", [write_safetensors, write_lightning, write_fairseq, torch_bytes.write_legacy]
+)
 @pytest.mark.parametrize("format", [Format.ORIGINAL, Format.HUGGINGFACE])
 @pytest.mark.parametrize("wrapped", WRAPPED.values(), ids=WRAPPED)
 def test_a_model_behind_other_names_is_the_same(write, format, wrapped, tmp_path):
     config, params = foreign.make(original.PRESETS[format], **foreign.CONFIGS["div_val 2"])
     tensors = original.from_flax(params, config, format=format)
     path = write(tmp_path / "model.pt", {wrapped(name): array for name, array in tensors.items()})
-    (tmp_path / "config.json").write_text(json.dumps({"pre_lnorm": False, "cutoffs": list(config.cutoffs)}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"pre_lnorm": False, "cutoffs": list(config.cutoffs)})
+    )
     for source in (path, tmp_path):
         found = formats.read(source)
         assert found.format is format
@@ -64,7 +74,9 @@ def test_what_has_another_prefix_is_omitted_with_a_note():
     given = {"loss.weight": leaf, **{f"model.{name}": value for name, value in own.items()}}
     found = names.known(given)
     assert found.tensors == own and found.is_recognized and not found.has_transformer
-    assert any("'model.'" in note for note in found.notes) and any("loss.weight" in note for note in found.notes)
+    assert any("'model.'" in note for note in found.notes) and any(
+        "loss.weight" in note for note in found.notes
+    )
     # An average of the weights under another name.
     both = given | {f"ema.{name}": value for name, value in own.items()}
     found = names.known(both)
@@ -75,11 +87,19 @@ def test_what_has_another_prefix_is_omitted_with_a_note():
 def test_two_tensors_of_one_name_are_an_error():
     first, second = (leaves.leaf_of(np.zeros(2)) for _ in range(2))
     with pytest.raises(UserError, match=r" word_emb\.emb_layers\.0\.weight "):
-        names.known({"word_emb.emb_layers.0.weight": first, "module.word_emb.emb_layers.0.weight": second})
-    assert names.known({"word_emb.emb_layers.0.weight": first, "module.word_emb.emb_layers.0.weight": first})
+        names.known(
+            {"word_emb.emb_layers.0.weight": first, "module.word_emb.emb_layers.0.weight": second}
+        )
+    assert names.known(
+        {"word_emb.emb_layers.0.weight": first, "module.word_emb.emb_layers.0.weight": first}
+    )
 
 
 def test_other_models_are_not_recognized():
     leaf = leaves.leaf_of(np.zeros(2))
-    for name in ("h.0.ln.weight", "my_word_emb.emb_layers.0.weight", "word_emb.emb_layers.0.weight.x"):
+    for name in (
+        "h.0.ln.weight",
+        "my_word_emb.emb_layers.0.weight",
+        "word_emb.emb_layers.0.weight.x",
+    ):
         assert not names.known({name: leaf}).is_recognized

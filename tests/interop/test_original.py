@@ -35,7 +35,10 @@ def test_other_encodings_have_no_names_in_hugging_face(encoding):
 
 # Hugging Face's and the TensorFlow release's class have relative positions alone.
 LEARNED = {"num_positions": 7, "n_head": 2, "d_head": 3}
-OTHERS = [{"encoding": Encoding.VASWANI}, *({"encoding": each} | LEARNED for each in (Encoding.SHAW, Encoding.AL_RFOU))]
+OTHERS = [
+    {"encoding": Encoding.VASWANI},
+    *({"encoding": each} | LEARNED for each in (Encoding.SHAW, Encoding.AL_RFOU)),
+]
 FORMATS = (Format.ORIGINAL, Format.HUGGINGFACE, Format.TENSORFLOW)
 OF_OTHERS = [(Format.ORIGINAL, changes) for changes in OTHERS]
 QUICK = [foreign.CONFIGS[name] for name in ("nothing tied", "div_val 1", "div_val 2")]
@@ -68,10 +71,24 @@ def test_names_and_layouts_are_those_written_out_by_hand(format, changes):
 
 def test_arguments_of_other_implementations_classes():
     """Of a model in which no two of them are alike."""
-    changes = {"cutoffs": (4, 9), "d_embed": 8, "div_val": 2, "tie_projs": (False, True, True), "untie_r": True}
+    changes = {
+        "cutoffs": (4, 9),
+        "d_embed": 8,
+        "div_val": 2,
+        "tie_projs": (False, True, True),
+        "untie_r": True,
+    }
     config, _ = foreign.make("hf", **changes)
     span = EvalConfig(batch_size=2, segment_len=3, mem_len=7, clamp_len=11, same_length=True)
-    shared = {"n_layer": 2, "n_head": 4, "d_model": 6, "d_head": 5, "d_inner": 10, "d_embed": 8, "div_val": 2}
+    shared = {
+        "n_layer": 2,
+        "n_head": 4,
+        "d_model": 6,
+        "d_head": 5,
+        "d_inner": 10,
+        "d_embed": 8,
+        "div_val": 2,
+    }
     shared |= {"cutoffs": [4, 9], "tie_projs": [False, True, True], "pre_lnorm": False}
     shared |= {"mem_len": 7, "clamp_len": 11, "same_length": True}
     assert huggingface.config_of(config, span, vocab_size=tiny.V) == shared | {
@@ -96,7 +113,15 @@ def test_arguments_of_other_implementations_classes():
     own = dataclasses.replace(span, clamp_len=None, same_length=False)
     config, _ = foreign.make("hf", layer_norm=NormPlace.PRE, tie_weight=False)
     found = huggingface.config_of(config, own, vocab_size=tiny.V)
-    kept = ("clamp_len", "same_length", "pre_lnorm", "tie_word_embeddings", "untie_r", "cutoffs", "d_embed")
+    kept = (
+        "clamp_len",
+        "same_length",
+        "pre_lnorm",
+        "tie_word_embeddings",
+        "untie_r",
+        "cutoffs",
+        "d_embed",
+    )
     assert [found[name] for name in kept] == [-1, False, True, False, False, [], 6]
 
 
@@ -138,13 +163,31 @@ SHARED = "transformer.r_w_bias"
     [
         (Format.ORIGINAL, {}, "layers.1.dec_attn.r_net.weight", None, r"[^\[]*\[20, 6\]"),
         (Format.ORIGINAL, {}, "r_emb", np.zeros((3, 4)), r".*\[3, 4\]"),
-        (Format.ORIGINAL, {}, "layers.1.dec_attn.o_net.weight", np.zeros((20, 6)), r".*\[20, 6\].*\[6, 20\]"),
+        (
+            Format.ORIGINAL,
+            {},
+            "layers.1.dec_attn.o_net.weight",
+            np.zeros((20, 6)),
+            r".*\[20, 6\].*\[6, 20\]",
+        ),
         # They share one.
-        (Format.ORIGINAL, {}, "crit.out_layers.0.weight", np.zeros((13, 6)), r".*\bword_emb\.emb_layers\.0\.weight\b"),
+        (
+            Format.ORIGINAL,
+            {},
+            "crit.out_layers.0.weight",
+            np.zeros((13, 6)),
+            r".*\bword_emb\.emb_layers\.0\.weight\b",
+        ),
         (Format.ORIGINAL, {}, original.FREQUENCIES, TWICE, r".*\[3\]"),
         (Format.HUGGINGFACE, {}, U1, np.ones((4, 5)), rf".*{SHARED}\b.*\bmodel\.untie_r\b"),
         (Format.HUGGINGFACE, {"untie_r": True}, SHARED, np.zeros((4, 5)), r".*\bmodel\.untie_r\b"),
-        (Format.HUGGINGFACE, {}, "transformer.crit.out_layers.0.bias", np.zeros(13), r".*expected no such tensor"),
+        (
+            Format.HUGGINGFACE,
+            {},
+            "transformer.crit.out_layers.0.bias",
+            np.zeros(13),
+            r".*expected no such tensor",
+        ),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(format, changes, name, value, named):
@@ -200,7 +243,9 @@ def test_the_real_model_gives_the_same_numbers(changes, lengths, x64, monkeypatc
     arguments = transformers.TransfoXLConfig(**huggingface.config_of(config, span, vocab_size=V))
     peer = transformers.TransfoXLLMHeadModel(arguments).eval().double()
     tensors = original.from_flax(params, config, format=Format.HUGGINGFACE)
-    peer.load_state_dict({name: torch.from_numpy(value) for name, value in tensors.items()}, strict=True)
+    peer.load_state_dict(
+        {name: torch.from_numpy(value) for name, value in tensors.items()}, strict=True
+    )
     tokens = tiny.text(3 * L + 1)
     # Each cluster, and one row only of the first.
     tokens[0, 1:4], tokens[1, 1:4] = (0, 5, V - 1), 1
@@ -211,7 +256,9 @@ def test_the_real_model_gives_the_same_numbers(changes, lengths, x64, monkeypatc
     for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         for name in ("nll", "hidden", "memory"):
             largest = np.abs(b[name]).max()
-            np.testing.assert_allclose(a[name], b[name], atol=1e-9 * largest, rtol=0, err_msg=f"{name} of segment {k}")
+            np.testing.assert_allclose(
+                a[name], b[name], atol=1e-9 * largest, rtol=0, err_msg=f"{name} of segment {k}"
+            )
 
 
 def our_segments(model: TransformerXL, params, span: EvalConfig, tokens: np.ndarray):
@@ -234,4 +281,8 @@ def peer_segments(torch, peer, tokens: np.ndarray):
         memory = found.mems
         nll = -found.prediction_scores.gather(2, segment[:, 1:, None])[:, :, 0]
         states = torch.stack(memory).transpose(1, 2)
-        yield {"nll": nll.numpy(), "hidden": found.hidden_states[-1].numpy(), "memory": states.numpy()}
+        yield {
+            "nll": nll.numpy(),
+            "hidden": found.hidden_states[-1].numpy(),
+            "memory": states.numpy(),
+        }

@@ -18,7 +18,11 @@ from txl_jax.interop.portable import ModelInfo
 
 WRITE = {Format.HUGGINGFACE: huggingface.write, Format.ORIGINAL: original.write}
 VOCABULARY = WordVocabulary(foreign.WORDS, LineMark.EOS)
-OWN = {"model.compat.memory_start": MemoryStart.MASKED, "data.reset_at": "<eos>", "eval.temperature": 0.5}
+OWN = {
+    "model.compat.memory_start": MemoryStart.MASKED,
+    "data.reset_at": "<eos>",
+    "eval.temperature": 0.5,
+}
 OWN |= {"model.compat.final_norm": True, "train.mem_len": 11, "eval.batch_size": 3}
 
 
@@ -28,7 +32,9 @@ def written(request, tmp_path):
     model, params = foreign.make("ours")
     config = config_tree.replace(ExperimentConfig(), {"model": model, "eval": foreign.LENGTHS})
     config = config_tree.replace(config, OWN)
-    info = ModelInfo(config, VOCABULARY, 7, "a description", {"test": {"loss": 1.0, "perplexity": 2.0}})
+    info = ModelInfo(
+        config, VOCABULARY, 7, "a description", {"test": {"loss": 1.0, "perplexity": 2.0}}
+    )
     WRITE[request.param](tmp_path, info, leaves.from_tree(params))
     own_settings.write(tmp_path, info, request.param)
     return tmp_path, request.param, config
@@ -46,10 +52,22 @@ def test_settings_come_back_and_there_are_no_parameters(written):
     assert (found.info.step, found.info.description) == (7, "a description")
     assert found.info.scores == {"test": {"loss": 1.0, "perplexity": 2.0}}
     content = json.loads((folder / own_settings.NAME).read_text())
-    assert content.keys() == {"txl_jax_settings", "description", "step", "config", "scores", "sha256"}
+    assert content.keys() == {
+        "txl_jax_settings",
+        "description",
+        "step",
+        "config",
+        "scores",
+        "sha256",
+    }
     assert content["config"].keys() == set(own_settings.names(format))
     # Neither what shapes the parameters nor what the other config.json says.
-    assert not content["config"].keys() & {"model.n_layer", "model.cutoffs", "eval.mem_len", "eval.clamp_len"}
+    assert not content["config"].keys() & {
+        "model.n_layer",
+        "model.cutoffs",
+        "eval.mem_len",
+        "eval.clamp_len",
+    }
     assert ("eval.segment_len" in content["config"]) is (format is Format.HUGGINGFACE)
 
 
@@ -64,16 +82,23 @@ def test_what_the_other_config_says_is_read_from_there(written):
 
 def test_it_is_ignored_next_to_other_weights(written):
     folder, format, _ = written
-    tensors = {name: np.array(leaf.read()) for name, leaf in safetensors.read(folder / "model.safetensors").items()}
+    tensors = {
+        name: np.array(leaf.read())
+        for name, leaf in safetensors.read(folder / "model.safetensors").items()
+    }
     next(value for value in tensors.values() if value.ndim == 2)[0, 0] += 1
-    safetensors.write(folder / "model.safetensors", leaves.from_tree(tensors), metadata={"format": "pt"})
+    safetensors.write(
+        folder / "model.safetensors", leaves.from_tree(tensors), metadata={"format": "pt"}
+    )
     found = formats.read(folder)
     assert any("txl_jax.json is ignored" in note for note in found.notes)
     assert found.info.config.model.compat == tiny.compat_config(original.PRESETS[format])
     assert found.info.config.data.reset_at is None and found.info.step == 0
     (folder / own_settings.NAME).unlink()
     alone = formats.read(folder)
-    assert alone.info.config == found.info.config and not any("txl_jax.json" in note for note in alone.notes)
+    assert alone.info.config == found.info.config and not any(
+        "txl_jax.json" in note for note in alone.notes
+    )
 
 
 def test_documents_belong_to_the_vocabulary(written):
@@ -112,7 +137,9 @@ def test_what_is_no_such_file_is_one_error(changes, written):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"null", b"[" * 100_000, b"\xff", b'{"a": 1}', b"9" * 5000])
+@pytest.mark.parametrize(
+    "content", [b"", b"null", b"[" * 100_000, b"\xff", b'{"a": 1}', b"9" * 5000]
+)
 def test_other_content_is_one_error(content, written):
     folder, _, _ = written
     (folder / own_settings.NAME).write_bytes(content)

@@ -81,8 +81,12 @@ class Words(list):
 
 @pytest.mark.parametrize("protocol", PROTOCOLS[2:])
 def test_objects_are_records(protocol, monkeypatch):
-    data = pickle.dumps({"vocab": Vocab(), "words": Words(["x"]), "counts": collections.Counter("aab")}, protocol)
-    monkeypatch.setattr(Vocab, "__setstate__", lambda self, state: pytest.fail("it ran"), raising=False)
+    data = pickle.dumps(
+        {"vocab": Vocab(), "words": Words(["x"]), "counts": collections.Counter("aab")}, protocol
+    )
+    monkeypatch.setattr(
+        Vocab, "__setstate__", lambda self, state: pytest.fail("it ran"), raising=False
+    )
     found = load(data)
     assert isinstance(found["vocab"], Record) and found["vocab"].symbol.name == "Vocab"
     assert found["vocab"].attributes() == {"words": ["a", "b"]}
@@ -118,10 +122,16 @@ def harmful(marker) -> dict[str, bytes]:
         "os.system": Calls(os.system, command),
         "builtins.exec": Calls(exec, f"open({str(marker)!r}, 'w').close()"),
         "builtins.getattr": Calls(getattr, "a text", "upper"),
-        "subprocess.Popen": Calls(subprocess.Popen, command, -1, None, None, None, None, None, True, True),
+        "subprocess.Popen": Calls(
+            subprocess.Popen, command, -1, None, None, None, None, None, True, True
+        ),
         "a function of tests": Calls(write_marker, str(marker)),
     }
-    found = {f"{name}, protocol {p}": pickle.dumps(call, p) for name, call in calls.items() for p in (0, 2, 4)}
+    found = {
+        f"{name}, protocol {p}": pickle.dumps(call, p)
+        for name, call in calls.items()
+        for p in (0, 2, 4)
+    }
     return found | {
         "INST": b"(S'" + text + b"'\nios\nsystem\n.",
         "OBJ": b"(cos\nsystem\nS'" + text + b"'\no.",
@@ -174,21 +184,38 @@ def test_a_state_changes_no_function_and_no_class_of_ours():
     """
     reader = {"of.reader": callable_of_a_reader}
     ours = {**pickles._CALLS, **reader, "txl_jax.interop.pickles.Record": Record}
-    change = {"__defaults__": ("of the file",), "__kwdefaults__": {"is_kept": "of the file"}, "attribute": 1}
+    change = {
+        "__defaults__": ("of the file",),
+        "__kwdefaults__": {"is_kept": "of the file"},
+        "attribute": 1,
+    }
 
     def attributes():
         names = ("__defaults__", "__kwdefaults__")
-        return [[getattr(each, name, None) for name in names] + [dict(vars(each))] for each in ours.values()]
+        return [
+            [getattr(each, name, None) for name in names] + [dict(vars(each))]
+            for each in ours.values()
+        ]
 
     before = attributes()
     for dotted, state in itertools.product(ours, (change, (None, change), (change, change))):
         module, _, name = dotted.rpartition(".")
-        data = f"\x80\x02c{module}\n{name}\n".encode("latin1") + pickle.dumps(state, 2)[2:-1] + b"b."
+        data = (
+            f"\x80\x02c{module}\n{name}\n".encode("latin1") + pickle.dumps(state, 2)[2:-1] + b"b."
+        )
         with contextlib.suppress(UserError):
             pickles.load(data, name="file.pt", calls=reader)
     assert attributes() == before
-    made = load(b"\x80\x02cevil\nEvil\n)\x81" + pickle.dumps((None, {"symbol": 1, "__class__": 1}), 2)[2:-1] + b"b.")
-    assert type(made) is Record and made.symbol == Symbol("evil", "Evil") and made.state[1]["symbol"] == 1
+    made = load(
+        b"\x80\x02cevil\nEvil\n)\x81"
+        + pickle.dumps((None, {"symbol": 1, "__class__": 1}), 2)[2:-1]
+        + b"b."
+    )
+    assert (
+        type(made) is Record
+        and made.symbol == Symbol("evil", "Evil")
+        and made.state[1]["symbol"] == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,6 +278,12 @@ def test_keys_and_names_of_usual_lengths():
 
 def test_arguments_are_counted_before_they_are_looked_at():
     """A tuple of 100,000 values that is passed to 50,000 calls: 5e9 values from 350 kB."""
-    data = b"\x80\x02]ctorch\nparameter\nq\x010(" + b"N" * 100_000 + b"tq\x020" + b"h\x01h\x02R0" * 50_000 + b"."
+    data = (
+        b"\x80\x02]ctorch\nparameter\nq\x010("
+        + b"N" * 100_000
+        + b"tq\x020"
+        + b"h\x01h\x02R0" * 50_000
+        + b"."
+    )
     with pytest.raises(UserError, match="larger than the file"):
         pickles.load(data, name="file.pt", calls={"torch.parameter": lambda *args: None})

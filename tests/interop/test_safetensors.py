@@ -34,7 +34,9 @@ def check_equal(found, expected):
     assert set(found) == set(expected) and len(found) == len(expected)
     for name, value in expected.items():
         assert found[name].dtype == value.dtype and found[name].shape == value.shape
-        np.testing.assert_array_equal(found[name].read() if isinstance(found[name], Leaf) else found[name], value)
+        np.testing.assert_array_equal(
+            found[name].read() if isinstance(found[name], Leaf) else found[name], value
+        )
 
 
 def test_what_is_written_is_read_here_and_by_the_package(tmp_path):
@@ -53,7 +55,9 @@ def test_what_is_written_is_read_here_and_by_the_package(tmp_path):
     check_equal(ours.read(path), theirs)
 
 
-def test_a_conversion_has_an_array_at_a_time_in_memory_and_the_parameters_once(tmp_path, monkeypatch):
+def test_a_conversion_has_an_array_at_a_time_in_memory_and_the_parameters_once(
+    tmp_path, monkeypatch
+):
     """From Hugging Face's format and back.
 
     Losses, of the source and of the result, need all parameters.
@@ -75,10 +79,15 @@ def test_a_conversion_has_an_array_at_a_time_in_memory_and_the_parameters_once(t
 
     monkeypatch.setattr(conversion, "_losses", losses_with_peak)
     monkeypatch.setattr(portable, "place", placed)
-    for source, target, to_format in (("theirs", "ours", "native"), ("ours", "back", "huggingface")):
+    for source, target, to_format in (
+        ("theirs", "ours", "native"),
+        ("ours", "back", "huggingface"),
+    ):
         tracemalloc.start()
         paths = tmp_path / source, tmp_path / target
-        conversion.convert(*paths, to_format=conversion.TargetFormat(to_format), log=lambda line: None)
+        conversion.convert(
+            *paths, to_format=conversion.TargetFormat(to_format), log=lambda line: None
+        )
         tracemalloc.stop()
     assert max(peaks[::2]) < 4 * largest < 0.6 * whole and max(live) < 1.1 * whole
 

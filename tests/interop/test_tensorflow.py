@@ -28,7 +28,12 @@ CONFIGS = {
     "d_embed": {"d_embed": 8, "tie_projs": (True,)},
     "div_val 1": {"cutoffs": CUTOFFS, "untie_r": True},
     "div_val 1, projections": {"cutoffs": CUTOFFS, "d_embed": 8, "tie_projs": (False, True, True)},
-    "div_val 2, as WikiText-103": {"cutoffs": CUTOFFS, "div_val": 2, "tie_projs": (False, True, True), "untie_r": True},
+    "div_val 2, as WikiText-103": {
+        "cutoffs": CUTOFFS,
+        "div_val": 2,
+        "tie_projs": (False, True, True),
+        "untie_r": True,
+    },
     "div_val 2, as One Billion Word": {"cutoffs": CUTOFFS, "div_val": 2, "untie_r": True},
 }
 by_config = pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
@@ -45,11 +50,15 @@ def variables_of(config, params, *, same_dim=True) -> dict[str, np.ndarray]:
     if config.cutoffs and config.div_val == 1:
         bias = tensors.pop("crit.out_layers.0.bias").read()
         tensors |= leaves.from_tree(
-            {f"crit.out_layers.{c}.bias": bias[slice(*ends)] for c, ends in enumerate(itertools.pairwise(bounds))}
+            {
+                f"crit.out_layers.{c}.bias": bias[slice(*ends)]
+                for c, ends in enumerate(itertools.pairwise(bounds))
+            }
         )
     absent = ["adaptive_softmax/bias"] if config.cutoffs else ["adaptive_softmax/cutoff_#/b"]
     absent += [
-        f"adaptive_embed/{'' if config.div_val > 1 else 'cutoff_#/'}{name}" for name in ("lookup_table", "proj_W")
+        f"adaptive_embed/{'' if config.div_val > 1 else 'cutoff_#/'}{name}"
+        for name in ("lookup_table", "proj_W")
     ]
     for variable, name in tensorflow._NAMES.items():
         for number in map(str, range(max(config.n_layer, config.n_cluster))):
@@ -58,9 +67,14 @@ def variables_of(config, params, *, same_dim=True) -> dict[str, np.ndarray]:
                 found[variable.replace("#", number)] = leaf.read().T if transposed else leaf.read()
     if not same_dim:
         del found["adaptive_embed/cutoff_0/proj_W"], found["adaptive_softmax/cutoff_0/proj"]
-    moments = {f"{name}/{slot}": value for name, value in found.items() for slot in ("Adam", "Adam_1")}
+    moments = {
+        f"{name}/{slot}": value for name, value in found.items() for slot in ("Adam", "Adam_1")
+    }
     moments["r_w_bias/ExponentialMovingAverage"] = found["r_w_bias"]
-    named = {f"transformer/{name}": np.ascontiguousarray(value) for name, value in (found | moments).items()}
+    named = {
+        f"transformer/{name}": np.ascontiguousarray(value)
+        for name, value in (found | moments).items()
+    }
     return named | {"global_step": np.int64(3), "beta1_power": np.float32(0.9)}
 
 
@@ -75,7 +89,10 @@ class Reader:
         return {name: list(value.shape) for name, value in self.arrays.items()}
 
     def get_variable_to_dtype_map(self):
-        return {name: types.SimpleNamespace(as_numpy_dtype=value.dtype) for name, value in self.arrays.items()}
+        return {
+            name: types.SimpleNamespace(as_numpy_dtype=value.dtype)
+            for name, value in self.arrays.items()
+        }
 
     def get_tensor(self, name):
         return self.arrays[name]
@@ -100,7 +117,10 @@ class Oracle:
     """
 
     def __init__(self, variables, *, cutoffs, n_layer, mem_len, clamp_len, same_length):
-        self.variables = {name.removeprefix("transformer/"): np.float64(value) for name, value in variables.items()}
+        self.variables = {
+            name.removeprefix("transformer/"): np.float64(value)
+            for name, value in variables.items()
+        }
         self.cutoffs, self.bounds = cutoffs, [0, *cutoffs, foreign.V]
         self.n_layer, self.mem_len, self.clamp_len = n_layer, mem_len, clamp_len
         self.window = mem_len + 1 if same_length else None
@@ -115,7 +135,10 @@ class Oracle:
             inputs, targets = (tokens[None, i : i + segment_len] for i in (start, start + 1))
             hidden = oracles.embed(inputs, embedding, self.cutoffs, self.width) * self.width**0.5
             for layer in range(self.n_layer):
-                before, memory[layer] = memory[layer], np.concatenate([memory[layer], hidden], 1)[:, -self.mem_len :]
+                before, memory[layer] = (
+                    memory[layer],
+                    np.concatenate([memory[layer], hidden], 1)[:, -self.mem_len :],
+                )
                 hidden = self.layer(layer, hidden, before)
             found += oracles.adaptive_nll(hidden, targets, softmax, *tail, self.cutoffs)[0].tolist()
         return np.array(found)
@@ -127,12 +150,20 @@ class Oracle:
         v, embedding, softmax = self.variables, [], []
         for c, (begin, end) in enumerate(itertools.pairwise(self.bounds)):
             if "adaptive_embed/lookup_table" in v:
-                table, projection = v["adaptive_embed/lookup_table"][begin:end], v.get("adaptive_embed/proj_W")
+                table, projection = (
+                    v["adaptive_embed/lookup_table"][begin:end],
+                    v.get("adaptive_embed/proj_W"),
+                )
             else:
-                table, projection = (v.get(f"adaptive_embed/cutoff_{c}/{name}") for name in ("lookup_table", "proj_W"))
+                table, projection = (
+                    v.get(f"adaptive_embed/cutoff_{c}/{name}")
+                    for name in ("lookup_table", "proj_W")
+                )
             bias = v[f"adaptive_softmax/cutoff_{c}/b" if self.cutoffs else "adaptive_softmax/bias"]
             embedding.append(oracles.Cluster(table, None, projection))
-            softmax.append(oracles.Cluster(table, bias, v.get(f"adaptive_softmax/cutoff_{c}/proj", projection)))
+            softmax.append(
+                oracles.Cluster(table, bias, v.get(f"adaptive_softmax/cutoff_{c}/proj", projection))
+            )
         return embedding, softmax
 
     def layer(self, i: int, x: np.ndarray, memory: np.ndarray) -> np.ndarray:
@@ -143,13 +174,22 @@ class Oracle:
         u, v = (u[i], v[i]) if u.ndim == 3 else (u, v)
         (heads, size), length, offset = u.shape, x.shape[1], self.mem_len
         projected = np.concatenate([memory, x], 1) @ get("rel_attn/qkv/kernel")
-        q, k, values = (part.reshape(1, -1, heads, size).swapaxes(1, 2) for part in np.split(projected, 3, axis=-1))
+        q, k, values = (
+            part.reshape(1, -1, heads, size).swapaxes(1, 2)
+            for part in np.split(projected, 3, axis=-1)
+        )
         distances = np.minimum(range(offset + length - 1, -1, -1), self.clamp_len)
         codes = np.stack([oracles.sinusoid(distance, self.width) for distance in distances])
         position_key = (codes @ get("rel_attn/r/kernel")).reshape(-1, heads, size).swapaxes(0, 1)
-        mask = oracles.attention_mask([offset], segment_len=length, mem_len=offset, window=self.window)
+        mask = oracles.attention_mask(
+            [offset], segment_len=length, mem_len=offset, window=self.window
+        )
         attended = oracles.relative_attention(q[:, :, offset:], k, values, position_key, u, v, mask)
-        x = norm(x + attended.swapaxes(1, 2).reshape(1, length, -1) @ get("rel_attn/o/kernel"), get, "rel_attn")
+        x = norm(
+            x + attended.swapaxes(1, 2).reshape(1, length, -1) @ get("rel_attn/o/kernel"),
+            get,
+            "rel_attn",
+        )
         inner = np.maximum(x @ get("ff/layer_1/kernel") + get("ff/layer_1/bias"), 0)
         return norm(x + inner @ get("ff/layer_2/kernel") + get("ff/layer_2/bias"), get, "ff")
 
@@ -165,12 +205,19 @@ def write_with_tensorflow(prefix, variables, monkeypatch):
 
     names, values = zip(*sorted(variables.items()), strict=True)
     tensorflow.raw_ops.SaveV2(
-        prefix=str(prefix), tensor_names=list(names), shape_and_slices=[""] * len(names), tensors=list(values)
+        prefix=str(prefix),
+        tensor_names=list(names),
+        shape_and_slices=[""] * len(names),
+        tensors=list(values),
     )
 
 
-with_tensorflow = pytest.param(write_with_tensorflow, id="TensorFlow", marks=pytest.mark.nightly(part="tensorflow"))
-by_writer = pytest.mark.parametrize("write", [pytest.param(write_with_stub, id="stub"), with_tensorflow])
+with_tensorflow = pytest.param(
+    write_with_tensorflow, id="TensorFlow", marks=pytest.mark.nightly(part="tensorflow")
+)
+by_writer = pytest.mark.parametrize(
+    "write", [pytest.param(write_with_stub, id="stub"), with_tensorflow]
+)
 
 
 @by_config
@@ -185,7 +232,9 @@ def test_a_checkpoint(write, changes, tmp_path, monkeypatch):
     assert compat == tiny.compat_config("tf") and compat.layer_norm_eps == 1e-12
     assert found.info.config.eval == EvalConfig()
     number = len(variables_of(config, params))
-    assert any(f"{(number - 3) // 3 * 2 + 3} variables of the optimizer" in note for note in found.notes)
+    assert any(
+        f"{(number - 3) // 3 * 2 + 3} variables of the optimizer" in note for note in found.notes
+    )
 
 
 @by_writer
@@ -213,10 +262,14 @@ def test_the_published_layout(tmp_path, monkeypatch):
         (tmp_path / "model" / f"{name}.index").touch()
     corpus = {"dataset": "wt103", "vocab": {"idx2sym": list(foreign.WORDS), "lower_case": False}}
     (tmp_path / "data" / "cache.pkl").write_bytes(pickle.dumps(corpus, 2))
-    (tmp_path / "data" / "corpus-info.json").write_text(json.dumps({"dataset": "wt103", "vocab_size": foreign.V}))
+    (tmp_path / "data" / "corpus-info.json").write_text(
+        json.dumps({"dataset": "wt103", "vocab_size": foreign.V})
+    )
     found = formats.read(tmp_path)
     foreign.check(found, config, params)
-    assert found.info.config.eval == EvalConfig(segment_len=128, mem_len=1600, clamp_len=1000, same_length=True)
+    assert found.info.config.eval == EvalConfig(
+        segment_len=128, mem_len=1600, clamp_len=1000, same_length=True
+    )
 
 
 def test_without_tensorflow_the_extra_is_named(tmp_path, monkeypatch):
@@ -238,7 +291,9 @@ def test_what_cannot_be_read_is_named(write, tmp_path, monkeypatch):
         formats.read(tmp_path)
 
 
-@pytest.mark.parametrize("changes", full_but([CONFIGS["div_val 2, as WikiText-103"]], CONFIGS.values()))
+@pytest.mark.parametrize(
+    "changes", full_but([CONFIGS["div_val 2, as WikiText-103"]], CONFIGS.values())
+)
 def test_the_release_gives_the_same_losses(changes, tmp_path, monkeypatch, x64):
     """Of three segments from a memory of zeros, in float64, by the release's model in numpy."""
     config, params = foreign.make("tf", **changes)
@@ -253,9 +308,15 @@ def test_the_release_gives_the_same_losses(changes, tmp_path, monkeypatch, x64):
     sizes = {"cutoffs": config.cutoffs, "n_layer": config.n_layer, "mem_len": 5}
     for same_length in (False, True):
         lengths = {"clamp_len": 4, "same_length": same_length}
-        encode, memory, losses = tiny.encoder(model, **lengths), model.init_memory(batch_size=1, mem_len=5), []
+        encode, memory, losses = (
+            tiny.encoder(model, **lengths),
+            model.init_memory(batch_size=1, mem_len=5),
+            [],
+        )
         for start in range(0, 12, 4):
             hidden, memory = encode(read, tokens[:, start : start + 4], memory)
-            losses.append(model.apply(read, hidden, tokens[:, start + 1 : start + 5], method=model.nll)[0])
+            losses.append(
+                model.apply(read, hidden, tokens[:, start + 1 : start + 5], method=model.nll)[0]
+            )
         expected = Oracle(variables, **sizes, **lengths).losses(tokens[0], 4)
         np.testing.assert_allclose(np.concatenate(losses), expected, rtol=1e-9)

@@ -56,11 +56,20 @@ def test_tensors_of_all_types_and_views_that_share_a_storage(write, tmp_path):
 WEIGHTS = {"a.weight": array((2, 3)), "a.bias": array(2)}
 AROUND = {
     "state_dict": WEIGHTS,
-    "state_dict=": {"state_dict": WEIGHTS, "optimizer": {"state": {0: {"exp_avg": array((2, 3))}}}, "epoch": 3},
-    "model_state=": {"model_state": WEIGHTS, "args": Object(Name("argparse", "Namespace"), {"lr": 0.1})},
+    "state_dict=": {
+        "state_dict": WEIGHTS,
+        "optimizer": {"state": {0: {"exp_avg": array((2, 3))}}},
+        "epoch": 3,
+    },
+    "model_state=": {
+        "model_state": WEIGHTS,
+        "args": Object(Name("argparse", "Namespace"), {"lr": 0.1}),
+    },
     "model=": {"model": {"state_dict": WEIGHTS}},
     "with a number": {**WEIGHTS, "step": 3},
-    "OrderedDict": Call(Name("collections", "OrderedDict"), ([list(item) for item in WEIGHTS.items()],)),
+    "OrderedDict": Call(
+        Name("collections", "OrderedDict"), ([list(item) for item in WEIGHTS.items()],)
+    ),
 }
 
 
@@ -75,14 +84,18 @@ def test_state_dicts_and_what_is_around_them(write, value, tmp_path):
 @pytest.mark.parametrize("replicas", [False, True])
 def test_a_module_gives_the_names_of_its_state_dict(write, replicas, tmp_path):
     """Classes are named as persistent ids in the older format, with their source."""
-    linear = torch_bytes.module("torch.nn.modules.linear.Linear", parameters={"weight": WEIGHTS["a.weight"]})
+    linear = torch_bytes.module(
+        "torch.nn.modules.linear.Linear", parameters={"weight": WEIGHTS["a.weight"]}
+    )
     source = ("module", linear.cls, "linear.py", "import os; os.system('touch marker')")
     linear.cls = Persistent(source)
     model = torch_bytes.module(
         "mem_transformer.MemTransformerLM",
         parameters={"u": WEIGHTS["a.bias"]},
         buffers={"kept": array(3), "left": array(3), "none": None},
-        layers=torch_bytes.module("torch.nn.modules.container.ModuleList", **{"0": linear, "1": linear}),
+        layers=torch_bytes.module(
+            "torch.nn.modules.container.ModuleList", **{"0": linear, "1": linear}
+        ),
         n_head=10,
     )
     model.attributes["_non_persistent_buffers_set"] = Call(Name("__builtin__", "set"), (["left"],))
@@ -122,7 +135,17 @@ def shared_module(count: int, *, child: str, names: int) -> bytes:
     inner = start + code({"_parameters": parameters}) + b"b"
     middle = start + b"}" + code("_modules") + b"}" + code(child) + inner + b"ssb" + b"q\x05"
     others = b"".join(code(str(number)) + b"h\x05" for number in range(1, names))
-    return b"\x80\x02" + start + b"}" + code("_modules") + b"}(" + code("0") + middle + others + b"usb."
+    return (
+        b"\x80\x02"
+        + start
+        + b"}"
+        + code("_modules")
+        + b"}("
+        + code("0")
+        + middle
+        + others
+        + b"usb."
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +179,9 @@ LONG_SIZES = [{"shape": (255,) * 50_000}, {"strides": (1,) * 50_000}, {"shape": 
 def test_a_tensor_has_few_and_short_sizes(sizes, tmp_path):
     """The product of a million sizes takes minutes."""
     with pytest.raises(UserError, match=r"corrupted"):
-        torch_files.read(torch_bytes.write_zip(tmp_path / "a.pt", {"b": array(6), **tensor_of(**sizes)}))
+        torch_files.read(
+            torch_bytes.write_zip(tmp_path / "a.pt", {"b": array(6), **tensor_of(**sizes)})
+        )
 
 
 def test_a_persistent_id_is_short(tmp_path):
@@ -181,7 +206,9 @@ def test_an_archive_whose_directory_was_moved(tmp_path):
     for entry in entries:
         if entry.filename == "archive/data/0":
             entry_of_storage = entry.header_offset
-            comment = data[entry_of_storage : entry_of_storage + 30 + len(entry.filename)] + bytes(100)
+            comment = data[entry_of_storage : entry_of_storage + 30 + len(entry.filename)] + bytes(
+                100
+            )
             moved = entry_of_storage + len(comment)
     at = directory
     for entry in entries:
@@ -197,7 +224,12 @@ def test_an_archive_whose_directory_was_moved(tmp_path):
 @by_format
 def test_a_file_without_weights_is_refused(write, tmp_path):
     corpus = Object(Name("data_utils", "Corpus"), {"a": 1})
-    for value, message in (({}, r"\{\}"), ([1], r"\[1\]"), (corpus, r"data_utils\.Corpus"), (array(3), "Tensor")):
+    for value, message in (
+        ({}, r"\{\}"),
+        ([1], r"\[1\]"),
+        (corpus, r"data_utils\.Corpus"),
+        (array(3), "Tensor"),
+    ):
         with pytest.raises(UserError, match=rf"a\.pt .*{message}"):
             tensors(write(tmp_path / "a.pt", value))
 
@@ -205,11 +237,27 @@ def test_a_file_without_weights_is_refused(write, tmp_path):
 def tensor_of(begin=0, shape=(2, 3), strides=(3, 1), numel=6, kind="FloatStorage", view=None):
     """A tensor of a storage of 6 numbers, with some of its sizes wrong."""
     storage = Persistent(("storage", Name("torch", kind), "0", "cpu", numel, view))
-    return {"a": Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, begin, shape, strides, False, None))}
+    return {
+        "a": Call(
+            Name("torch._utils", "_rebuild_tensor_v2"),
+            (storage, begin, shape, strides, False, None),
+        )
+    }
 
 
-BEYOND = [{"begin": 1}, {"begin": -1}, {"numel": 1 << 60}, {"strides": (4, 1)}, {"strides": (-3, 1)}, {"shape": (3, 3)}]
-BEYOND += [{"shape": (1 << 60, 1), "strides": (0, 0)}, {"shape": (1,) * 40, "strides": (1,) * 40}, {"shape": (2, 3, 1)}]
+BEYOND = [
+    {"begin": 1},
+    {"begin": -1},
+    {"numel": 1 << 60},
+    {"strides": (4, 1)},
+    {"strides": (-3, 1)},
+    {"shape": (3, 3)},
+]
+BEYOND += [
+    {"shape": (1 << 60, 1), "strides": (0, 0)},
+    {"shape": (1,) * 40, "strides": (1,) * 40},
+    {"shape": (2, 3, 1)},
+]
 BEYOND += [{"kind": "ComplexStorage"}, {"view": ("0", 0, 6)}]
 
 
@@ -219,7 +267,9 @@ def test_a_tensor_beyond_its_storage_is_refused(write, sizes, tmp_path):
     base = np.arange(6, dtype=np.float32)
     found = tensors(write(tmp_path / "a.pt", {"b": base, **tensor_of()}))
     np.testing.assert_array_equal(found["a"].read(), base.reshape(2, 3))
-    with pytest.raises(UserError, match=r"a\.pt(: the pickle.* corrupted| is not a complete torch.save file)"):
+    with pytest.raises(
+        UserError, match=r"a\.pt(: the pickle.* corrupted| is not a complete torch.save file)"
+    ):
         torch_files.read(write(tmp_path / "a.pt", {"b": base, **tensor_of(**sizes)}))
 
 
@@ -233,7 +283,9 @@ def test_a_truncated_file_is_refused(write, tmp_path):
             tensors(path)
 
 
-@pytest.mark.parametrize("data", [None, b"", b"hello", b"\x00" * 100, b"\x89HDF\r\n", b"version https://git-lfs"])
+@pytest.mark.parametrize(
+    "data", [None, b"", b"hello", b"\x00" * 100, b"\x89HDF\r\n", b"version https://git-lfs"]
+)
 def test_other_files_are_refused(data, tmp_path):
     if data is not None:
         (tmp_path / "a.bin").write_bytes(data)
@@ -243,7 +295,10 @@ def test_other_files_are_refused(data, tmp_path):
 
 def test_other_archives_are_refused(tmp_path):
     path = torch_bytes.write_zip(tmp_path / "a.bin", WEIGHTS)
-    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(tmp_path / "b.bin", "w", zipfile.ZIP_DEFLATED) as packed:
+    with (
+        zipfile.ZipFile(path) as archive,
+        zipfile.ZipFile(tmp_path / "b.bin", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
         for name in archive.namelist():
             packed.writestr(name, archive.read(name))
     with pytest.raises(UserError, match="compressed"):
@@ -260,14 +315,18 @@ def test_other_archives_are_refused(tmp_path):
 
 
 @pytest.mark.nightly(part="huggingface")
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
+)
 @pytest.mark.parametrize("legacy", [False, True])
 def test_files_that_torch_writes(legacy, tmp_path):
     import torch
 
     torch.manual_seed(0)
     base = torch.randn(4, 6)
-    layers = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Embedding(4, 3), torch.nn.LayerNorm(3)])
+    layers = torch.nn.ModuleList(
+        [torch.nn.Linear(3, 2), torch.nn.Embedding(4, 3), torch.nn.LayerNorm(3)]
+    )
     layers[1].weight = torch.nn.Parameter(torch.randn(3, 4).t())
     layers.register_buffer("frequencies", torch.arange(3, dtype=torch.float64))
     layers.register_buffer("left", torch.arange(3), persistent=False)
@@ -275,7 +334,10 @@ def test_files_that_torch_writes(legacy, tmp_path):
     expected = {
         "base": base,
         "view": base[1:, ::2].t(),
-        **{str(dtype): base.to(dtype) for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64)},
+        **{
+            str(dtype): base.to(dtype)
+            for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64)
+        },
         "bool": base > 0,
         "number": torch.tensor(3.5),
         "empty": torch.zeros(0, 3),
@@ -283,8 +345,17 @@ def test_files_that_torch_writes(legacy, tmp_path):
     optimizer = torch.optim.Adam(layers.parameters())
     sum(parameter.sum() for parameter in layers.parameters()).backward()
     optimizer.step()
-    whole = {"model_state": expected, "optimizer_state": optimizer.state_dict(), "args": {"lr": 0.1}}
-    cases = [(expected, expected), (whole, expected), (layers, layers.state_dict()), ({"model": layers}, None)]
+    whole = {
+        "model_state": expected,
+        "optimizer_state": optimizer.state_dict(),
+        "args": {"lr": 0.1},
+    }
+    cases = [
+        (expected, expected),
+        (whole, expected),
+        (layers, layers.state_dict()),
+        ({"model": layers}, None),
+    ]
     for value, names in cases:
         torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
         found = tensors(tmp_path / "a.pt")
@@ -293,4 +364,6 @@ def test_files_that_torch_writes(legacy, tmp_path):
         for name, tensor in names.items():
             assert str(tensor.dtype) == f"torch.{found[name].dtype}"
             exact = tensor.detach().double().numpy()
-            np.testing.assert_array_equal(np.asarray(found[name].read(), np.float64), exact, err_msg=name)
+            np.testing.assert_array_equal(
+                np.asarray(found[name].read(), np.float64), exact, err_msg=name
+            )

@@ -71,7 +71,10 @@ UNREADABLE = {
     "flax_model.msgpack": (b"\x81\xa1a\x01", "msgpack"),
     "model.gguf": (b"GGUF" + bytes(20), "GGUF"),
     "pytorch_model.bin": (b"", "begins like neither"),
-    "model.safetensors": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+    "model.safetensors": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        "git lfs pull",
+    ),
 }
 
 
@@ -84,7 +87,11 @@ def test_load_and_convert_say_the_same_of_what_cannot_be_read(name, tmp_path):
     (folder / name).write_bytes(content)
     (folder / "config.json").write_text('{"model_type": "transfo-xl"}')
     said = set()
-    for act in (txl_jax.load, lambda path: convert(path, tmp_path / "out", log=lambda line: None), formats.read):
+    for act in (
+        txl_jax.load,
+        lambda path: convert(path, tmp_path / "out", log=lambda line: None),
+        formats.read,
+    ):
         with pytest.raises(UserError, match=reason) as raised:
             act(folder)
         said.add(str(raised.value))
@@ -122,7 +129,11 @@ def test_a_checkpoint_of_tensorflow_by_each_of_its_names(tmp_path):
 
 
 def test_variables_inside_the_scopes_of_a_wrapper():
-    names = ["global_step", "tower/transformer/adaptive_embed/lookup_table/Adam", "x/transformer/adaptive_embed/proj_W"]
+    names = [
+        "global_step",
+        "tower/transformer/adaptive_embed/lookup_table/Adam",
+        "x/transformer/adaptive_embed/proj_W",
+    ]
     assert tensorflow._root_of(names) == "x/transformer/"
     assert tensorflow._root_of(["transformer/adaptive_embed/proj_W", *names]) == "transformer/"
     assert tensorflow._root_of(["a", "not_transformer/adaptive_embed/x"]) == "transformer/"
@@ -136,7 +147,8 @@ def test_variables_inside_the_scopes_of_a_wrapper():
 def test_a_model_in_several_files(suffix, has_index, tmp_path):
     config, params = foreign.make("hf", untie_r=True)
     tensors = {
-        name: np.array(value) for name, value in original.from_flax(params, config, format=Format.HUGGINGFACE).items()
+        name: np.array(value)
+        for name, value in original.from_flax(params, config, format=Format.HUGGINGFACE).items()
     }
     write = write_safetensors if suffix == ".safetensors" else torch_bytes.write_zip
     stem = "model" if suffix == ".safetensors" else "pytorch_model"
@@ -168,7 +180,17 @@ def test_an_index_names_files_next_to_it(tmp_path):
         return formats._tensors(weight_files.find(folder))[0]
 
     assert list(read({"a": "part.safetensors"})) == ["a"]
-    for name in ("../outside.safetensors", str(outside), "", ".", "..", "x/../../outside.safetensors", 3, None, ["a"]):
+    for name in (
+        "../outside.safetensors",
+        str(outside),
+        "",
+        ".",
+        "..",
+        "x/../../outside.safetensors",
+        3,
+        None,
+        ["a"],
+    ):
         with pytest.raises(UserError, match=r"model\.safetensors\.index\.json"):
             read({"a": name})
     with pytest.raises(UserError, match=r"no tensor b"):

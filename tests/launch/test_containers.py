@@ -26,7 +26,9 @@ def check_command(words):
 def test_the_pinned_versions_are_those_that_setup_cfg_allows(accelerator):
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    pinned = dict(re.findall(r"(?m)^([\w.-]+)==([^\s;]+)", (CONTAINER / f"{accelerator}.txt").read_text()))
+    pinned = dict(
+        re.findall(r"(?m)^([\w.-]+)==([^\s;]+)", (CONTAINER / f"{accelerator}.txt").read_text())
+    )
     for line in setup["options"]["install_requires"].split("\n"):
         if line.strip():
             needed = Requirement(line)
@@ -39,7 +41,9 @@ def test_the_pinned_versions_are_those_that_setup_cfg_allows(accelerator):
 def test_the_image_runs_as_a_user_and_without_a_shell():
     *before, command = re.findall(r"(?m)^([A-Z]+) +(.*)", (CONTAINER / "Dockerfile").read_text())
     assert ("USER", "txl") in before
-    assert command[0] == "CMD" and command[1].startswith('["python",'), "no shell, which would not pass SIGTERM on"
+    assert command[0] == "CMD" and command[1].startswith('["python",'), (
+        "no shell, which would not pass SIGTERM on"
+    )
 
 
 def test_each_documented_accelerator_has_its_versions():
@@ -59,11 +63,15 @@ def test_the_manifest_of_gke_has_as_many_hosts_as_its_topology():
     pod = job["template"]["spec"]
     [container] = pod["containers"]
     chips = container["resources"]["limits"]["google.com/tpu"]
-    sizes = [int(size) for size in pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")]
+    sizes = [
+        int(size) for size in pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+    ]
     assert container["resources"]["requests"] == container["resources"]["limits"]
     assert job["parallelism"] * chips == job["completions"] * chips == sizes[0] * sizes[1] == 16
     assert slices["replicas"] == 2 and pod["restartPolicy"] == "Never" and job["backoffLimit"] == 0
-    assert "--mesh.fsdp=16" in container["command"], "a slice shares the parameters, and slices are replicas"
+    assert "--mesh.fsdp=16" in container["command"], (
+        "a slice shares the parameters, and slices are replicas"
+    )
     check_command(container["command"])
 
 

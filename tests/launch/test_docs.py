@@ -21,13 +21,19 @@ def blocks(language):
 def commands(first):
     """The commands that begin with these words, as lists of words."""
     lines = "".join(blocks("sh")).replace("\\\n", " ").splitlines()
-    found = [shlex.split(line.rpartition(" | ")[0] or line, comments=True) for line in lines if line.startswith(first)]
+    found = [
+        shlex.split(line.rpartition(" | ")[0] or line, comments=True)
+        for line in lines
+        if line.startswith(first)
+    ]
     assert found
     return found
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("words", [*commands("launch/tpu.sh"), *commands("launch/slurm.sh")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [*commands("launch/tpu.sh"), *commands("launch/slurm.sh")], ids=" ".join
+)
 def test_the_scripts_take_what_is_shown(words):
     flags_begin = 1 if "slurm" in words[0] else 3
     asked = [*words[:flags_begin], "--dry_run", *words[flags_begin:]]
@@ -40,7 +46,11 @@ def test_the_scripts_take_what_is_shown(words):
         sweep.config_of(program[2].removeprefix("experiments."), given)
 
 
-SWEEPS = [words for words in commands("python -m launch.sweep") if "sweep.toml" in words and "--print=sky" not in words]
+SWEEPS = [
+    words
+    for words in commands("python -m launch.sweep")
+    if "sweep.toml" in words and "--print=sky" not in words
+]
 
 
 @pytest.mark.parametrize("words", SWEEPS, ids=" ".join)
@@ -54,7 +64,11 @@ def test_the_sweep_takes_what_is_shown(words, tmp_path, capsys):
     assert "/seed=1+dropout.rate=0.1" in out and "/no_memory+seed=3+dropout.rate=0.3" in out
 
 
-SCRIPTS = [*(ROOT / "launch").rglob("*.sh"), ROOT / ".ci" / "run", *(ROOT / "tests/launch/fake").iterdir()]
+SCRIPTS = [
+    *(ROOT / "launch").rglob("*.sh"),
+    ROOT / ".ci" / "run",
+    *(ROOT / "tests/launch/fake").iterdir(),
+]
 
 
 @pytest.mark.full

@@ -53,7 +53,13 @@ def test_each_flag_reaches_the_processes(monkeypatch):
 def local(*arguments, **kwargs):
     command = [sys.executable, "-m", "launch.local", *arguments]
     return subprocess.Popen(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ), **kwargs
+        command,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(os.environ),
+        **kwargs,
     )
 
 
@@ -64,25 +70,39 @@ def finish(process):
 
 @pytest.mark.full
 def test_each_process_gets_the_addresses_of_the_others():
-    code, out, err = finish(local("--processes=3", "--devices=2", "--", "sh", "-c", "env | grep -E '^(JAX|XLA)'"))
+    code, out, err = finish(
+        local("--processes=3", "--devices=2", "--", "sh", "-c", "env | grep -E '^(JAX|XLA)'")
+    )
     assert code == 0
-    [coordinator] = {line for line in out.splitlines() if line.startswith("JAX_COORDINATOR_ADDRESS=localhost:")}
+    [coordinator] = {
+        line for line in out.splitlines() if line.startswith("JAX_COORDINATOR_ADDRESS=localhost:")
+    }
     for number, lines in ((0, out), (1, err), (2, err)):
         prefix = "" if number == 0 else f"[{number}] "
-        for line in (coordinator, "JAX_NUM_PROCESSES=3", f"JAX_PROCESS_ID={number}", "JAX_PLATFORMS=cpu"):
+        for line in (
+            coordinator,
+            "JAX_NUM_PROCESSES=3",
+            f"JAX_PROCESS_ID={number}",
+            "JAX_PLATFORMS=cpu",
+        ):
             assert f"{prefix}{line}\n" in lines
     assert "force_host_platform_device_count=2" in out
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("how", "expected", "reported"), [("exit 7", 7, "7"), ("kill -9 $$", 137, "SIGKILL")])
+@pytest.mark.parametrize(
+    ("how", "expected", "reported"), [("exit 7", 7, "7"), ("kill -9 $$", 137, "SIGKILL")]
+)
 def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_reported(how, expected, reported):
     script = f'trap "" TERM; test $JAX_PROCESS_ID = 1 && {how}; sleep 50'
     waits = "local._SECONDS_TO_NOTICE = local._SECONDS_AFTER_SIGTERM = 0.3"
     starter = f"from launch import local; {waits}; local.main()"
     began = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-c", starter, "--", "sh", "-c", script], cwd=ROOT, text=True, stderr=subprocess.PIPE
+        [sys.executable, "-c", starter, "--", "sh", "-c", script],
+        cwd=ROOT,
+        text=True,
+        stderr=subprocess.PIPE,
     )
     code, _, err = finish(process)
     assert code == expected and time.monotonic() - began < 20
@@ -165,7 +185,8 @@ sys.exit(143)
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("arguments", "expected"), [([], "command"), (["--procs=2", "--", "true"], "procs"), (["--", "no-such"], "no-such")]
+    ("arguments", "expected"),
+    [([], "command"), (["--procs=2", "--", "true"], "procs"), (["--", "no-such"], "no-such")],
 )
 def test_mistakes_are_named(arguments, expected):
     code, out, err = finish(local(*arguments))

@@ -19,7 +19,13 @@ FOLDER = ROOT / "launch" / "notebooks"
 NAMES = ("train", "fine_tune")
 SIZES = {
     "model": {"n_layer": 1, "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 32},
-    "train": {"batch_size": 4, "segment_len": 16, "mem_len": 16, "segments_per_call": 2, "steps": 20},
+    "train": {
+        "batch_size": 4,
+        "segment_len": 16,
+        "mem_len": 16,
+        "segments_per_call": 2,
+        "steps": 20,
+    },
     "eval": {"batch_size": 2, "segment_len": 16, "mem_len": 32},
 }
 TINY = {f"{group}.{name}": value for group, sizes in SIZES.items() for name, value in sizes.items()}
@@ -47,9 +53,15 @@ def with_parameters(notebook, given):
     """Adds a cell with other values after the parameters, all of which must be there."""
     import nbformat
 
-    names = re.findall(r"^(\w+) = .*# @param \{type:\"\w+\"\}$", tagged(notebook, "parameters").source, re.MULTILINE)
+    names = re.findall(
+        r"^(\w+) = .*# @param \{type:\"\w+\"\}$",
+        tagged(notebook, "parameters").source,
+        re.MULTILINE,
+    )
     assert given.keys() <= set(names)
-    cell = nbformat.v4.new_code_cell("\n".join(f"{name} = {value!r}" for name, value in given.items()))
+    cell = nbformat.v4.new_code_cell(
+        "\n".join(f"{name} = {value!r}" for name, value in given.items())
+    )
     notebook.cells.insert(notebook.cells.index(tagged(notebook, "parameters")) + 1, cell)
     return notebook
 
@@ -90,7 +102,9 @@ def colab(monkeypatch, tmp_path):
     monkeypatch.setattr(
         subprocess,
         "run",
-        lambda words, **how: calls.commands.append(words) if {"pip", "clone"} & set(words) else run(words, **how),
+        lambda words, **how: (
+            calls.commands.append(words) if {"pip", "clone"} & set(words) else run(words, **how)
+        ),
     )
     monkeypatch.setattr(shared, "DRIVE", tmp_path / "drive")
     return calls
@@ -106,7 +120,9 @@ def test_no_output_of_a_notebook_is_committed(name):
 @pytest.mark.full
 def test_train(in_this_process, tmp_path):
     (tmp_path / "words.txt").write_text(WORDS)
-    found = in_this_process("train", {"TEXT": "words.txt", "PROMPT": "one ", "TENSORBOARD": False, "SETTINGS": TINY})
+    found = in_this_process(
+        "train", {"TEXT": "words.txt", "PROMPT": "one ", "TENSORBOARD": False, "SETTINGS": TINY}
+    )
     workdir = tmp_path / "runs" / "train"
     assert "27,200 bytes" in found["corpus"].description
     assert found["outcome"].step == 20 and (workdir / "results.json").exists()
@@ -120,7 +136,9 @@ def test_train(in_this_process, tmp_path):
 def test_fine_tune_in_colab(in_this_process, colab, monkeypatch, tmp_path):
     """With an uploaded text, in Google Drive, and with a download; the library is a small one."""
     (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "os.py").write_text("import sys\n\n\ndef name():\n    return sys.platform\n" * 300)
+    (tmp_path / "lib" / "os.py").write_text(
+        "import sys\n\n\ndef name():\n    return sys.platform\n" * 300
+    )
     monkeypatch.setattr(os, "__file__", str(tmp_path / "lib" / "os.py"))
     given = {
         "TEXT": "upload",
@@ -130,7 +148,9 @@ def test_fine_tune_in_colab(in_this_process, colab, monkeypatch, tmp_path):
         "STEPS": 40,
         "REPOSITORY": "https://host/txl_jax",
     }
-    sizes = {name: value for name, value in TINY.items() if name != "train.steps"} | {"train.log_every": 10}
+    sizes = {name: value for name, value in TINY.items() if name != "train.steps"} | {
+        "train.log_every": 10
+    }
     found = in_this_process("fine_tune", given | {"SETTINGS": sizes | {"train.steps": 40}})
     folder = tmp_path / "drive" / "MyDrive" / "runs"
     assert colab.mounted == [str(tmp_path / "drive")]
@@ -141,7 +161,9 @@ def test_fine_tune_in_colab(in_this_process, colab, monkeypatch, tmp_path):
     assert colab.downloads == [str(folder / "tuned.zip")]
     clone, pip = colab.commands
     assert clone[:2] == ["git", "clone"] and clone[-2:] == ["https://host/txl_jax", pip[-1]]
-    assert pip[1:4] == ["-m", "pip", "install"] and pip[-2] == "--editable" and sys.path[0] == pip[-1]
+    assert (
+        pip[1:4] == ["-m", "pip", "install"] and pip[-2] == "--editable" and sys.path[0] == pip[-1]
+    )
     assert f"jax=={version('jax')}\n" in (tmp_path / "constraints.txt").read_text()
 
 
@@ -164,7 +186,9 @@ def test_in_a_kernel(name, tmp_path):
     folder.mkdir(parents=True)
     for package in ("experiments", "launch", "txl_jax"):
         (tmp_path / package).symlink_to(ROOT / package)
-    client = nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}})
+    client = nbclient.NotebookClient(
+        notebook, timeout=500, resources={"metadata": {"path": str(folder)}}
+    )
     unset = ("JAX_COMPILATION_CACHE_DIR", "PYTHONPATH")
     own = {variable: value for variable, value in os.environ.items() if variable not in unset}
     client.execute(env=own | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})

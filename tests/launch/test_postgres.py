@@ -68,7 +68,14 @@ def postgres(networks):
     os.chown(data, user.pw_uid, user.pw_gid)
 
     def server(*words):
-        subprocess.run(words, user=user.pw_uid, group=user.pw_gid, cwd=data, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            words,
+            user=user.pw_uid,
+            group=user.pw_gid,
+            cwd=data,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
 
     server(PROGRAMS / "initdb", "-D", data, "-A", "trust", "--no-sync")
     with open(data / "pg_hba.conf", "a") as rules:
@@ -83,19 +90,40 @@ def postgres(networks):
 
 def is_training(folder):
     """Returns whether the process of a run has logged a step, and has not ended."""
-    return (folder / "metrics.jsonl").exists() and not (folder / "results.json").exists() and is_held(folder)
+    return (
+        (folder / "metrics.jsonl").exists()
+        and not (folder / "results.json").exists()
+        and is_held(folder)
+    )
 
 
 class Workers:
     """Four workers, two in each network, and what disturbs them."""
 
     def __init__(self, folder, networks, postgres, **variables):
-        (self.server, self.control, port), self.out, self.log = postgres, folder / "out", folder / "log"
+        (self.server, self.control, port), self.out, self.log = (
+            postgres,
+            folder / "out",
+            folder / "log",
+        )
         self.url = f"postgresql+psycopg://postgres@10.77.1.1:{port}/postgres"
         environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu"} | variables
-        words = [sys.executable, "-m", "support.sweep_worker", str(folder / "sweep.toml"), f"--out={self.out}"]
+        words = [
+            sys.executable,
+            "-m",
+            "support.sweep_worker",
+            str(folder / "sweep.toml"),
+            f"--out={self.out}",
+        ]
         self.commands = [
-            ["ip", "netns", "exec", name, *words, f"--storage=postgresql://postgres@{address}:{port}/postgres"]
+            [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                *words,
+                f"--storage=postgresql://postgres@{address}:{port}/postgres",
+            ]
             for address, name in [*networks.items()] * 2
         ]
         self.how = {"cwd": ROOT, "env": environment, "stderr": subprocess.STDOUT}
@@ -141,7 +169,9 @@ class Workers:
         found = trials(self.url)
         assert {trial.state.name for trial in found} <= {"COMPLETE", "PRUNED", "FAIL"}
         done = [trial for trial in found if trial.state.name != "FAIL"]
-        complete = {trial.user_attrs["run"]: trial.value for trial in done if trial.state.name == "COMPLETE"}
+        complete = {
+            trial.user_attrs["run"]: trial.value for trial in done if trial.state.name == "COMPLETE"
+        }
         names = dict.fromkeys(trial.user_attrs["run"] for trial in done)
         assert len(done) == len(names) == 40, "none is lost, and none is there twice"
         return names | complete
@@ -154,7 +184,9 @@ def start_workers(tmp_path, networks, postgres):
         def start(content, **variables):
             (tmp_path / "sweep.toml").write_text(content)
             workers = Workers(tmp_path, networks, postgres, **variables)
-            at_end.callback(lambda: [process.kill() or process.wait() for process in workers.processes])
+            at_end.callback(
+                lambda: [process.kill() or process.wait() for process in workers.processes]
+            )
             return workers
 
         yield start
@@ -180,7 +212,9 @@ def test_forty_runs_of_four_workers_survive_kills_restarts_and_a_cut(start_worke
 def test_forty_models_are_those_that_are_trained_alone(start_workers, tmp_path):
     write_words(tmp_path, 12_000)
     content = MODELS.replace("WORK", str(tmp_path))
-    pruned = content + '[pruner]\nname = "MedianPruner"\nn_startup_trials = 10\nn_warmup_steps = 200\n'
+    pruned = (
+        content + '[pruner]\nname = "MedianPruner"\nn_startup_trials = 10\nn_warmup_steps = 200\n'
+    )
     workers = start_workers(pruned, REAL_TRAININGS="1")
     wait_until(lambda: len(list(workers.out.glob("*/results.json"))) >= 3, seconds=600)
     workers.kill_all_in_the_middle_of_a_training()
@@ -189,10 +223,13 @@ def test_forty_models_are_those_that_are_trained_alone(start_workers, tmp_path):
     logs = [(workers.out / name / "sweep.log").read_text() for name in losses]
     assert any("resuming " in log for log in logs) and None in losses.values()
     (tmp_path / "alone.toml").write_text(content)
-    code = sweep.main(["sweep", str(tmp_path / "alone.toml"), f"--out={tmp_path / 'alone'}", "--jobs=2"])
+    code = sweep.main(
+        ["sweep", str(tmp_path / "alone.toml"), f"--out={tmp_path / 'alone'}", "--jobs=2"]
+    )
     assert code == 0
     for name in [name for name, loss in losses.items() if loss is not None]:
         found, alone = (
-            json.loads((folder / name / "results.json").read_text()) for folder in (workers.out, tmp_path / "alone")
+            json.loads((folder / name / "results.json").read_text())
+            for folder in (workers.out, tmp_path / "alone")
         )
         assert losses[name] == alone["best_valid"]["loss"] and found["test"] == alone["test"], name

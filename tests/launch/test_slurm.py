@@ -16,7 +16,9 @@ RUN = ["--", "python", "-m", "experiments.enwik8", "--workdir=runs/one", "--gene
 
 def call(*words, path=""):
     environment = os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}
-    done = subprocess.run([SCRIPT, *words], env=environment, text=True, capture_output=True, check=False, timeout=60)
+    done = subprocess.run(
+        [SCRIPT, *words], env=environment, text=True, capture_output=True, check=False, timeout=60
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -29,18 +31,33 @@ def batch_script(*words):
 
 def options(script):
     """Values of the #SBATCH lines, by name."""
-    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
+    lines = [
+        line.removeprefix("#SBATCH --")
+        for line in script.splitlines()
+        if line.startswith("#SBATCH")
+    ]
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
 def test_two_nodes_with_a_process_for_each_gpu():
-    words = ["--nodes=2", "--gpus=8", "--time=4:00:00", "--partition=a100", "--account=us", "--name=big", "--grace=300"]
+    words = [
+        "--nodes=2",
+        "--gpus=8",
+        "--time=4:00:00",
+        "--partition=a100",
+        "--account=us",
+        "--name=big",
+        "--grace=300",
+    ]
     script = batch_script(*words, *RUN)
     expected = "job-name=big nodes=2 ntasks-per-node=8 cpus-per-task=8 gpus-per-node=8 time=4:00:00 partition=a100 "
     expected += "account=us output=big-%j.log open-mode=append requeue= signal=TERM@300"
     assert options(script) == dict(word.split("=") for word in expected.split())
     prompt = r"'--generate.prompt=it'\''s'"
-    assert f"srun --cpus-per-task=8 python -m experiments.enwik8 --workdir=runs/one {prompt}" in script.splitlines()
+    assert (
+        f"srun --cpus-per-task=8 python -m experiments.enwik8 --workdir=runs/one {prompt}"
+        in script.splitlines()
+    )
     assert "JAX_LOCAL_DEVICE_IDS" not in script
 
 
@@ -54,12 +71,24 @@ def test_a_process_for_each_node_takes_all_of_its_gpus():
 
 def test_workers_of_a_study_are_an_array_and_each_has_all_gpus_of_its_node():
     script = batch_script(
-        "--workers=8", "--gpus=4", "--", "python", "-m", "launch.sweep", "sweep.toml", "--gpus=0,1,2,3"
+        "--workers=8",
+        "--gpus=4",
+        "--",
+        "python",
+        "-m",
+        "launch.sweep",
+        "sweep.toml",
+        "--gpus=0,1,2,3",
     )
     found = options(script)
     assert found["array"] == "1-8" and found["output"] == "txl-%A_%a.log"
-    assert (found["ntasks-per-node"], found["gpus-per-node"]) == ("1", "4"), "else each worker would be started 4 times"
-    assert "srun --cpus-per-task=8 python -m launch.sweep sweep.toml --gpus=0,1,2,3" in script.splitlines()
+    assert (found["ntasks-per-node"], found["gpus-per-node"]) == ("1", "4"), (
+        "else each worker would be started 4 times"
+    )
+    assert (
+        "srun --cpus-per-task=8 python -m launch.sweep sweep.toml --gpus=0,1,2,3"
+        in script.splitlines()
+    )
 
 
 RUN_LINE = "python -m experiments.enwik8 --workdir=runs/one '--generate.prompt=it'\\''s'"
@@ -114,7 +143,9 @@ def cluster(tmp_path):
 @pytest.mark.parametrize("code", [143, 75])
 def test_a_run_that_saved_or_lost_a_process_queues_again_until_it_has_finished(cluster, code):
     """The job stops three times."""
-    counted = f'echo "$1" >>{cluster}/starts\n[ "$(wc -l <{cluster}/starts)" -gt 3 ] || exit {code}\n'
+    counted = (
+        f'echo "$1" >>{cluster}/starts\n[ "$(wc -l <{cluster}/starts)" -gt 3 ] || exit {code}\n'
+    )
     (cluster / "run").write_text(counted)
     found, out, err = call("--", "bash", str(cluster / "run"), "two words", path=cluster)
     assert found == 0, err
@@ -136,7 +167,11 @@ def test_a_run_that_has_ended_otherwise_does_not(cluster, code):
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [([], "after --"), (["--gpu=2", *RUN], "--gpu=2"), (["--workers=2", "--nodes=2", *RUN], "--workers")],
+    [
+        ([], "after --"),
+        (["--gpu=2", *RUN], "--gpu=2"),
+        (["--workers=2", "--nodes=2", *RUN], "--workers"),
+    ],
 )
 def test_mistakes_are_named(words, expected):
     code, out, err = call(*words)

@@ -46,7 +46,14 @@ def run(out, content, *words):
 def start(out, content, *words, **variables):
     """Starts a worker in a process of its own."""
     (out.parent / "sweep.toml").write_text(content)
-    command = [sys.executable, "-m", "support.sweep_worker", str(out.parent / "sweep.toml"), f"--out={out}", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "support.sweep_worker",
+        str(out.parent / "sweep.toml"),
+        f"--out={out}",
+        *words,
+    ]
     environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu"} | variables
     pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
@@ -72,17 +79,32 @@ def test_every_run_of_a_grid_is_trained_once_and_its_loss_is_its_value(out, caps
     assert run(out, GRID, "--jobs=2") == 0
     check_each_trained_once(out, 4)
     found = {trial.user_attrs["run"]: trial.value for trial in trials(out)}
-    expected = {(seed, rate): seed + 10 * rate + 1 / 20 for seed in (1, 2) for rate in (0.001, 0.002)}
-    assert found == pytest.approx({f"seed={s}+learning_rate={r}": value for (s, r), value in expected.items()})
+    expected = {
+        (seed, rate): seed + 10 * rate + 1 / 20 for seed in (1, 2) for rate in (0.001, 0.002)
+    }
+    assert found == pytest.approx(
+        {f"seed={s}+learning_rate={r}": value for (s, r), value in expected.items()}
+    )
     assert trials(out)[0].intermediate_values[20] == trials(out)[0].value
     printed = capsys.readouterr().out
     assert re.search(r"(?m)^best +seed=1\+learning_rate=0\.001: .*\b1\.06", printed)
-    assert re.search(r"(?m)^next +python -m experiments\.\w+ --workdir=\S*/seed=1\+learning_rate=0\.001 ", printed)
-    assert re.search(r"(?m)^matters +\d+% seed$", printed) and "| 0.002 | ppl " in printed and "| 2 |" in printed
+    assert re.search(
+        r"(?m)^next +python -m experiments\.\w+ --workdir=\S*/seed=1\+learning_rate=0\.001 ",
+        printed,
+    )
+    assert (
+        re.search(r"(?m)^matters +\d+% seed$", printed)
+        and "| 0.002 | ppl " in printed
+        and "| 2 |" in printed
+    )
     assert len(results(out)) == 4
-    assert run(out, GRID) == 0 and states(out) == {"COMPLETE": 4}, "the same command finds nothing to do"
+    assert run(out, GRID) == 0 and states(out) == {"COMPLETE": 4}, (
+        "the same command finds nothing to do"
+    )
     shutil.rmtree(out / "seed=2+learning_rate=0.001")
-    assert run(out, GRID) == 0 and [starts(folder) for folder in folders(out)] == [[0]] * 4, "a folder was removed"
+    assert run(out, GRID) == 0 and [starts(folder) for folder in folders(out)] == [[0]] * 4, (
+        "a folder was removed"
+    )
 
 
 def test_the_database_is_in_the_directory_whatever_its_name(tmp_path):
@@ -168,7 +190,9 @@ def test_a_sampler_draws_by_the_results_and_a_pruner_stops_runs(out, monkeypatch
     counted = states(out)
     assert sum(counted.values()) == len(list(out.glob("*/starts"))) == 12 and counted["PRUNED"] > 0
     assert sum("pruned" in row["state"] for row in results(out)) == counted["PRUNED"]
-    pruned = next(out / trial.user_attrs["run"] for trial in trials(out) if trial.state.name == "PRUNED")
+    pruned = next(
+        out / trial.user_attrs["run"] for trial in trials(out) if trial.state.name == "PRUNED"
+    )
     assert 5 <= int((pruned / "step").read_text()) < 20
     assert run(out, content) == 0 and starts(pruned) == [0]
 
@@ -183,10 +207,16 @@ def test_a_sampler_draws_by_the_results_and_a_pruner_stops_runs(out, monkeypatch
     ],
 )
 @pytest.mark.usefixtures("made_up")
-def test_mistakes_in_the_database_are_named_and_passwords_are_not_printed(out, capsys, words, named):
+def test_mistakes_in_the_database_are_named_and_passwords_are_not_printed(
+    out, capsys, words, named
+):
     assert run(out, GRID, words) == 2
     found = capsys.readouterr()
-    assert found.err.startswith("error: ") and named in found.err and "secret" not in found.out + found.err
+    assert (
+        found.err.startswith("error: ")
+        and named in found.err
+        and "secret" not in found.out + found.err
+    )
 
 
 @pytest.mark.usefixtures("made_up")
@@ -195,7 +225,9 @@ def test_a_workdir_that_is_still_locked_is_waited_for(out):
     folder = out / "seed=1"
     folder.mkdir(parents=True)
     holder = "import fcntl, time; file = open('.lock', 'a'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); "
-    process = subprocess.Popen([sys.executable, "-c", holder + "time.sleep(3)"], cwd=folder, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", holder + "time.sleep(3)"], cwd=folder, stdout=subprocess.PIPE
+    )
     process.stdout.readline()
     assert run(out, FILE + "[grid]\nseed = [1]\n") == 0
     process.communicate()
@@ -278,7 +310,10 @@ def test_the_place_of_a_run_is_free_again_if_its_worker_died(out, ended, is_free
 
 @pytest.mark.nightly(part="faults")
 def test_four_workers_that_are_killed_at_any_moment_lose_no_run_and_repeat_none(out):
-    grid = FILE + "[grid]\nseed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\noptimizer.learning_rate = [1e-3, 2e-3, 3e-3, 4e-3]\n"
+    grid = (
+        FILE
+        + "[grid]\nseed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\noptimizer.learning_rate = [1e-3, 2e-3, 3e-3, 4e-3]\n"
+    )
     workers = [start(out, grid, STEP_SECONDS="0.05") for _ in range(4)]
     wait_until(lambda: list(out.glob("*/ends")))
     for number in range(5):
@@ -328,7 +363,9 @@ def test_workers_that_start_together_share_one_study(out):
 def test_of_two_trials_for_a_run_the_first_one_trains_it(out, monkeypatch):
     """Two workers may queue the same run at the same time."""
     real = optuna.Study.add_trial
-    monkeypatch.setattr(optuna.Study, "add_trial", lambda self, trial: [real(self, trial) for _ in range(2)])
+    monkeypatch.setattr(
+        optuna.Study, "add_trial", lambda self, trial: [real(self, trial) for _ in range(2)]
+    )
     assert run(out, FILE + "[grid]\nseed = [1, 2]\n") == 0
     check_each_trained_once(out, 2)
     assert [trial.state.name for trial in trials(out)] == ["COMPLETE", "FAIL"] * 2
@@ -370,7 +407,9 @@ def test_a_trial_that_another_worker_ends_is_left_to_it(out, monkeypatch, moment
 @pytest.mark.full
 @pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize(("failures", "code"), [(1, 0), (1000, os.EX_TEMPFAIL)])
-def test_a_training_goes_on_while_the_database_cannot_be_reached_and_saves_in_the_end(out, monkeypatch, failures, code):
+def test_a_training_goes_on_while_the_database_cannot_be_reached_and_saves_in_the_end(
+    out, monkeypatch, failures, code
+):
     monkeypatch.setenv("STEP_SECONDS", "0.4")
     monkeypatch.setattr(study, "PATIENCE_SECONDS", 1.0)
     real, calls = optuna.storages.RDBStorage.record_heartbeat, itertools.count()

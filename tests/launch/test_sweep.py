@@ -46,11 +46,21 @@ def names(path):
 
 def test_a_grid_is_every_combination_and_names_contain_the_differences(write):
     found = read(write("[grid]\nseed = [1, 2]\nmodel.dropout.rate = [0.0, 0.5]\n"))
-    assert [run.name for run in found] == [f"seed={seed}+dropout.rate={rate}" for seed in (1, 2) for rate in (0.0, 0.5)]
+    assert [run.name for run in found] == [
+        f"seed={seed}+dropout.rate={rate}" for seed in (1, 2) for rate in (0.0, 0.5)
+    ]
     last = found[3]
-    assert (last.config.seed, last.config.model.dropout.rate, last.config.train.steps) == (2, 0.5, 1200)
+    assert (last.config.seed, last.config.model.dropout.rate, last.config.train.steps) == (
+        2,
+        0.5,
+        1200,
+    )
     assert list(last.command[1:3]) == ["-m", "experiments.text"]
-    assert list(last.command[-3:]) == ["--seed=2", "--model.dropout.rate=0.5", f"--workdir={last.folder}"]
+    assert list(last.command[-3:]) == [
+        "--seed=2",
+        "--model.dropout.rate=0.5",
+        f"--workdir={last.folder}",
+    ]
 
 
 def test_the_file_may_begin_with_a_byte_order_mark(write):
@@ -60,9 +70,7 @@ def test_the_file_may_begin_with_a_byte_order_mark(write):
 
 
 def test_each_run_is_combined_with_the_grid(write):
-    text = (
-        '[grid]\nseed = [1, 2]\n[[runs]]\nmodel.d_inner = 8\n[[runs]]\nname = "deep one"\nmodel.n_layer = 3\n[[runs]]\n'
-    )
+    text = '[grid]\nseed = [1, 2]\n[[runs]]\nmodel.d_inner = 8\n[[runs]]\nname = "deep one"\nmodel.n_layer = 3\n[[runs]]\n'
     of_runs = ("d_inner=8+", "deep_one+", "")
     assert names(write(text)) == [f"{name}seed={seed}" for name in of_runs for seed in (1, 2)]
     alike = names(write("[[runs]]\ntrain.mem_len = 8\n[[runs]]\neval.mem_len = 8\n"))
@@ -70,12 +78,23 @@ def test_each_run_is_combined_with_the_grid(write):
 
 
 def test_values_become_flags_after_the_flagfile(write):
-    found = read(write('[[runs]]\nmodel.untie_r = true\nmodel.cutoffs = [9, 20]\ndata.tokenizer.newlines = "drop"\n'))
+    found = read(
+        write(
+            '[[runs]]\nmodel.untie_r = true\nmodel.cutoffs = [9, 20]\ndata.tokenizer.newlines = "drop"\n'
+        )
+    )
     words = found[0].command
-    assert {"--model.untie_r=true", "--model.cutoffs=9,20", "--data.tokenizer.newlines=drop"} <= set(words)
+    assert {
+        "--model.untie_r=true",
+        "--model.cutoffs=9,20",
+        "--data.tokenizer.newlines=drop",
+    } <= set(words)
     base = 'program = "ptb"\nflagfile = "ptb_small"\nbase.train.steps = 2000\n'
     [run] = read(write("[grid]\nseed = [1]\n", base=base))
-    assert list(run.command[3:5]) == ["--flagfile=ptb_small", "--train.steps=2000"] and run.config.model.n_layer == 4
+    assert (
+        list(run.command[3:5]) == ["--flagfile=ptb_small", "--train.steps=2000"]
+        and run.config.model.n_layer == 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,9 +120,15 @@ def test_values_become_flags_after_the_flagfile(write):
         ("[sampler]\nname = 'nsgaii'\n[grid]\nseed = [1]\n", r"sampler.*'nsgaii'"),
         ("[pruner]\nname = 'MedianPruner'\nsteps = 3\n[grid]\nseed = [1]\n", r"pruner.*'steps'"),
         (SAMPLED + "[grid]\ntrain.steps = [3]\n", r"train\.steps\D*\b3\b"),
-        ("[random]\nsamples = 0\nmodel.dropout.rate = { uniform = [0, 0.5] }\n", r"random\.samples\b.*\b0\b"),
+        (
+            "[random]\nsamples = 0\nmodel.dropout.rate = { uniform = [0, 0.5] }\n",
+            r"random\.samples\b.*\b0\b",
+        ),
         ("[random]\nsamples = 2\nmodel.dropout.rate = { normal = [0, 0.5] }\n", r"rate\.normal"),
-        ("[random]\nsamples = 2\nmodel.dropout.rate = { uniform = [0.5, 0] }\n", r"lower number first.*\[0\.5, 0\]"),
+        (
+            "[random]\nsamples = 2\nmodel.dropout.rate = { uniform = [0.5, 0] }\n",
+            r"lower number first.*\[0\.5, 0\]",
+        ),
         ("[random]\nsamples = 2\nmodel.dropout.rate = { log = [0, 0.5] }\n", r"\[0, 0\.5\].*log"),
         (
             "[random]\nsamples=2\nmodel.n_layer = {uniform = [1, 9]}\n[grid]\nmodel.n_layer = [2]\n",
@@ -125,18 +150,25 @@ def test_mistakes_in_the_file_are_named(write, capsys, text, pattern):
         (["FILE"], "--out"),
         (["none", "--out=OUT"], "none"),
         (["FILE", "--out=gs://bucket/sweep"], "--storage"),
-        (["FILE", "--out=gs://bucket/sweep", "--storage=sqlite:///study.db", "--print=sky"], "--storage"),
+        (
+            ["FILE", "--out=gs://bucket/sweep", "--storage=sqlite:///study.db", "--print=sky"],
+            "--storage",
+        ),
         (["FILE", "--out=OUT", "--print=sky"], "gs://"),
     ],
 )
 def test_mistakes_on_the_command_line_too(write, capsys, words, named):
     path = write("[grid]\nseed = [1]\n")
-    words = [word.replace("FILE", str(path)).replace("OUT", str(path.parent / "out")) for word in words]
+    words = [
+        word.replace("FILE", str(path)).replace("OUT", str(path.parent / "out")) for word in words
+    ]
     assert sweep.main(["sweep", *words]) == 2
     assert named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [".", "..", ".hidden", "../up", "a/b", "/root", "a\\b", "study.db", "results.csv"])
+@pytest.mark.parametrize(
+    "name", [".", "..", ".hidden", "../up", "a/b", "/root", "a\\b", "study.db", "results.csv"]
+)
 @pytest.mark.parametrize("more", ["", "[grid]\nseed = [1, 2]\n"])
 def test_no_name_of_a_run_leads_out_of_the_directory(write, capsys, name, more):
     path = write(f"{more}[[runs]]\nname = '{name}'\ntrain.mem_len = 8\n")
@@ -144,7 +176,9 @@ def test_no_name_of_a_run_leads_out_of_the_directory(write, capsys, name, more):
     out, err = capsys.readouterr()
     if code == 0:  # A file's name with something behind it is another name.
         assert more and "." in name
-        assert {Path(line.split("--workdir=")[1]).parent for line in out.splitlines()} == {path.parent / "out"}
+        assert {Path(line.split("--workdir=")[1]).parent for line in out.splitlines()} == {
+            path.parent / "out"
+        }
     else:
         assert code == 2 and "name of a run" in err and not out
 
@@ -173,7 +207,10 @@ def test_commas_and_quotation_marks_in_lists_arrive(write):
     [
         ("[grid]\nseed = {0}\ntrain.mem_len = {0}\nmodel.d_inner = {0}\n", "1,000,000"),
         ("[random]\nsamples = 10001\nmodel.dropout.rate = { uniform = [0, 0.5] }\n", "10,001"),
-        ("[random]\nsamples = 101\nmodel.dropout.rate = { uniform = [0, 0.5] }\n[grid]\nseed = {0}\n", "10,100"),
+        (
+            "[random]\nsamples = 101\nmodel.dropout.rate = { uniform = [0, 0.5] }\n[grid]\nseed = {0}\n",
+            "10,100",
+        ),
         (SAMPLED.replace("samples = 2", "samples = 20000"), "20,000"),
     ],
 )
@@ -234,7 +271,9 @@ def test_each_flag_reaches_the_worker_or_the_table(write, worker, capsys, tmp_pa
 
 
 def printed(capsys, path, *words):
-    out = [] if any(word.startswith("--out=") for word in words) else [f"--out={path.parent / 'out'}"]
+    out = (
+        [] if any(word.startswith("--out=") for word in words) else [f"--out={path.parent / 'out'}"]
+    )
     assert sweep.main(["sweep", str(path), *out, *words]) == 0
     return capsys.readouterr().out
 
@@ -249,8 +288,14 @@ def test_commands_are_printed_for_a_shell_and_for_skypilot(write, capsys, monkey
     shared = [f"--out={bucket}/sweep", "--storage=postgresql://me@host/db"]
     lines = printed(capsys, path, *shared, "--print=sky", "--jobs=2").splitlines()
     first, second = map(shlex.split, lines)
-    assert first[:4] == ["sky", "jobs", "launch", "launch/sky.yaml"] and "--secret=PGPASSWORD" in first
-    assert first[-1] == "--name=sweep-1" and second == [*first[:-1], "--name=sweep-2"] and "hunter2" not in lines[0]
+    assert (
+        first[:4] == ["sky", "jobs", "launch", "launch/sky.yaml"] and "--secret=PGPASSWORD" in first
+    )
+    assert (
+        first[-1] == "--name=sweep-1"
+        and second == [*first[:-1], "--name=sweep-2"]
+        and "hunter2" not in lines[0]
+    )
     [run] = [word.removeprefix("--env=RUN=") for word in first if word.startswith("--env=RUN=")]
     assert shlex.split(run) == ["python", "-m", "launch.sweep", str(path), *shared]
 
@@ -277,14 +322,23 @@ def test_states_are_read_from_the_folders(write):
     assert state() == "not started"
     Path(run.folder).mkdir(parents=True)
     (Path(run.folder) / "sweep.log").touch()
-    for code, expected in ((1, "failed: exit code 1"), (-signal.SIGKILL, "failed: killed by SIGKILL")):
+    for code, expected in (
+        (1, "failed: exit code 1"),
+        (-signal.SIGKILL, "failed: killed by SIGKILL"),
+    ):
         assert run.end(code, 2.0, pruned=False) == expected == state()
     assert json.loads((Path(run.folder) / "sweep.json").read_text())["seconds"] == 4.0
     with Run.open(run.folder) as held:
         held.claim()
         assert state().startswith("running")
-    for code, pruned, word in ((143, True, "pruned"), (143, False, "stopped"), (-signal.SIGINT, False, "stopped")):
-        assert re.fullmatch(rf"{word}\D*\b0", run.end(code, 2.0, pruned=pruned)) and state().startswith(word)
+    for code, pruned, word in (
+        (143, True, "pruned"),
+        (143, False, "stopped"),
+        (-signal.SIGINT, False, "stopped"),
+    ):
+        assert re.fullmatch(
+            rf"{word}\D*\b0", run.end(code, 2.0, pruned=pruned)
+        ) and state().startswith(word)
     (Path(run.folder) / "sweep.json").write_text("{")
     assert state() == "not started"
 
@@ -332,7 +386,10 @@ def test_a_sweep_compares_a_run_with_its_record_as_the_program_does(write):
     [run] = read(path)
     record(run, config_tree.replace(run.config, {"model.n_layer": 2, "model.n_head": 3}))
     [tuned] = read(path)
-    assert (tuned.config.model.n_layer, tuned.config.model.n_head) == (2, 3) and tuned.results is not None
+    assert (tuned.config.model.n_layer, tuned.config.model.n_head) == (
+        2,
+        3,
+    ) and tuned.results is not None
 
 
 def test_a_run_that_diverged_has_ended_and_says_so(write):
@@ -354,16 +411,25 @@ def draws(write, text):
 def test_values_are_drawn_from_their_ranges_and_more_samples_keep_the_first(write):
     text = "samples = 9\noptimizer.learning_rate = { log = [1e-4, 1e-2] }\nmodel.n_layer = { uniform = [2, 3] }\n"
     found = draws(write, text)
-    assert len(found) == 9 and all(1e-4 <= each["optimizer.learning_rate"] <= 1e-2 for each in found)
+    assert len(found) == 9 and all(
+        1e-4 <= each["optimizer.learning_rate"] <= 1e-2 for each in found
+    )
     assert {each["model.n_layer"] for each in found} == {2, 3}
-    assert all(float(f"{value:.4g}") == value for value in (each["optimizer.learning_rate"] for each in found))
+    assert all(
+        float(f"{value:.4g}") == value
+        for value in (each["optimizer.learning_rate"] for each in found)
+    )
     assert draws(write, text.replace("9", "12"))[:9] == found != draws(write, "seed = 1\n" + text)
 
 
 def test_equal_draws_are_one_run_and_each_goes_with_the_grid(write):
-    path = write("[random]\nsamples = 30\nmodel.n_layer = { uniform = [1, 3] }\n[grid]\nseed = [1, 2]\n")
+    path = write(
+        "[random]\nsamples = 30\nmodel.n_layer = { uniform = [1, 3] }\n[grid]\nseed = [1, 2]\n"
+    )
     runs = read(path)
-    assert sorted(run.name for run in runs) == [f"n_layer={n}+seed={seed}" for n in (1, 2, 3) for seed in (1, 2)]
+    assert sorted(run.name for run in runs) == [
+        f"n_layer={n}+seed={seed}" for n in (1, 2, 3) for seed in (1, 2)
+    ]
     assert {run.config.model.n_layer for run in runs} == {1, 2, 3}
 
 
@@ -374,11 +440,20 @@ def test_a_table_of_any_runs(tmp_path, capsys):
     for seed in (1, 2):
         recorded_run.make(tmp_path / "slurm" / f"job-{seed}", seed=seed)
     recorded_run.make(tmp_path / "half", seed=3, done=500)
-    words = ["sweep", "--table", str(tmp_path / "slurm"), str(tmp_path / "half"), f"--out={tmp_path / 'tables'}"]
+    words = [
+        "sweep",
+        "--table",
+        str(tmp_path / "slurm"),
+        str(tmp_path / "half"),
+        f"--out={tmp_path / 'tables'}",
+    ]
     assert sweep.main(words) == 0
     with open(tmp_path / "tables" / "results.csv", newline="") as file:
         rows = {row["run"]: row for row in csv.DictReader(file)}
-    assert list(rows) == ["job-1", "job-2", "half"] and rows["half"]["state"] == "500 of 1,000 training steps"
+    assert (
+        list(rows) == ["job-1", "job-2", "half"]
+        and rows["half"]["state"] == "500 of 1,000 training steps"
+    )
     for run in read_runs([str(tmp_path / "slurm")]):
         assert float(rows[run.name]["test"]) == pytest.approx(run.row([])["test"])
     assert "± " in capsys.readouterr().out and (tmp_path / "tables" / "means.csv").exists()

@@ -19,15 +19,32 @@ from support.processes import wait_for
 
 FAKES = ROOT / "tests" / "launch" / "fake"
 SCRIPT = str(ROOT / "launch" / "tpu.sh")
-RUN = ["--", "python", "-m", "experiments.enwik8", "--workdir", "gs://mine/one", "--generate.prompt=it's"]
+RUN = [
+    "--",
+    "python",
+    "-m",
+    "experiments.enwik8",
+    "--workdir",
+    "gs://mine/one",
+    "--generate.prompt=it's",
+]
 HOST_COMMANDS = ("sudo", "python3", "uv", "systemctl", "systemd-run", "journalctl", "curl")
 
 
 def start(cloud, *words, **environment):
-    own = {"PATH": f"{cloud / 'bin'}:{os.environ['PATH']}", "FAKE": str(cloud), "TMPDIR": str(cloud)}
+    own = {
+        "PATH": f"{cloud / 'bin'}:{os.environ['PATH']}",
+        "FAKE": str(cloud),
+        "TMPDIR": str(cloud),
+    }
     variables = os.environ | own | {"REAL_PYTHON": sys.executable} | environment
     return subprocess.Popen(
-        [SCRIPT, *words], cwd=cloud / "clone", env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [SCRIPT, *words],
+        cwd=cloud / "clone",
+        env=variables,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
@@ -55,7 +72,12 @@ def asked_of_gcloud(cloud):
     """
     lines = (cloud / "gcloud.log").read_text().splitlines()
     commands = [line.split()[2:4] for line in lines]
-    return [verb for verb, _ in itertools.groupby(verb for _, verb in commands if verb in ("create", "delete", "scp"))]
+    return [
+        verb
+        for verb, _ in itertools.groupby(
+            verb for _, verb in commands if verb in ("create", "delete", "scp")
+        )
+    ]
 
 
 @pytest.fixture
@@ -146,8 +168,24 @@ def test_the_scripts_for_the_hosts_are_valid_shell(cloud):
         (["create", "one", "--zone=z", "--type=v9-8"], "v9-8"),
         (["delete", "one", "--zone=z"], "watch, got 'delete'"),
         (["create", "one", "--zone=z", "--runtime=v2"], "--type"),
-        (["watch", "one", "--zone=z", "--type=v4-8", "--", "python", "-m", "experiments.ptb"], "--workdir=gs://"),
-        (["watch", "one", "--zone=z", "--type=v4-8", "--", "python", "-m", "x", "--workdir=runs/one"], "gs://"),
+        (
+            ["watch", "one", "--zone=z", "--type=v4-8", "--", "python", "-m", "experiments.ptb"],
+            "--workdir=gs://",
+        ),
+        (
+            [
+                "watch",
+                "one",
+                "--zone=z",
+                "--type=v4-8",
+                "--",
+                "python",
+                "-m",
+                "x",
+                "--workdir=runs/one",
+            ],
+            "gs://",
+        ),
     ],
 )
 def test_mistakes_are_named(cloud, words, expected):
@@ -179,7 +217,15 @@ done
 
 def watch(cloud, *more, wait=True, **environment):
     words = ["watch", "one", "--zone=z", "--type=v4-32", "--spot"]
-    run = ["--", "python", "-m", "experiments.enwik8", "--workdir=gs://mine/run", "two words", "$HOME"]
+    run = [
+        "--",
+        "python",
+        "-m",
+        "experiments.enwik8",
+        "--workdir=gs://mine/run",
+        "two words",
+        "$HOME",
+    ]
     return (call if wait else start)(cloud, *words, "--every=0.05", *more, *run, **environment)
 
 
@@ -191,8 +237,12 @@ def test_watch_begins_again_after_a_preemption_and_goes_on_from_the_workdir(clou
     assert asked_of_gcloud(cloud) == ["create", "scp", "delete", "create", "scp"], out + err
     for host in ("host0", "host1"):
         assert (cloud / "mine" / "run" / host).read_text() == "6\n"
-    assert (cloud / "mine" / "run" / "host0.starts").read_text() == "goes on after 0\ngoes on after 3\n"
-    assert re.search(r"\bSUSPENDED\b", out) and out.splitlines()[-1].endswith("delete one --zone=z --force")
+    assert (
+        cloud / "mine" / "run" / "host0.starts"
+    ).read_text() == "goes on after 0\ngoes on after 3\n"
+    assert re.search(r"\bSUSPENDED\b", out) and out.splitlines()[-1].endswith(
+        "delete one --zone=z --force"
+    )
     source = cloud / "host1" / "txl" / "source"
     assert sorted(path.name for path in source.iterdir()) == [".gitignore", "setup.cfg"], (
         "the working tree, but for data"
@@ -214,7 +264,9 @@ def test_watch_waits_while_a_host_is_maintained(cloud):
     begins = log.read_text().count("\nsystemd-run ")
     polls = log.read_text().count("ExecMainStatus")
     wait_for(lambda: log.read_text().count("ExecMainStatus") > polls + 8, [watching])
-    assert log.read_text().count("\nsystemd-run ") == begins, "it is not started before the maintenance is over"
+    assert log.read_text().count("\nsystemd-run ") == begins, (
+        "it is not started before the maintenance is over"
+    )
     for name in ("pid", "status", "maintenance"):  # A reboot.
         (cloud / "host1" / name).unlink()
     (cloud / "over").touch()
@@ -260,7 +312,9 @@ def test_a_run_that_is_going_on_is_not_started_twice(cloud):
     code, _, err = call(cloud, "run", "one", "--zone=z", *RUN)
     assert code == 1 and re.search(r"(?m)^error: .*tpu\.sh stop\b", err)
     assert call(cloud, "stop", "one", "--zone=z")[0] == 0
-    assert call(cloud, "run", "one", "--zone=z", *RUN)[0] == 0, "after a stop it may be started again"
+    assert call(cloud, "run", "one", "--zone=z", *RUN)[0] == 0, (
+        "after a stop it may be started again"
+    )
     assert call(cloud, "stop", "one", "--zone=z")[0] == 0
 
 
@@ -270,7 +324,10 @@ def test_watch_starts_a_run_that_broke_off_again(cloud, end):
     """One host loses the other and is aborted, a few times; or somebody else ends it, which systemd
     calls clean.
     """
-    program(cloud, f'echo x >>"$HOME/starts"\n[ "$(wc -l <"$HOME/starts")" -ge 3 ] || {end}\nsleep 0.02\n')
+    program(
+        cloud,
+        f'echo x >>"$HOME/starts"\n[ "$(wc -l <"$HOME/starts")" -ge 3 ] || {end}\nsleep 0.02\n',
+    )
     code, out, err = watch(cloud)
     assert code == 0, out + err
     assert (cloud / "host0" / "starts").read_text() == "x\n" * 3

@@ -29,7 +29,9 @@ def text(segment_len):
     tokens = tiny.text(length + 1, rows=4, seed=2)
     tokens[tokens == END] = END + 1
     last = segment_len - 1
-    for row, ends in enumerate([(0, 7, 8, 9, 21), (last, 3 * segment_len), (2 * last + 1, 2 * last + 2, length - 1)]):
+    for row, ends in enumerate(
+        [(0, 7, 8, 9, 21), (last, 3 * segment_len), (2 * last + 1, 2 * last + 2, length - 1)]
+    ):
         tokens[row, list(ends)] = END
     return tokens
 
@@ -53,7 +55,10 @@ def alone(model, variables, tokens, lengths):
     """
     segment_len, mem_len, same_length = lengths
     plain = tiny.make(**{**model, "end_token": None})
-    nats_of, found = reader(plain, variables, same_length), np.zeros((len(tokens), tokens.shape[1] - 1))
+    nats_of, found = (
+        reader(plain, variables, same_length),
+        np.zeros((len(tokens), tokens.shape[1] - 1)),
+    )
     for row, ids in enumerate(tokens):
         memory = None
         for first in range(len(ids) - 1):
@@ -64,7 +69,9 @@ def alone(model, variables, tokens, lengths):
                 after = first + 1
                 while after % segment_len and ids[after - 1] != END:
                     after += 1
-                nats, memory = nats_of(ids[None, first:after], ids[None, first + 1 : after + 1], memory)
+                nats, memory = nats_of(
+                    ids[None, first:after], ids[None, first + 1 : after + 1], memory
+                )
                 found[row, first:after] = nats[0]
     return found
 
@@ -82,11 +89,14 @@ def cached(made, variables, tokens, lengths):
     sizes = {"segment_len": segment_len, "mem_len": mem_len}
     weights = tiny.prepared(made, variables, **sizes, same_length=same_length)
     cache = forward.init_cache(weights, batch_size=len(tokens), **sizes)
-    return tiny.over_segments(lambda *of: tiny.read_cached(weights, *of)[1:], cache, tokens, segment_len)[0]
+    return tiny.over_segments(
+        lambda *of: tiny.read_cached(weights, *of)[1:], cache, tokens, segment_len
+    )[0]
 
 
 @pytest.mark.parametrize(
-    ("name", "lengths"), nightly_but([("pre", "cut")], [("post", "long"), ("pre", "cut"), ("post", "cut")])
+    ("name", "lengths"),
+    nightly_but([("pre", "cut")], [("post", "long"), ("pre", "cut"), ("post", "cut")]),
 )
 def test_every_loss_is_that_of_the_document_alone(name, lengths, x64):
     model, lengths = MODELS[name] | {"dtype": DType.FLOAT64, "end_token": END}, LENGTHS[lengths]
@@ -94,7 +104,9 @@ def test_every_loss_is_that_of_the_document_alone(name, lengths, x64):
     variables = tiny.variables(made)
     expected = alone(model, variables, tokens, lengths)
     for read in (streamed, cached):
-        np.testing.assert_allclose(read(made, variables, tokens, lengths), expected, rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(
+            read(made, variables, tokens, lengths), expected, rtol=1e-10, atol=1e-10
+        )
     without = streamed(tiny.make(**{**model, "end_token": None}), variables, tokens, lengths)
     differs = np.abs(without - expected).max(axis=1) > 1e-3
     assert differs.tolist() == [True, True, True, False]
@@ -102,7 +114,9 @@ def test_every_loss_is_that_of_the_document_alone(name, lengths, x64):
 
 def test_tiles_and_kernels_take_no_documents_and_a_run_chooses_the_reference():
     arrays = [jnp.zeros((1, 2, 3, 4))] * 3
-    visibility = Visibility(jnp.zeros(1, jnp.int32), 3, 0, document_start=jnp.zeros((1, 3), jnp.int32))
+    visibility = Visibility(
+        jnp.zeros(1, jnp.int32), 3, 0, document_start=jnp.zeros((1, 3), jnp.int32)
+    )
     for path in ("tiled", "fused"):
         with pytest.raises(UserError, match=r"data\.reset_at"):
             attention(*arrays, visibility=visibility, implementation=path)
@@ -110,7 +124,11 @@ def test_tiles_and_kernels_take_no_documents_and_a_run_chooses_the_reference():
         assert chosen.implementation == choose.REFERENCE and "data.reset_at" in chosen.reason
 
 
-@pytest.mark.parametrize(("reset_at", "end_token"), [("x", None), (None, 3), ("x", tiny.V), ("x", -1)])
+@pytest.mark.parametrize(
+    ("reset_at", "end_token"), [("x", None), (None, 3), ("x", tiny.V), ("x", -1)]
+)
 def test_an_end_that_would_not_act_is_refused(reset_at, end_token):
-    with pytest.raises(UserError, match=rf"end_token\b.*data\.reset_at\b.*\b{tiny.V}\b.*{end_token}$"):
+    with pytest.raises(
+        UserError, match=rf"end_token\b.*data\.reset_at\b.*\b{tiny.V}\b.*{end_token}$"
+    ):
         tiny_run.parts(data__reset_at=reset_at, end_token=end_token)

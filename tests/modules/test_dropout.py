@@ -71,7 +71,9 @@ def test_traced_rates_are_those_of_the_config(network, x64):
     def hidden(model):
         return model.apply({"params": params}, tiny.text(5), memory, rngs=rngs, **DRAWING)[0]
 
-    settings = [dict(zip(ensemble.RATES, np.arange(6) / 10 + shift, strict=True)) for shift in (0.1, 0.2)]
+    settings = [
+        dict(zip(ensemble.RATES, np.arange(6) / 10 + shift, strict=True)) for shift in (0.1, 0.2)
+    ]
     traced = jax.tree.map(lambda *numbers: jnp.asarray(numbers), *settings)
     found = jax.jit(jax.vmap(lambda rates: hidden(ensemble.with_rates(model, rates))))(traced)
     of_config = {f"dropout__{name}": float(rate) for name, rate in settings[1].items()}
@@ -85,4 +87,6 @@ def test_scoring_leaves_nothing_out():
     rates = {f"dropout__{name}": 0.5 for name in ("rate", "attention", "embedding", "qkv")}
     plain, dropped = tiny.make(), tiny.make(**rates)
     variables, memory = tiny.variables(plain), plain.init_memory(batch_size=tiny.B, mem_len=3)
-    np.testing.assert_array_equal(*(tiny.encoder(of)(variables, tiny.text(5), memory)[0] for of in (plain, dropped)))
+    np.testing.assert_array_equal(
+        *(tiny.encoder(of)(variables, tiny.text(5), memory)[0] for of in (plain, dropped))
+    )

@@ -21,7 +21,12 @@ from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
 from txl_jax.interop import original
 from txl_jax.modules.positions import ENCODINGS
-from txl_jax.modules.positions.encoding import DecodeTerms, PositionEncoding, PositionKeys, PositionTerms
+from txl_jax.modules.positions.encoding import (
+    DecodeTerms,
+    PositionEncoding,
+    PositionKeys,
+    PositionTerms,
+)
 from txl_jax.ops.attention import positions
 from txl_jax.ops.attention.positions import table_length
 
@@ -34,7 +39,9 @@ CLAMPS = [*itertools.product([Encoding.SHAW, Encoding.AL_RFOU], [None, 2, 30])]
 @pytest.mark.parametrize(("encoding", "clamp_len"), nightly_but([CLAMPS[0], CLAMPS[4]], CLAMPS))
 def test_distances_beyond_the_table_or_the_clamp_share_the_last_one(encoding, clamp_len, x64):
     """A table that goes on with copies of the last row that counts gives the same."""
-    short, long = (tiny.make(encoding=encoding, num_positions=n, dtype=DType.FLOAT64) for n in (3, 9))
+    short, long = (
+        tiny.make(encoding=encoding, num_positions=n, dtype=DType.FLOAT64) for n in (3, 9)
+    )
     variables, last = tiny.variables(short), min(clamp_len or 2, 2)
 
     def lengthen(path, leaf):
@@ -55,7 +62,9 @@ def test_encodings_say_what_they_can_do(encoding, x64):
     model = tiny.make(encoding=encoding, dtype=DType.FLOAT64)
     variables, encode, text = tiny.variables(model), tiny.encoder(model), tiny.text(4)
     memory = model.init_memory(batch_size=tiny.B, mem_len=4)
-    whole, one_by_one = (tiny.stream(encode, variables, text, lengths, memory) for lengths in ([4], [1] * 4))
+    whole, one_by_one = (
+        tiny.stream(encode, variables, text, lengths, memory) for lengths in ([4], [1] * 4)
+    )
     assert (np.abs(whole - one_by_one).max() < 1e-12) == ENCODINGS[encoding].generates_by_token
 
 
@@ -103,9 +112,13 @@ def test_inference_in_segments_and_by_token_equals_training(model, clamp_len):
     variables, lengths = tiny.variables(model), [L] * 5 + [1] * 3
     text = tiny.text(sum(lengths))
     encode = tiny.encoder(model, clamp_len=clamp_len, same_length=True)
-    expected = tiny.stream(encode, variables, text, lengths, model.init_memory(batch_size=tiny.B, mem_len=M))
+    expected = tiny.stream(
+        encode, variables, text, lengths, model.init_memory(batch_size=tiny.B, mem_len=M)
+    )
 
-    params = tiny.prepared(model, variables, same_length=True, segment_len=L, mem_len=M, clamp_len=clamp_len)
+    params = tiny.prepared(
+        model, variables, same_length=True, segment_len=L, mem_len=M, clamp_len=clamp_len
+    )
     cache = forward.init_cache(params, batch_size=tiny.B, mem_len=M, segment_len=L)
     read, found, start = jax.jit(forward.forward), [], 0
     for length in lengths:

@@ -26,7 +26,9 @@ def lstm_loop(params: dict, inputs: np.ndarray) -> np.ndarray:
         gates = {}
         for name in "ifgo":
             of_input, of_output = params["cell"][f"i{name}"], params["cell"][f"h{name}"]
-            gates[name] = inputs[:, i] @ of_input["kernel"] + output @ of_output["kernel"] + of_output["bias"]
+            gates[name] = (
+                inputs[:, i] @ of_input["kernel"] + output @ of_output["kernel"] + of_output["bias"]
+            )
         cell = sigmoid(gates["f"]) * cell + sigmoid(gates["i"]) * np.tanh(gates["g"])
         output = sigmoid(gates["o"]) * np.tanh(cell)
         outputs.append(output)
@@ -49,7 +51,9 @@ def qrnn_loop(params: dict, inputs: np.ndarray) -> np.ndarray:
     return np.stack(outputs, axis=1)
 
 
-@pytest.mark.parametrize(("network", "loop"), [(Network.LSTM, lstm_loop), (Network.QRNN, qrnn_loop)])
+@pytest.mark.parametrize(
+    ("network", "loop"), [(Network.LSTM, lstm_loop), (Network.QRNN, qrnn_loop)]
+)
 def test_segments_that_follow_each_other_match_a_loop_over_tokens(network, loop, x64):
     model = make(network, dtype=DType.FLOAT64)
     params = jax.tree.map(np.float64, tiny_run.params(model))
@@ -69,13 +73,17 @@ def test_cells_of_a_qrnn_in_bfloat16_are_pooled_in_float32():
     bias = jnp.asarray([10.0, 6.9, 10.0])  # z = 1, f = .999, o = 1.
     params = {"gates": {"kernel": jnp.zeros((1, 3)), "bias": bias}}
     state = jnp.zeros((1, 1), jnp.bfloat16), jnp.zeros((1, 1), jnp.bfloat16)
-    (cell, _), _ = jax.jit(layer.apply)({"params": params}, jnp.zeros((1, 1000, 1), jnp.bfloat16), state)
+    (cell, _), _ = jax.jit(layer.apply)(
+        {"params": params}, jnp.zeros((1, 1000, 1), jnp.bfloat16), state
+    )
     kept = sigmoid(float(jnp.asarray(6.9, jnp.bfloat16)))
     assert float(cell[0, 0]) == pytest.approx(1 - kept**1000, rel=2**-8)
 
 
 @pytest.mark.parametrize(
-    ("network", "how"), [(Network.LSTM, MemoryStart.MASKED), (Network.QRNN, MemoryStart.ZEROS)], ids=str
+    ("network", "how"),
+    [(Network.LSTM, MemoryStart.MASKED), (Network.QRNN, MemoryStart.ZEROS)],
+    ids=str,
 )
 def test_a_row_that_is_reset_begins_anew(network, how):
     model = make(network)

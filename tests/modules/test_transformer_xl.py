@@ -41,10 +41,15 @@ def loss_of(model: TransformerXL, *, deterministic: bool = True):
 
 def test_tied_positions_are_the_keys_matrix_and_the_query_of_distance_zero(x64):
     """Against a model with matrices of their own, filled in by hand."""
-    tied, own = (tiny.make(dtype=DType.FLOAT64, tie_positions=tie, untie_r=not tie) for tie in (True, False))
+    tied, own = (
+        tiny.make(dtype=DType.FLOAT64, tie_positions=tie, untie_r=not tie) for tie in (True, False)
+    )
     params = tiny.variables(tied)["params"]
     layers = params["stack"]["layers"]
-    assert set(layers["attention"]) == {"query", "key", "value", "output"} and "biases" not in params["stack"]
+    assert (
+        set(layers["attention"]) == {"query", "key", "value", "output"}
+        and "biases" not in params["stack"]
+    )
     code = positions.sinusoids(jnp.zeros(1, int), tiny.D, jnp.float64)[0]
     query = jnp.einsum("d,ndhe->nhe", code, layers["attention"]["query"])
     attention = {**layers["attention"], "position_key": layers["attention"]["key"]}
@@ -78,15 +83,22 @@ def test_bfloat16_computes_close_to_float32():
     variables = tiny.variables(fast)
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype(jnp.float32)}
     (expected, gradients), (found, fast_gradients) = (
-        jax.jit(jax.value_and_grad(loss_of(model), has_aux=True))(variables) for model in (exact, fast)
+        jax.jit(jax.value_and_grad(loss_of(model), has_aux=True))(variables)
+        for model in (exact, fast)
     )
     (hidden, nll, _), (fast_hidden, fast_nll, memory) = expected[1], found[1]
-    assert (fast_hidden.dtype, memory.hidden.dtype, fast_nll.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    assert (fast_hidden.dtype, memory.hidden.dtype, fast_nll.dtype) == (
+        jnp.bfloat16,
+        jnp.bfloat16,
+        jnp.float32,
+    )
     # The distance of two bfloat16 numbers near 1 is 2**-7; some tens of roundings follow each
     # other.
     assert 0 < distance(fast_hidden, hidden) < 0.01
     assert 0 < distance(fast_nll, nll) < 0.005
-    for (path, leaf), other in zip(jax.tree.leaves_with_path(fast_gradients), jax.tree.leaves(gradients), strict=True):
+    for (path, leaf), other in zip(
+        jax.tree.leaves_with_path(fast_gradients), jax.tree.leaves(gradients), strict=True
+    ):
         assert leaf.dtype == jnp.float32 and distance(leaf, other) < 0.03, path
 
 
@@ -109,7 +121,9 @@ def test_memory_and_segment_are_projected_apart():
     n_query, n_slot = 7, 9  # Sizes that nothing else has, and neither has their sum.
     model = tiny.make()
     memory, variables = model.init_memory(batch_size=tiny.B, mem_len=n_slot), tiny.variables(model)
-    gradient = jax.grad(lambda variables: model.apply(variables, tiny.text(n_query), memory)[0].sum())
+    gradient = jax.grad(
+        lambda variables: model.apply(variables, tiny.text(n_query), memory)[0].sum()
+    )
     sizes = [set(sum(shapes, ())) for shapes in products_of(jax.make_jaxpr(gradient)(variables))]
     projections = [each for each in sizes if {tiny.B, tiny.D, tiny.H, tiny.E} <= each]
     # Of the memory keys and values, and their gradients for the weights. Of the segment queries and
@@ -135,7 +149,11 @@ SPLITS = {
     "pre": ({"layer_norm": NormPlace.PRE}, {}, T),
     "clamp": ({}, {"clamp_len": 3}, T),
     "window": ({"untie_r": True}, {"same_length": True}, 3),
-    "wider window": ({"compat__same_length_window": AttentionWindow.MEM_LEN_PLUS_ONE}, {"same_length": True}, 3),
+    "wider window": (
+        {"compat__same_length_window": AttentionWindow.MEM_LEN_PLUS_ONE},
+        {"same_length": True},
+        3,
+    ),
 }
 
 
@@ -146,7 +164,13 @@ def test_any_segmentation_gives_the_same_states(name, x64):
     variables, encode = tiny.variables(model), tiny.encoder(model, **options)
     memory = model.init_memory(batch_size=tiny.B, mem_len=mem_len)
     found = [
-        tiny.stream(encode, variables, tiny.text(T), [b - a for a, b in itertools.pairwise([0, *cuts, T])], memory)
+        tiny.stream(
+            encode,
+            variables,
+            tiny.text(T),
+            [b - a for a, b in itertools.pairwise([0, *cuts, T])],
+            memory,
+        )
         for count in range(T)
         for cuts in itertools.combinations(range(1, T), count)
     ]
@@ -163,7 +187,9 @@ QUICK = [*((encoding, {}) for encoding in Encoding), (Encoding.RELATIVE, {"same_
 def test_the_future_has_exactly_no_influence(options, encoding):
     model, tokens = tiny.make(encoding=encoding), tiny.text(T)
     variables, encode = tiny.variables(model), tiny.encoder(model, **options)
-    _, memory = encode(variables, tiny.text(T, seed=1), model.init_memory(batch_size=tiny.B, mem_len=3))
+    _, memory = encode(
+        variables, tiny.text(T, seed=1), model.init_memory(batch_size=tiny.B, mem_len=3)
+    )
     hidden, _ = encode(variables, tokens, memory)
     for t in range(T):
         changed = tokens.copy()

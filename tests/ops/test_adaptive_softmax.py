@@ -43,7 +43,9 @@ def make_clusters(case) -> tuple[list[Cluster], TailEntries | None]:
         projection = rng.normal(size=(width, D)) if projected[c] else None
         clusters.append(Cluster(rng.normal(size=(rows, width)), rng.normal(size=rows), projection))
     n_tail = len(cutoffs)
-    return clusters, TailEntries(rng.normal(size=(n_tail, widths[0])), rng.normal(size=n_tail)) if cutoffs else None
+    return clusters, TailEntries(
+        rng.normal(size=(n_tail, widths[0])), rng.normal(size=n_tail)
+    ) if cutoffs else None
 
 
 def as_arrays(case):
@@ -64,12 +66,16 @@ def test_vectors_losses_and_log_probabilities_match_loops_over_tokens(case, x64)
         return vectors, nll, adaptive_softmax.log_probabilities(hidden, arrays, entries)
 
     vectors, nll, log_p = compute(hidden, tokens)
-    np.testing.assert_allclose(vectors, oracles.embed(tokens, clusters, case[0], D), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(
+        vectors, oracles.embed(tokens, clusters, case[0], D), rtol=0, atol=1e-13
+    )
     expected = oracles.adaptive_nll(hidden, tokens, clusters, *tail_arrays, case[0])
     np.testing.assert_allclose(nll, expected, rtol=0, atol=1e-12)
     assert log_p.shape == (2, 1, V, V)
     for token in range(V):
-        expected = oracles.adaptive_nll(hidden[:, 0, :2], np.full((2, 2), token), clusters, *tail_arrays, case[0])
+        expected = oracles.adaptive_nll(
+            hidden[:, 0, :2], np.full((2, 2), token), clusters, *tail_arrays, case[0]
+        )
         np.testing.assert_allclose(-log_p[:, 0, :2, token], expected, rtol=0, atol=1e-12)
 
 
@@ -79,7 +85,9 @@ def test_gradients_of_a_frequent_token_add_up_in_float32():
     tokens = jnp.ones((1, 1000), jnp.int32)
 
     def total(table):
-        vectors = adaptive_softmax.embed(tokens, [Cluster(table, None, None)], (), dtype=jnp.bfloat16)
+        vectors = adaptive_softmax.embed(
+            tokens, [Cluster(table, None, None)], (), dtype=jnp.bfloat16
+        )
         assert vectors.dtype == jnp.bfloat16
         return jnp.sum(vectors.astype(jnp.float32))
 
@@ -90,7 +98,9 @@ def test_gradients_of_a_frequent_token_add_up_in_float32():
 def walking_tails(name: str, chunk_size: int | None):
     """Ours, with this many positions per chunk of a tail."""
     nll = functools.partial(adaptive_softmax.negative_log_likelihood, chunk_size=chunk_size)
-    return tiny.with_gradients(lambda hidden, weights, targets: nll(hidden, targets, *weights, CASES[name][0]))
+    return tiny.with_gradients(
+        lambda hidden, weights, targets: nll(hidden, targets, *weights, CASES[name][0])
+    )
 
 
 @tiny.with_gradients
@@ -112,11 +122,20 @@ def test_any_distribution_of_targets(data):
     bounds = [0, *CASES[name][0], V]
     used = data.draw(st.sets(st.integers(0, len(bounds) - 2), min_size=1), label="clusters")
     tokens = [token for c in sorted(used) for token in range(bounds[c], bounds[c + 1])]
-    targets = data.draw(st.lists(st.sampled_from(tokens), min_size=B * L, max_size=B * L), label="targets")
+    targets = data.draw(
+        st.lists(st.sampled_from(tokens), min_size=B * L, max_size=B * L), label="targets"
+    )
     chunk_size = data.draw(st.sampled_from([None, 1, 3, 128]), label="chunk_size")
     with enable_x64(True):
-        args = np.random.default_rng(4).normal(size=(B, L, D)), as_arrays(CASES[name]), np.reshape(targets, (B, L))
-        found, expected = walking_tails(name, chunk_size)(*args), through_all_log_probabilities(*args)
+        args = (
+            np.random.default_rng(4).normal(size=(B, L, D)),
+            as_arrays(CASES[name]),
+            np.reshape(targets, (B, L)),
+        )
+        found, expected = (
+            walking_tails(name, chunk_size)(*args),
+            through_all_log_probabilities(*args),
+        )
         tiny_run.assert_close(found, expected, atol=1e-12)
 
 
@@ -135,7 +154,11 @@ def masked(name: str, chunk_size: int | None):
     return tiny.with_gradients(nll)
 
 
-IGNORED = [("one cluster, projected", "float32"), ("mixed projections", "bfloat16"), ("div_val 2", "float32")]
+IGNORED = [
+    ("one cluster, projected", "float32"),
+    ("mixed projections", "bfloat16"),
+    ("div_val 2", "float32"),
+]
 
 
 @pytest.mark.parametrize(("name", "dtype"), full_but(IGNORED[:2], IGNORED))
@@ -164,11 +187,17 @@ def test_targets_of_few_bits(dtype):
     """A vocabulary of bytes has 256 tokens, a number that 8 bits cannot hold."""
     rng = np.random.default_rng(5)
     hidden = jnp.asarray(rng.normal(size=(1, 3, D)))
-    clusters = [adaptive_softmax.Cluster(jnp.asarray(rng.normal(size=(256, D))), jnp.zeros(256), None)]
+    clusters = [
+        adaptive_softmax.Cluster(jnp.asarray(rng.normal(size=(256, D))), jnp.zeros(256), None)
+    ]
     targets = np.array([[0, 97, 127]], dtype)
-    losses = adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, None, (), chunk_size=None)
+    losses = adaptive_softmax.negative_log_likelihood(
+        hidden, targets, clusters, None, (), chunk_size=None
+    )
     expected = -jax.nn.log_softmax(hidden @ clusters[0].table.T)
-    np.testing.assert_allclose(losses[0], [expected[0, i, int(targets[0, i])] for i in range(3)], rtol=1e-5)
+    np.testing.assert_allclose(
+        losses[0], [expected[0, i, int(targets[0, i])] for i in range(3)], rtol=1e-5
+    )
 
 
 T, WIDTH = 11, 3  # Positions, and columns of a kernel.
@@ -184,7 +213,12 @@ def inputs(n_selected: int, *, seed: int = 0):
     rng = np.random.default_rng(seed)
     selected = rng.permutation(np.arange(T) < n_selected)
     kernel, states = rng.normal(size=(D, WIDTH)), rng.normal(size=(T, D))
-    return {"kernel": jnp.asarray(kernel)}, jnp.asarray(states), jnp.asarray(rng.integers(7, size=T)), selected
+    return (
+        {"kernel": jnp.asarray(kernel)},
+        jnp.asarray(states),
+        jnp.asarray(rng.integers(7, size=T)),
+        selected,
+    )
 
 
 def everywhere(weights, states, labels, selected):
@@ -198,7 +232,9 @@ def selectively(chunk_size):
 def test_positions_that_are_not_selected_are_not_read():
     weights, states, labels, selected = inputs(4)
     states = jnp.where(selected[:, None], states, jnp.nan)
-    values, (of_weights, of_states) = tiny.with_gradients(selectively(3))(weights, states, labels, selected)
+    values, (of_weights, of_states) = tiny.with_gradients(selectively(3))(
+        weights, states, labels, selected
+    )
     assert np.isfinite(values).all() and np.isfinite(of_weights["kernel"]).all()
     assert np.array_equal(np.any(of_states, axis=1), selected)
 
@@ -211,7 +247,9 @@ def test_the_function_is_computed_for_as_many_chunks_as_are_begun():
         jax.debug.callback(lambda _: calls.append(states.shape), states[0, 0])
         return squashed(weights, states, labels)
 
-    gradient = jax.jit(jax.grad(lambda *given: chunked_apply(counted, 3, *given).sum(), argnums=(0, 1)))
+    gradient = jax.jit(
+        jax.grad(lambda *given: chunked_apply(counted, 3, *given).sum(), argnums=(0, 1))
+    )
     for n_selected in (0, 1, 3, 4, T):
         calls.clear()
         jax.block_until_ready(gradient(*inputs(n_selected)))

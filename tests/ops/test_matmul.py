@@ -42,7 +42,9 @@ def test_a_row_is_multiplied_as_numbers_of_its_own_type(terms, x64):
     for axis in (1, 2):
         matrix = quantize(jnp.asarray(array), axis=axis)
         expected = inputs @ np.asarray(matrix.dequantize(jnp.float64))
-        np.testing.assert_allclose(jitted(jnp.asarray(inputs), matrix), expected, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(
+            jitted(jnp.asarray(inputs), matrix), expected, rtol=0, atol=1e-13
+        )
         found = jitted(jnp.asarray(inputs, jnp.float32), matrix)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
@@ -53,7 +55,9 @@ def test_products_of_int8_keep_sixteen_bits_of_what_is_multiplied(axis, rows, x6
     """Beside the product with the same int8 numbers in float64; batched as in attention, one row as
     on a GPU or TPU.
     """
-    monkeypatch.setattr(matmul, "row_product", lambda row, matrix, otherwise: otherwise(row, matrix))
+    monkeypatch.setattr(
+        matmul, "row_product", lambda row, matrix, otherwise: otherwise(row, matrix)
+    )
     inputs, array = random(3, rows, 70), random(3, 70, 9, seed=1)
     matrix = quantize(jnp.asarray(array), axis=axis)
     found = jax.jit(lambda *of: multiply(*of))(jnp.asarray(inputs), matrix)  # Traced anew.

@@ -28,7 +28,9 @@ def make_clusters(strength=1.0, cutoffs=CUTOFFS, size=V) -> tuple[adaptive_softm
         return jnp.asarray(strength * rng.normal(size=shape), jnp.float32)
 
     sizes = [end - start for start, end in itertools.pairwise(bounds)]
-    clusters = [adaptive_softmax.Cluster(normal(n, D, strength=strength), normal(n), None) for n in sizes]
+    clusters = [
+        adaptive_softmax.Cluster(normal(n, D, strength=strength), normal(n), None) for n in sizes
+    ]
     if cutoffs:
         tails = adaptive_softmax.TailEntries(normal(len(cutoffs), D), normal(len(cutoffs)))
         clusters[0] = adaptive_softmax.with_tails(clusters[0], tails)
@@ -61,7 +63,9 @@ def test_the_likeliest_are_those_of_the_full_distribution(k, rows, seed, strengt
     log_p, tokens = top_k_tokens(hidden, clusters, k)
     full = np.asarray(all_log_p(hidden, clusters))
     np.testing.assert_allclose(log_p, -np.sort(-full, axis=1)[:, :k], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(np.take_along_axis(full, np.asarray(tokens), 1), log_p, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        np.take_along_axis(full, np.asarray(tokens), 1), log_p, rtol=0, atol=1e-5
+    )
     assert all(len(set(row)) == k for row in tokens.tolist())
 
 
@@ -113,7 +117,9 @@ LIMITS = {
 ORDERS = tuple(name for name in LIMITS if ", " in name)  # Where the order of the limits decides.
 
 
-def expected_probabilities(log_p: np.ndarray, temperature: float, top_k: int | None, top_p: float) -> np.ndarray:
+def expected_probabilities(
+    log_p: np.ndarray, temperature: float, top_k: int | None, top_p: float
+) -> np.ndarray:
     """Probabilities by a loop: divided by the temperature, cut to the k likeliest, then to those
     that reach p.
     """

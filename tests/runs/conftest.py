@@ -32,7 +32,9 @@ def _both(tmp_path_factory):
     words = np.random.default_rng(0).choice(["one", "two", "three", "four"], 800)
     every = {"log_every": 4, "eval_every": 8, "checkpoint_every": 6}
     changes = {
-        "model": ModelConfig(n_layer=2, d_model=12, n_head=3, d_head=5, d_inner=14, dropout=DropoutConfig(rate=0.1)),
+        "model": ModelConfig(
+            n_layer=2, d_model=12, n_head=3, d_head=5, d_inner=14, dropout=DropoutConfig(rate=0.1)
+        ),
         "optimizer": OptimizerConfig(learning_rate=0.01, warmup_steps=4),
         "train": TrainConfig(
             steps=24,

@@ -47,14 +47,20 @@ def test_a_start_with_other_settings_keeps_what_they_do_not_touch():
 def test_hosts_that_choose_otherwise_are_refused(monkeypatch):
     """That what they compare reaches all of them is tested in runtime/test_distributed.py."""
     compared: list = []
-    monkeypatch.setattr(distributed, "assert_same_on_all", lambda facts, advice: compared.append(facts))
+    monkeypatch.setattr(
+        distributed, "assert_same_on_all", lambda facts, advice: compared.append(facts)
+    )
     for training in ("tiled 4x8", "tiled 4x8", "fused mosaic_roll 64x128"):
-        check_same_attention(AttentionChoice(*[Chosen(Implementation.parse(training), "a reason")] * 2))
+        check_same_attention(
+            AttentionChoice(*[Chosen(Implementation.parse(training), "a reason")] * 2)
+        )
     first, same, other = compared
     assert first == same != other and other["attention in training"] == "fused mosaic_roll 64x128"
 
 
-SIZES = dict.fromkeys(("train.batch_size", "train.steps", "train.eval_every", "train.checkpoint_every"), 4)
+SIZES = dict.fromkeys(
+    ("train.batch_size", "train.steps", "train.eval_every", "train.checkpoint_every"), 4
+)
 SIZES |= {"train.segments_per_call": 2, "train.log_every": 2, "eval.valid_tokens": 200}
 MODEL = ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=8, init_std=0.5)
 DATA = DataConfig(corpus=CorpusName.TEXT, file="words.txt")
@@ -64,7 +70,11 @@ CONFIG = config_tree.replace(tiny_run.CONFIG, SIZES | {"data": DATA, "model": MO
 def choose_tiles(monkeypatch):
     """Returns what a test may change: the tile that is chosen now, and why tiles cannot serve."""
     given, real = types.SimpleNamespace(tile=SMALL, refusal=None), choose.refusal
-    monkeypatch.setattr(choose, "refusal", lambda path, *rest: given.refusal if path == "tiled" else real(path, *rest))
+    monkeypatch.setattr(
+        choose,
+        "refusal",
+        lambda path, *rest: given.refusal if path == "tiled" else real(path, *rest),
+    )
     monkeypatch.setattr(choose, "tiles_are_faster", lambda problem: given.refusal is None)
     monkeypatch.setattr(choose, "default_tile", lambda problem: given.tile)
     return given
@@ -105,8 +115,16 @@ def test_a_resumed_run_keeps_its_tiles_and_equals_the_undisturbed_one(both, stop
     tiles.tile = LARGE
     assert runs.train(CONFIG, corpus, stopped).finished
     assert runs.numbers(stopped) == runs.numbers(both[0])
-    assert recorded(stopped) == recorded(both[0]) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
-    logged = [line for line in Path(stopped.path, "log.txt").read_text().splitlines() if "attention training" in line]
+    assert (
+        recorded(stopped)
+        == recorded(both[0])
+        == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
+    )
+    logged = [
+        line
+        for line in Path(stopped.path, "log.txt").read_text().splitlines()
+        if "attention training" in line
+    ]
     assert ["as in earlier starts" in line for line in logged] == [False, True]
 
 
@@ -115,7 +133,9 @@ def start_again(workdir, config, corpus):
     log.
     """
     with Run.open(workdir.path) as run:
-        components = build(config, vocab_size=corpus.vocabulary.size, recorded=run.attention_for(config))
+        components = build(
+            config, vocab_size=corpus.vocabulary.size, recorded=run.attention_for(config)
+        )
         run.begin(config, corpus, attention=components.attention)
         return run.notes
 
@@ -124,7 +144,10 @@ def start_again(workdir, config, corpus):
 def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, tiles):
     rewrite(stopped, {"training": "fused mosaic_roll 128x256", "evaluation": "tiled 4x8"})
     [line] = start_again(stopped, CONFIG, corpus)
-    assert "training was fused mosaic_roll 128x256 and is now tiled 4x8 " in line and "evaluation" not in line
+    assert (
+        "training was fused mosaic_roll 128x256 and is now tiled 4x8 " in line
+        and "evaluation" not in line
+    )
     assert recorded(stopped) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
     tiles.refusal = "the head width is 4, below 8"
     [line] = start_again(stopped, CONFIG, corpus)
@@ -171,7 +194,11 @@ def on_tpu(monkeypatch):
 def wrong_mask(monkeypatch):
     """The newest of the slots that are not filled is visible."""
     real = geometry.Geometry.visible
-    monkeypatch.setattr(geometry.Geometry, "visible", lambda self, q, k, start, stop: real(self, q, k, start - 1, stop))
+    monkeypatch.setattr(
+        geometry.Geometry,
+        "visible",
+        lambda self, q, k, start, stop: real(self, q, k, start - 1, stop),
+    )
 
 
 def wrong_gradient(monkeypatch):
@@ -204,24 +231,42 @@ FAULTS = {
     "nan": (not_a_number, "is wrong"),
     "mask": (wrong_mask, "is wrong"),
     "gradient": (wrong_gradient, "its gradient of value differs from the reference by 1.0e+00"),
-    "compiler": (failing_with(NotImplementedError("no such product\nin Mosaic")), "compile or run: no such product"),
-    "memory": (failing_with(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: vmem")), "RESOURCE_EXHAUSTED"),
+    "compiler": (
+        failing_with(NotImplementedError("no such product\nin Mosaic")),
+        "compile or run: no such product",
+    ),
+    "memory": (
+        failing_with(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: vmem")),
+        "RESOURCE_EXHAUSTED",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_kernel_is_named_and_replaced_or_refused_where_it_was_asked_for(on_tpu, monkeypatch, fault):
+def test_a_wrong_kernel_is_named_and_replaced_or_refused_where_it_was_asked_for(
+    on_tpu, monkeypatch, fault
+):
     plant, words = FAULTS[fault]
     plant(monkeypatch)
     training, evaluation = tiny_run.parts().attention
-    assert (str(training.implementation), training.failed, evaluation.failed) == ("reference", True, False)
-    assert training.reason.startswith(f"{FUSED} on cpu") and words in training.reason and "\n" not in training.reason
+    assert (str(training.implementation), training.failed, evaluation.failed) == (
+        "reference",
+        True,
+        False,
+    )
+    assert (
+        training.reason.startswith(f"{FUSED} on cpu")
+        and words in training.reason
+        and "\n" not in training.reason
+    )
     monkeypatch.setattr(first_contact, "largest_difference", pytest.fail)  # It is known already.
     with pytest.raises(UserError, match=r"fused .*--model.attention"):
         tiny_run.parts(model__attention="fused")
 
 
-def test_a_run_with_a_wrong_kernel_is_the_references(run_once, config, corpus, on_tpu, monkeypatch, tmp_path, capsys):
+def test_a_run_with_a_wrong_kernel_is_the_references(
+    run_once, config, corpus, on_tpu, monkeypatch, tmp_path, capsys
+):
     wrong_gradient(monkeypatch)
     asked = config_tree.replace(config, {"model.attention": "fused"})
     with pytest.raises(UserError, match="gradient of value"):
@@ -230,7 +275,9 @@ def test_a_run_with_a_wrong_kernel_is_the_references(run_once, config, corpus, o
     outcome = runs.train(config, corpus, tmp_path / "run")
     assert outcome == run_once[1] and runs.numbers(tmp_path / "run") == runs.numbers(run_once[0])
     tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (tmp_path / "run", run_once[0])))
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention ")]
+    [line] = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("attention ")
+    ]
     assert "training reference (fused mosaic_gather 16x128 interpreted on cpu is wrong: " in line
 
 
@@ -256,7 +303,9 @@ def test_what_fails_on_one_host_is_used_on_none(on_tpu, monkeypatch):
         monkeypatch.setattr(first_contact.distributed, name, act)
     monkeypatch.setattr(first_contact.distributed, "gather_texts", lambda own: [own, other])
     training, _ = first_contact.build_on_all(tiny_run.parts).attention
-    assert str(training.implementation) == "reference" and "of process 1 is wrong" in training.reason
+    assert (
+        str(training.implementation) == "reference" and "of process 1 is wrong" in training.reason
+    )
 
 
 def test_the_kernel_over_a_cache_is_compared_too(monkeypatch):
@@ -275,7 +324,9 @@ ONE_KEY = {"segment_len": 1, "n_keys": 1, "n_positions": 1}  # Gradients of scor
     [
         dataclasses.replace(SHORT, dtype="bfloat16", dropout=True, window=6),
         dataclasses.replace(SHORT, has_position_score=True, **ONE_KEY),
-        dataclasses.replace(OVER_A_CACHE, has_position_score=True, n_positions=0, cache_dtype="bfloat16"),
+        dataclasses.replace(
+            OVER_A_CACHE, has_position_score=True, n_positions=0, cache_dtype="bfloat16"
+        ),
     ],
     ids=["narrow", "one key", "cache"],
 )
@@ -283,7 +334,12 @@ def test_sound_paths_of_xla_are_within_the_tolerance(problem):
     """A path that were found wrong by mistake would be replaced, or end the run."""
     inputs = first_contact.make_inputs(problem, [1, 0, 2])
     for path in (Implementation("stored"), Implementation("tiled", tile=SMALL)):
-        assert first_contact.describe_error(*first_contact.largest_difference(path, problem, inputs), problem) == ""
+        assert (
+            first_contact.describe_error(
+                *first_contact.largest_difference(path, problem, inputs), problem
+            )
+            == ""
+        )
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite"])
@@ -292,12 +348,19 @@ def test_what_is_compared_is_the_kernel_of_the_run(kind, monkeypatch):
     as it is.
     """
     compared = []
-    monkeypatch.setattr(first_contact, "default_device", lambda: dataclasses.replace(PROBLEM, device_kind=kind))
     monkeypatch.setattr(
-        first_contact, "_compare", lambda *given: compared.append(given) or first_contact.Finding(False, "")
+        first_contact, "default_device", lambda: dataclasses.replace(PROBLEM, device_kind=kind)
+    )
+    monkeypatch.setattr(
+        first_contact,
+        "_compare",
+        lambda *given: compared.append(given) or first_contact.Finding(False, ""),
     )
     problems = [resized(PROBLEM, sizes, device_kind=kind) for sizes in TRAINING.values()]
-    problems += [resized(CACHED, sizes, device_kind=kind, capacity=slots) for sizes, slots, _ in EVALUATION.values()]
+    problems += [
+        resized(CACHED, sizes, device_kind=kind, capacity=slots)
+        for sizes, slots, _ in EVALUATION.values()
+    ]
     problems += [dataclasses.replace(problem, dtype="float32") for problem in problems]
     assert problems
     for problem in problems:
@@ -307,5 +370,8 @@ def test_what_is_compared_is_the_kernel_of_the_run(kind, monkeypatch):
         first_contact.compare(chosen, problem)
         [(implementation, small)] = compared
         assert chosen.path == "fused" and choose.resolve(chosen, small) == implementation == chosen
-        assert (small.n_head % 2, small.segment_len % 2 or small.segment_len < 511) == (problem.n_head % 2, True)
+        assert (small.n_head % 2, small.segment_len % 2 or small.segment_len < 511) == (
+            problem.n_head % 2,
+            True,
+        )
         assert small.n_keys - small.segment_len == problem.n_keys - problem.segment_len

@@ -56,7 +56,11 @@ def workdir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
     made = drawn_run.of_words(folder, **drawn_run.WT103)
     scores = {"loss": 1.5, "bpc": 2.25, "perplexity": 4.5, "tokens": 100.0, "step": drawn_run.STEP}
-    results = {"best_valid": scores, "test": scores | {"loss": 1.75}, "eval": {"segment_len": 5, "mem_len": 9}}
+    results = {
+        "best_valid": scores,
+        "test": scores | {"loss": 1.75},
+        "eval": {"segment_len": 5, "mem_len": 9},
+    }
     (folder / "results.json").write_text(json.dumps(results))
     return made
 
@@ -69,7 +73,12 @@ def folder(workdir, tmp_path_factory):
 
 
 def test_a_portable_folder_is_the_run(workdir, folder):
-    assert sorted(os.listdir(folder)) == ["README.md", "config.json", "model.safetensors", "vocabulary.txt"]
+    assert sorted(os.listdir(folder)) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "vocabulary.txt",
+    ]
     run, model = txl_jax.load(workdir.path), txl_jax.load(folder)
     assert model.step == run.step == drawn_run.STEP and model.vocabulary == run.vocabulary
     assert (model.config.model, model.config.eval) == (run.config.model, run.config.eval)
@@ -78,9 +87,14 @@ def test_a_portable_folder_is_the_run(workdir, folder):
     scores = json.loads((folder / "config.json").read_text())["scores"]
     assert scores["best_valid"]["loss"] == 1.5 and scores["test"]["loss"] == 1.75
     card = (folder / "README.md").read_text()
-    assert "| validation | 4.5000 | 1.5000 | 100 |" in card and "| test | 4.5000 | 1.7500 | 100 |" in card
+    assert (
+        "| validation | 4.5000 | 1.5000 | 100 |" in card
+        and "| test | 4.5000 | 1.7500 | 100 |" in card
+    )
     for name in ("config.json", "README.md", "vocabulary.txt"):
-        assert str(Path(workdir.path).parent) not in (folder / name).read_text(), "no path of this machine"
+        assert str(Path(workdir.path).parent) not in (folder / name).read_text(), (
+            "no path of this machine"
+        )
 
 
 def test_scores_of_other_parameters_do_not_go_along(workdir, tmp_path):
@@ -93,10 +107,21 @@ def test_scores_of_other_parameters_do_not_go_along(workdir, tmp_path):
 
 
 # Settings of ours that other formats have no word for, unlike the presets of both.
-OWN = {"model.compat.memory_start": MemoryStart.MASKED, "data.reset_at": "<eos>", "eval.batch_size": 2}
-OWN |= {"model.compat.same_length_window": AttentionWindow.MEM_LEN_PLUS_ONE, "eval.same_length": True}
+OWN = {
+    "model.compat.memory_start": MemoryStart.MASKED,
+    "data.reset_at": "<eos>",
+    "eval.batch_size": 2,
+}
+OWN |= {
+    "model.compat.same_length_window": AttentionWindow.MEM_LEN_PLUS_ONE,
+    "eval.same_length": True,
+}
 OWN |= {"train.mem_len": 11, "train.segment_len": 7, "generate.top_k": 3}
-PRE_NORM = {"model.layer_norm": NormPlace.PRE, "model.compat.final_norm": False, "model.compat.layer_norm_eps": 1e-12}
+PRE_NORM = {
+    "model.layer_norm": NormPlace.PRE,
+    "model.compat.final_norm": False,
+    "model.compat.layer_norm_eps": 1e-12,
+}
 LEARNED = {"model.num_positions": 9, "model.n_head": 2, "model.d_head": 8, "model.d_model": 16}
 SHAW = {"model.encoding": Encoding.SHAW, "model.compat.shaw_terms": ShawTerms.ORIGINAL} | LEARNED
 # Every kind of model that a format has, by what decides on its names and on its formula.
@@ -106,14 +131,22 @@ EXPORTABLE = {
     "bytes, pre-norm": {"tokenizer": Tokenizer.BYTE, **PRE_NORM},
     "characters, nothing tied": {"tokenizer": Tokenizer.CHAR, "model.tie_weight": False},
     "a memory of zeros": {"model.compat.memory_start": MemoryStart.ZEROS, "eval.temperature": 0.9},
-    "clusters of one width": {"model.cutoffs": (5, 8), "model.d_embed": 16, "model.tie_projs": (False, True, True)},
+    "clusters of one width": {
+        "model.cutoffs": (5, 8),
+        "model.d_embed": 16,
+        "model.tie_projs": (False, True, True),
+    },
 }
 OF_THE_ORIGINAL = {
     "Shaw's positions": SHAW,
     "sinusoids": {"model.encoding": Encoding.VASWANI},
     "Al-Rfou's positions": {"model.encoding": Encoding.AL_RFOU} | LEARNED,
 }
-CASES = [(name, to_format) for name in EXPORTABLE for to_format in (TargetFormat.HUGGINGFACE, TargetFormat.ORIGINAL)]
+CASES = [
+    (name, to_format)
+    for name in EXPORTABLE
+    for to_format in (TargetFormat.HUGGINGFACE, TargetFormat.ORIGINAL)
+]
 CASES += [(name, TargetFormat.ORIGINAL) for name in OF_THE_ORIGINAL]
 QUICK = [("adaptive words", TargetFormat.HUGGINGFACE), ("bytes, pre-norm", TargetFormat.ORIGINAL)]
 
@@ -136,7 +169,9 @@ def test_a_model_that_goes_to_another_format_comes_back_the_same(tmp_path, name,
     # A table as wide as the model has two names.
     assert {**stored[1], "model.d_embed": None} == {**stored[0], "model.d_embed": None}
     assert after.components.model.end_token == before.components.model.end_token
-    for nats, again in zip(*(model.score(TEXTS, per_token=True) for model in (before, after)), strict=True):
+    for nats, again in zip(
+        *(model.score(TEXTS, per_token=True) for model in (before, after)), strict=True
+    ):
         np.testing.assert_allclose(again, nats, rtol=0, atol=1e-6)
     if name == "adaptive words" and to_format is TargetFormat.HUGGINGFACE:
         check_files_of_hugging_face(there, before)
@@ -161,12 +196,20 @@ def test_documents_stay_apart_in_a_portable_folder(tmp_path):
 
 # Models whose formula a format cannot hold, and the flags that the message names.
 REFUSED = {
-    "final norm": ({"model.layer_norm": NormPlace.PRE}, None, ["--compat=PRESET", "--model.layer_norm=post"]),
+    "final norm": (
+        {"model.layer_norm": NormPlace.PRE},
+        None,
+        ["--compat=PRESET", "--model.layer_norm=post"],
+    ),
     "tied positions": ({"model.tie_positions": True}, None, ["--model.tie_positions=false"]),
     "LSTM": ({"model.network": Network.LSTM}, None, ["--model.network=transformer_xl"]),
     "QRNN": ({"model.network": Network.QRNN}, None, ["--model.network=transformer_xl"]),
     "Shaw's positions": (SHAW, TargetFormat.HUGGINGFACE, ["--model.encoding=relative"]),
-    "sinusoids": ({"model.encoding": Encoding.VASWANI}, TargetFormat.HUGGINGFACE, ["--model.encoding=relative"]),
+    "sinusoids": (
+        {"model.encoding": Encoding.VASWANI},
+        TargetFormat.HUGGINGFACE,
+        ["--model.encoding=relative"],
+    ),
     "the paper's terms": (
         SHAW | {"model.compat.shaw_terms": ShawTerms.PAPER},
         TargetFormat.ORIGINAL,
@@ -177,7 +220,9 @@ PRESET_NAMES = {TargetFormat.HUGGINGFACE: "hf", TargetFormat.ORIGINAL: "pytorch"
 
 
 @pytest.mark.parametrize(("changes", "only", "flags"), REFUSED.values(), ids=REFUSED)
-def test_a_formula_that_a_format_cannot_hold_is_refused_before_anything_is_written(changes, only, flags):
+def test_a_formula_that_a_format_cannot_hold_is_refused_before_anything_is_written(
+    changes, only, flags
+):
     config = tiny.changed(tiny_run.CONFIG, **changes)
     for to_format in (only,) if only else PRESET_NAMES:
         wanted = [flag.replace("PRESET", PRESET_NAMES[to_format]) for flag in flags]
@@ -202,7 +247,9 @@ def config_of_flag(name, value):
 def test_a_refused_model_leaves_nothing(tmp_path, monkeypatch):
     """The default of --layer_norm=pre, as in the recipe for a text of one's own."""
     made = drawn_run.of_words(tmp_path / "run", **{"model.layer_norm": NormPlace.PRE})
-    monkeypatch.setattr(convert_job.storage, "new_folder", lambda folder: pytest.fail("it began to write"))
+    monkeypatch.setattr(
+        convert_job.storage, "new_folder", lambda folder: pytest.fail("it began to write")
+    )
     for to_format, preset in PRESET_NAMES.items():
         with pytest.raises(UserError, match=f"--compat={preset}"):
             convert(made.path, tmp_path / "there", to_format=to_format)
@@ -258,11 +305,31 @@ def resize(path, sizes):
 DAMAGE = {
     "flipped bit": ("model.safetensors", flip, r"model\.safetensors"),
     "no weights": ("model.safetensors", os.unlink, r"model\.safetensors"),
-    "other words": ("vocabulary.txt", lambda path: path.write_text(path.read_text() + "zebra\n"), r"vocabulary\.txt"),
-    "vocabulary of another size": ("config.json", lambda path: rewrite(path, vocab_size=7), r"vocab_size 7"),
-    "newer format": ("config.json", lambda path: rewrite(path, txl_jax_model=99), r"version 1, got 99"),
-    "unknown setting": ("config.json", lambda path: rewrite(path, config={"model.n_layers": 2}), r"Did you mean"),
-    "contradicting sizes": ("config.json", lambda path: resize(path, {"model.d_inner": 7}), r"is float32\[.*\] there"),
+    "other words": (
+        "vocabulary.txt",
+        lambda path: path.write_text(path.read_text() + "zebra\n"),
+        r"vocabulary\.txt",
+    ),
+    "vocabulary of another size": (
+        "config.json",
+        lambda path: rewrite(path, vocab_size=7),
+        r"vocab_size 7",
+    ),
+    "newer format": (
+        "config.json",
+        lambda path: rewrite(path, txl_jax_model=99),
+        r"version 1, got 99",
+    ),
+    "unknown setting": (
+        "config.json",
+        lambda path: rewrite(path, config={"model.n_layers": 2}),
+        r"Did you mean",
+    ),
+    "contradicting sizes": (
+        "config.json",
+        lambda path: resize(path, {"model.d_inner": 7}),
+        r"is float32\[.*\] there",
+    ),
 }
 
 
@@ -295,12 +362,16 @@ def test_other_folders_are_refused_with_what_to_do(folder, tmp_path):
     with pytest.raises(UserError, match=r"member is 'seed=2'"):
         txl_jax.load(folder, member="seed=2")
     torch_bytes.write_zip(tmp_path / "pytorch_model.bin", {"a": np.zeros(2, np.float32)})
-    with pytest.raises(UserError, match=r"python -m experiments\.convert --from=\S+ --to=NEW_DIRECTORY"):
+    with pytest.raises(
+        UserError, match=r"python -m experiments\.convert --from=\S+ --to=NEW_DIRECTORY"
+    ):
         txl_jax.load(tmp_path)
 
 
 def test_a_portable_folder_of_subwords_has_the_tokenizer(tmp_path):
-    made = drawn_run.of_words(tmp_path / "run", tokenizer=Tokenizer.SUBWORD, **{"data.tokenizer.vocab_size": 290})
+    made = drawn_run.of_words(
+        tmp_path / "run", tokenizer=Tokenizer.SUBWORD, **{"data.tokenizer.vocab_size": 290}
+    )
     convert(made.path, tmp_path / "model")
     vocabulary = txl_jax.load(tmp_path / "model").vocabulary
     assert vocabulary == made.text.vocabulary
@@ -337,10 +408,26 @@ def test_a_conversion_that_was_killed_is_no_portable_folder(workdir, bucket, sto
 
 V = 61
 # wt103's structure, scaled down: three tails, div_val 4, projections shared but for the head's.
-SIZES = {"vocab_size": V, "cutoffs": [7, 19, 40], "d_model": 64, "d_embed": 64, "n_head": 4, "d_head": 16}
-SIZES |= {"d_inner": 96, "div_val": 4, "n_layer": 3, "mem_len": 24, "clamp_len": 15, "same_length": True}
+SIZES = {
+    "vocab_size": V,
+    "cutoffs": [7, 19, 40],
+    "d_model": 64,
+    "d_embed": 64,
+    "n_head": 4,
+    "d_head": 16,
+}
+SIZES |= {
+    "d_inner": 96,
+    "div_val": 4,
+    "n_layer": 3,
+    "mem_len": 24,
+    "clamp_len": 15,
+    "same_length": True,
+}
 SIZES |= {"eos_token_id": None, "init_std": 0.15, "proj_init_std": 0.15}
-THEIR_WARNINGS = pytest.mark.filterwarnings(*(f"ignore::{kind}Warning" for kind in ("Future", "Deprecation", "User")))
+THEIR_WARNINGS = pytest.mark.filterwarnings(
+    *(f"ignore::{kind}Warning" for kind in ("Future", "Deprecation", "User"))
+)
 
 
 @pytest.fixture(scope="module")
@@ -355,11 +442,15 @@ def library():
 
 @pytest.mark.nightly(part="huggingface")
 @THEIR_WARNINGS
-@pytest.mark.parametrize(("untie_r", "safe"), [(True, True), (False, False)], ids=["safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize(
+    ("untie_r", "safe"), [(True, True), (False, False)], ids=["safetensors", "pytorch_model.bin"]
+)
 def test_a_model_of_transformers_there_and_back(library, tmp_path, untie_r, safe):
     torch, transformers = library
     torch.manual_seed(5)
-    peer = transformers.TransfoXLLMHeadModel(transformers.TransfoXLConfig(**SIZES, untie_r=untie_r)).eval()
+    peer = transformers.TransfoXLLMHeadModel(
+        transformers.TransfoXLConfig(**SIZES, untie_r=untie_r)
+    ).eval()
     with torch.no_grad():
         for name, value in peer.named_parameters():
             if "bias" in name or "layer_norm" in name:
@@ -371,10 +462,16 @@ def test_a_model_of_transformers_there_and_back(library, tmp_path, untie_r, safe
     ids = np.random.default_rng(0).integers(V, size=20)
     model, prompt = txl_jax.load(tmp_path / "ours"), ids[:5]
     with torch.no_grad():
-        written = peer.generate(torch.tensor(prompt[None]), max_new_tokens=200, do_sample=False, pad_token_id=0)
-    [greedy] = model.generate([model.decode(prompt)], GenerateConfig(length=200, temperature=0.0, top_k=None))
+        written = peer.generate(
+            torch.tensor(prompt[None]), max_new_tokens=200, do_sample=False, pad_token_id=0
+        )
+    [greedy] = model.generate(
+        [model.decode(prompt)], GenerateConfig(length=200, temperature=0.0, top_k=None)
+    )
     assert model.encode(greedy).tolist() == written[0, len(prompt) :].tolist()
-    convert(tmp_path / "ours", tmp_path / "back", to_format=TargetFormat.HUGGINGFACE, log=lines.append)
+    convert(
+        tmp_path / "ours", tmp_path / "back", to_format=TargetFormat.HUGGINGFACE, log=lines.append
+    )
     again = transformers.TransfoXLLMHeadModel.from_pretrained(tmp_path / "back").eval()
     expected, there = peer.state_dict(), again.state_dict()
     assert expected.keys() == there.keys()
@@ -401,7 +498,9 @@ def test_its_tokenizer_reads_the_words(library, tmp_path):
 
 @pytest.mark.nightly(part="huggingface")
 @THEIR_WARNINGS
-@pytest.mark.parametrize("changes", [drawn_run.WT103 | {"model.untie_r": True}, PRE_NORM], ids=["words", "pre-norm"])
+@pytest.mark.parametrize(
+    "changes", [drawn_run.WT103 | {"model.untie_r": True}, PRE_NORM], ids=["words", "pre-norm"]
+)
 def test_a_run_with_its_preset_has_the_nats_of_transformers(library, tmp_path, changes):
     """A run trained with --compat=hf, read by their class from the files that a conversion
     writes.

@@ -20,7 +20,12 @@ EVERY = 3
 @pytest.fixture(scope="module")
 def given(config, corpus, usual_emitters):
     """(config, corpus): a run with so high a rate that its loss goes up and down."""
-    changes = {"model.n_layer": 1, "optimizer.learning_rate": 0.1, "optimizer.warmup_steps": 0, "train.batch_size": 4}
+    changes = {
+        "model.n_layer": 1,
+        "optimizer.learning_rate": 0.1,
+        "optimizer.warmup_steps": 0,
+        "train.batch_size": 4,
+    }
     changes |= {"train.segments_per_call": 1, "train.steps": 60, "train.log_every": 60}
     changes |= {"train.eval_every": EVERY, "train.checkpoint_every": 30}
     # The tests below start the mean by validation losses instead.
@@ -135,7 +140,9 @@ def test_the_mean_begins_in_an_evaluation_that_a_stop_cut_short(given, tmp_path)
         return len(questions) > 2
 
     hooks = [Hook(1, count)]
-    stopped = runs.train(averaged, corpus, tmp_path / "cut", stop_requested=stop_requested, hooks=hooks)
+    stopped = runs.train(
+        averaged, corpus, tmp_path / "cut", stop_requested=stop_requested, hooks=hooks
+    )
     assert not stopped.finished and stopped.step == due * EVERY
     _, state, notes = runs.state_of(tmp_path / "cut")
     assert notes["evaluation_pending"]

@@ -29,7 +29,11 @@ NAMES = ["seed=3", "seed=4+learning_rate=0.02+dropout.rate=0.0", "dropout.rate=0
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """(config, corpus)."""
-    changes = {"model__dropout__attention": 0.2, "model__dropout__embedding": 0.1, "average__start_step": 6}
+    changes = {
+        "model__dropout__attention": 0.2,
+        "model__dropout__embedding": 0.1,
+        "average__start_step": 6,
+    }
     changes |= {"train__steps": STEPS, "train__segments_per_call": 2, "train__checkpoint_every": 2}
     changes |= {"train__log_every": 4, "train__eval_every": 4}
     return drawn_run.on_text(tmp_path_factory.mktemp("text"), drawn_run.letters(), **changes)
@@ -72,7 +76,9 @@ def test_a_step_of_all_members_is_the_step_of_each_alone(dtype, tolerance, n_com
     nothing.
     """
     rates = ("model.dropout.embedding", "model.dropout.qkv", DROPOUT)
-    config = config_tree.replace(tiny_run.CONFIG, {"model.dtype": dtype, "model.dropout.attention": 0.2})
+    config = config_tree.replace(
+        tiny_run.CONFIG, {"model.dtype": dtype, "model.dropout.attention": 0.2}
+    )
     configs = [
         config_tree.replace(config, {"seed": 3} | dict.fromkeys(rates, 0.0)),
         config_tree.replace(config, {"seed": 4, RATE: 0.02} | dict.fromkeys(rates, 0.3)),

@@ -40,7 +40,9 @@ def run(tmp_path_factory):
 def write(run, *, stop_requested=lambda: False, **changes):
     """(texts as strings, what was printed)."""
     config, _, workdir = run
-    config = config_tree.replace(config, {f"generate.{name}": value for name, value in changes.items()})
+    config = config_tree.replace(
+        config, {f"generate.{name}": value for name, value in changes.items()}
+    )
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         texts = generate_text(config, workdir, stop_requested=stop_requested)
     return [text.decode() for text in texts], printed.getvalue()
@@ -58,16 +60,26 @@ def test_each_sample_ends_with_its_first_stop(run, whole):
     config, _, workdir = run
     # Blocks are of 16 tokens.
     places = {letter: [text.find(letter) for text in whole] for letter in "the cas"}
-    stop = next(letter for letter, found in places.items() if 0 <= found[0] < 16 and not set(found) <= set(range(16)))
+    stop = next(
+        letter
+        for letter, found in places.items()
+        if 0 <= found[0] < 16 and not set(found) <= set(range(16))
+    )
     for each in (whole[0][13:17], stop):
         texts, printed = write(run, stop=each)
         for text, longer in zip(texts, whole, strict=True):
             start, found, _ = longer.partition(each)
             assert text == start + found
-        assert f" tokens ---\n{texts[0]}\n--- sample 2" in printed, "the first is streamed up to there"
+        assert f" tokens ---\n{texts[0]}\n--- sample 2" in printed, (
+            "the first is streamed up to there"
+        )
         own = dataclasses.replace(config.generate, stop=each)
-        assert txl_jax.load(workdir.path).generate([""], own) == [texts[0]], "Python's setting is the same"
-    assert len(texts[0]) < LENGTH and any(len(text) > 16 for text in texts), "blocks go on for the others"
+        assert txl_jax.load(workdir.path).generate([""], own) == [texts[0]], (
+            "Python's setting is the same"
+        )
+    assert len(texts[0]) < LENGTH and any(len(text) > 16 for text in texts), (
+        "blocks go on for the others"
+    )
     path = Path(workdir.path, "sample-seed4.txt")
     assert f" {path}" in printed.splitlines()[-1], "the file is named"
     saved = path.read_text()
@@ -78,8 +90,12 @@ def test_each_sample_ends_with_its_first_stop(run, whole):
 def test_keys_and_values_are_stored_as_the_evaluation_stores_them(run, monkeypatch):
     config, _, workdir = run
     made, real = [], forward.init_cache
-    monkeypatch.setattr(forward, "init_cache", lambda *args, **kwargs: made.append(kwargs) or real(*args, **kwargs))
-    config = config_tree.replace(config, {"eval.cache_dtype": CacheDType.BFLOAT16, "generate.length": 1})
+    monkeypatch.setattr(
+        forward, "init_cache", lambda *args, **kwargs: made.append(kwargs) or real(*args, **kwargs)
+    )
+    config = config_tree.replace(
+        config, {"eval.cache_dtype": CacheDType.BFLOAT16, "generate.length": 1}
+    )
     generate_text(config, workdir)
     assert [kwargs["dtype"] for kwargs in made] == [jnp.bfloat16]
 
@@ -157,8 +173,13 @@ def test_unknown_tokens_of_a_prompt_are_noted(run):
 def test_escapes_mean_the_same_in_prompt_and_stop_and_at_documents_ends():
     typed, meant = r"a\n\tb\\n", "a\n\tb\\n"
     vocabulary = ByteVocabulary(bytes(range(256)))
-    assert read_prompt(GenerateConfig(prompt=typed)) == read_stop(GenerateConfig(stop=typed), vocabulary)
+    assert read_prompt(GenerateConfig(prompt=typed)) == read_stop(
+        GenerateConfig(stop=typed), vocabulary
+    )
     assert read_prompt(GenerateConfig(prompt=typed)) == meant.encode()
-    assert [find_tokens(vocabulary, end, name="data.reset_at") for end in (r"\t", r"\\")] == [[9], [92]]
+    assert [find_tokens(vocabulary, end, name="data.reset_at") for end in (r"\t", r"\\")] == [
+        [9],
+        [92],
+    ]
     with pytest.raises(UserError, match=r"data\.reset_at.*'a a'.*\b3\b.*'a', ' ', 'a'"):
         find_tokens(vocabulary, "a a", name="data.reset_at")

@@ -45,9 +45,12 @@ def test_both_splits_are_scored_in_total_and_per_token(run, monkeypatch):
     assert (results["step"], results["text_sha256"]) == (drawn_run.STEP, corpus.digest)
     for split in ("valid", "test"):
         tokens = getattr(corpus, split)
-        expected = score_job.score(components, tiny_run.params(components.model), tokens, name=split, log=str)
+        expected = score_job.score(
+            components, tiny_run.params(components.model), tokens, name=split, log=str
+        )
         assert (
-            totals[split] == dataclasses.replace(expected, bytes=len(tokens) - 1) and expected.tokens == len(tokens) - 1
+            totals[split] == dataclasses.replace(expected, bytes=len(tokens) - 1)
+            and expected.tokens == len(tokens) - 1
         )
         assert (results[split]["loss"], results[split]["tokens"]) == (expected.nll, expected.tokens)
         # Split as a reader would that knows tabs and lines.
@@ -59,7 +62,9 @@ def test_both_splits_are_scored_in_total_and_per_token(run, monkeypatch):
         assert sum(map(float, nats)) == pytest.approx(expected.nats, rel=1e-6)
         read = np.array(nats, np.float32)
         assert len(set(nats)) == len(set(read.tolist())) > 20
-        assert [str(number) for number in read] == list(nats), "the shortest text that reads back as the number"
+        assert [str(number) for number in read] == list(nats), (
+            "the shortest text that reads back as the number"
+        )
 
 
 def test_a_choice_of_attention_that_the_record_lacks_is_no_change_of_it(run):
@@ -75,12 +80,16 @@ def test_a_text_that_is_both_splits_is_scored_once(run, capsys, monkeypatch):
     same = dataclasses.replace(corpus, test=corpus.valid)
     scored = []
     real = score_job.score
-    monkeypatch.setattr(score_job, "score", lambda *given, **named: scored.append(1) or real(*given, **named))
+    monkeypatch.setattr(
+        score_job, "score", lambda *given, **named: scored.append(1) or real(*given, **named)
+    )
     results = evaluate_splits(config, same, workdir)
     assert results["test"] == results["valid"] and len(scored) == 1
     out = capsys.readouterr().out
     assert re.search("(?m)^note +test is the same text as valid", out)
-    [valid], [test] = (re.findall(rf"(?m)^{split} (bits per byte .* tokens\))", out) for split in ("valid", "test"))
+    [valid], [test] = (
+        re.findall(rf"(?m)^{split} (bits per byte .* tokens\))", out) for split in ("valid", "test")
+    )
     assert valid == test
     totals = score_job.score_tokens(config, same, workdir)
     assert totals["test"] == totals["valid"] and len(scored) == 2
@@ -106,19 +115,28 @@ def test_every_kind_of_tokens_has_bits_per_byte_of_its_text(tmp_path, kind, has,
         changes |= {"data__file": str(tmp_path / "ids.npy")}
     config, corpus = drawn_run.on_text(tmp_path, "ein Satz für Wörter\n".encode() * 100, **changes)
     workdir, _ = drawn_run.make(tmp_path / "run", config, corpus)
-    found, n_bytes = evaluate_splits(config, corpus, workdir)["test"], corpus.vocabulary.count_bytes(corpus.test[1:])
+    found, n_bytes = (
+        evaluate_splits(config, corpus, workdir)["test"],
+        corpus.vocabulary.count_bytes(corpus.test[1:]),
+    )
     assert has < found.keys() and not lacks & found.keys()
     assert found["bits_per_token"] == pytest.approx(found["loss"] / np.log(2))
     for name in has - {"bpc"}:
         assert found[name] == pytest.approx(found["bits_per_token"] * found["tokens"] / n_bytes)
 
 
-def test_another_text_is_noted_and_another_vocabulary_and_an_empty_workdir_are_refused(run, tmp_path, capsys):
+def test_another_text_is_noted_and_another_vocabulary_and_an_empty_workdir_are_refused(
+    run, tmp_path, capsys
+):
     config, corpus, workdir, _ = run
-    evaluate_splits(config, dataclasses.replace(corpus, digest="0" * 64, description="another text"), workdir)
+    evaluate_splits(
+        config, dataclasses.replace(corpus, digest="0" * 64, description="another text"), workdir
+    )
     assert "another text" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"\b256\b.*\b3\b"):
-        evaluate_splits(config, dataclasses.replace(corpus, vocabulary=ByteVocabulary(b"abc")), workdir)
+        evaluate_splits(
+            config, dataclasses.replace(corpus, vocabulary=ByteVocabulary(b"abc")), workdir
+        )
     with pytest.raises(UserError, match="--mode=train"):
         evaluate_splits(config, corpus, runs.record(tmp_path, config, corpus))
 
@@ -134,7 +152,12 @@ def test_a_stop_writes_nothing(run, tmp_path):
 def test_without_a_terminal_a_line_comes_every_twenty_seconds(monkeypatch):
     clock, logged = iter([100, 119, 120, 121, 145]), []  # At the start, and at each call.
     monkeypatch.setattr(score_job.time, "monotonic", lambda: next(clock))
-    reported = {"unit": "segment", "measure": Measure.BPC, "log": logged.append, "stop_requested": lambda: False}
+    reported = {
+        "unit": "segment",
+        "measure": Measure.BPC,
+        "log": logged.append,
+        "stop_requested": lambda: False,
+    }
     with score_job.progress_bar("a text", 50, **reported) as show:
         for done in (5, 10, 15, 20):
             show(done, Totals(nats=np.log(2) * done, tokens=done))
@@ -147,12 +170,22 @@ def unescaped(text):
     plain = {"\\": b"\\", "n": b"\n", "r": b"\r", "t": b"\t"}
     parts = re.findall(r"\\(?:x(..)|u(....)|(.))|([^\\])", text)
     return b"".join(
-        bytes.fromhex(byte) if byte else chr(int(code, 16)).encode() if code else plain[c] if c else other.encode()
+        bytes.fromhex(byte)
+        if byte
+        else chr(int(code, 16)).encode()
+        if code
+        else plain[c]
+        if c
+        else other.encode()
         for byte, code, c, other in parts
     )
 
 
-@given(st.binary() | st.text().map(lambda text: text.encode(errors="ignore")) | st.text("\\nrtxu\n\t\r\x85\u2028"))
+@given(
+    st.binary()
+    | st.text().map(lambda text: text.encode(errors="ignore"))
+    | st.text("\\nrtxu\n\t\r\x85\u2028")
+)
 @example(bytes(range(256)))
 def test_a_name_is_one_cell_of_one_line_and_can_be_read_back(name):
     name = name if isinstance(name, bytes) else name.encode()
@@ -184,11 +217,17 @@ def test_documents_have_their_lines(tmp_path, end):
         lines = (TEXT + end).removesuffix(b"\n").split(b"\n")
         numbered = list(enumerate(lines, start=1)), [(1, b"one"), (4, b"two\nthree"), (7, b"four")]
         assert found == numbered[form is InputFormat.DOCUMENTS]
-    assert list(documents([], InputFormat.LINES)) == list(documents([b"\n"], InputFormat.DOCUMENTS)) == []
+    assert (
+        list(documents([], InputFormat.LINES))
+        == list(documents([b"\n"], InputFormat.DOCUMENTS))
+        == []
+    )
 
 
 @pytest.mark.parametrize("form", list(InputFormat))
-def test_a_byte_order_mark_and_the_line_ends_of_windows_are_no_text_unless_the_tokens_are_bytes(form):
+def test_a_byte_order_mark_and_the_line_ends_of_windows_are_no_text_unless_the_tokens_are_bytes(
+    form,
+):
     lines = [b"\xef\xbb\xbfone\r\n", b"\r\n", b"two\r\r\n", b"\xef\xbb\xbf"]
     found = [text for _, text in documents(lines, form)]
     kept = [text for _, text in documents(lines, form, as_bytes=True)]
@@ -196,11 +235,18 @@ def test_a_byte_order_mark_and_the_line_ends_of_windows_are_no_text_unless_the_t
         assert found == [b"one", b"", b"two\r", b"\xef\xbb\xbf"]
         assert kept == [line.removesuffix(b"\n") for line in lines]
     else:
-        assert found == [b"one", b"two\r\r\n\xef\xbb\xbf"] and kept == [b"\xef\xbb\xbfone\r", found[1]]
+        assert found == [b"one", b"two\r\r\n\xef\xbb\xbf"] and kept == [
+            b"\xef\xbb\xbfone\r",
+            found[1],
+        ]
 
 
 def test_what_cannot_be_opened_is_named(tmp_path):
-    for path, hint in ((tmp_path / "missing", "--input"), (tmp_path, "--input"), ("-", "/dev/stdin")):
+    for path, hint in (
+        (tmp_path / "missing", "--input"),
+        (tmp_path, "--input"),
+        ("-", "/dev/stdin"),
+    ):
         with pytest.raises(UserError, match=rf"{path} .*{hint}"):
             open_input(str(path))
 
@@ -213,32 +259,45 @@ def records(lines, *, per_token=False, params=None, written=None, vocabulary=tin
     weights = types.SimpleNamespace(vocabulary=vocabulary, build=lambda log: model.components)
     weights.params = lambda components, log: (7, params or model.params)
     texts = enumerate(lines, start=1)
-    score_job.score_documents(weights, texts, name="book.txt", per_token=per_token, write=written.append)
+    score_job.score_documents(
+        weights, texts, name="book.txt", per_token=per_token, write=written.append
+    )
     assert len(written) == len(lines)
     return list(map(json.loads, "".join(written).splitlines()))
 
 
 def test_a_record_per_document_and_per_token():
     lines, model = ["abc dab", "", "k", "abba " * 9, "cab"], tiny_model.make()
-    per_document, per_token = (records(list(map(str.encode, lines)), per_token=each) for each in (False, True))
+    per_document, per_token = (
+        records(list(map(str.encode, lines)), per_token=each) for each in (False, True)
+    )
     for number, (line, record) in enumerate(zip(lines, per_document, strict=True)):
         nats = tiny_model.alone(model, model.encode(line))
         known = {"bytes": len(nats)} if len(nats) else {}  # Of ASCII.
-        assert record == {"index": number, "nats": pytest.approx(nats.sum(), rel=1e-6), "tokens": len(nats), **known}
+        assert record == {
+            "index": number,
+            "nats": pytest.approx(nats.sum(), rel=1e-6),
+            "tokens": len(nats),
+            **known,
+        }
     expected = tiny_model.make(eval__batch_size=3).score(lines, per_token=True, batch_size=3)
     assert len(per_token) == sum(map(len, expected))
     for number, (line, nats) in enumerate(zip(lines, expected, strict=True)):
         mine = [record for record in per_token if record["index"] == number]
         assert "".join(record["token"] for record in mine) == line[1:]
         assert [record["position"] for record in mine] == list(range(1, len(line)))
-        assert np.array_equal(np.array([record["nats"] for record in mine], np.float32), nats), "exactly"
+        assert np.array_equal(np.array([record["nats"] for record in mine], np.float32), nats), (
+            "exactly"
+        )
 
 
 def test_a_mistake_names_its_line_after_the_records_before():
     written = []
     with pytest.raises(UserError, match=r"^line 3 of book\.txt.*\b90\b") as error:
         records([b"abc", b"a" * 70, b"aZ", b"abc"], written=written)
-    assert [json.loads(line)["tokens"] for line in written] == [2, 69] and "\n" not in str(error.value)
+    assert [json.loads(line)["tokens"] for line in written] == [2, 69] and "\n" not in str(
+        error.value
+    )
 
 
 def test_a_note_says_how_many_tokens_are_unknown(capsys):
@@ -253,6 +312,8 @@ def test_a_note_says_how_many_tokens_are_unknown(capsys):
 
 def test_a_loss_that_is_no_number_is_a_mistake():
     params = tiny_model.make().params
-    broken = params | {"softmax": {name: value * np.nan for name, value in params["softmax"].items()}}
+    broken = params | {
+        "softmax": {name: value * np.nan for name, value in params["softmax"].items()}
+    }
     with pytest.raises(NonFiniteError, match=r"line 1 of book\.txt.*nan"):
         records([b"abc"], params=broken)

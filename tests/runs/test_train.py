@@ -50,11 +50,18 @@ def test_the_steps_of_a_time_are_those_that_a_clock_shows(config, corpus):
     """
     ticks = itertools.chain([0, 60], itertools.count(63, 3))
     steps, each = steps_in(1000, config, corpus, clock=lambda: next(ticks))
-    assert each == 3 / config.train.segments_per_call and steps % config.train.segments_per_call == 0
+    assert (
+        each == 3 / config.train.segments_per_call and steps % config.train.segments_per_call == 0
+    )
     sizes = {"vocab_size": 256}
-    update, scored = flops.of_step(config, **sizes, n_device=1), flops.of_inference(config.model, config.eval, **sizes)
+    update, scored = (
+        flops.of_step(config, **sizes, n_device=1),
+        flops.of_inference(config.model, config.eval, **sizes),
+    )
     token = each * scored / update.flops
-    valid, test = (token * len(split) for split in (corpus.valid[: config.eval.valid_tokens], corpus.test))
+    valid, test = (
+        token * len(split) for split in (corpus.valid[: config.eval.valid_tokens], corpus.test)
+    )
     spent = steps * each + (steps / config.train.eval_every + 1) * valid + test
     assert 1000 - 3 - valid <= spent <= 1000
     with pytest.raises(UserError, match=r"\bminutes\b"):
@@ -86,7 +93,9 @@ def saved_steps(monkeypatch):
     return saved
 
 
-def test_before_maintenance_a_run_saves_and_goes_on(run_once, config, corpus, tmp_path, monkeypatch):
+def test_before_maintenance_a_run_saves_and_goes_on(
+    run_once, config, corpus, tmp_path, monkeypatch
+):
     """At the next progress line, of step 4; the other steps are those of
     `train.checkpoint_every`.
     """
@@ -95,7 +104,9 @@ def test_before_maintenance_a_run_saves_and_goes_on(run_once, config, corpus, tm
     for name in ("_save_requested", "_watching"):
         monkeypatch.setattr(stop, name, threading.Event())
     stop._watching.set()
-    maintain = Hook(2, lambda context: stop.request_save("maintenance") if context.step == 2 else None)
+    maintain = Hook(
+        2, lambda context: stop.request_save("maintenance") if context.step == 2 else None
+    )
     assert runs.train(config, corpus, tmp_path, hooks=[maintain]).results == outcome.results
     assert numbers(tmp_path) == numbers(whole) and saved == [4, 6, 12, 18, 24]
     assert "note      checkpoint saved at step 4," in (tmp_path / "log.txt").read_text()
@@ -122,9 +133,13 @@ def default_handlers():
         signal.signal(number, handler)
 
 
-def test_a_signal_to_a_script_saves_the_run_and_then_ends_the_script(run_once, config, tmp_path, default_handlers):
+def test_a_signal_to_a_script_saves_the_run_and_then_ends_the_script(
+    run_once, config, tmp_path, default_handlers
+):
     def start(number, step):
-        send = Hook(2, lambda context: os.kill(os.getpid(), number) if context.step == step else None)
+        send = Hook(
+            2, lambda context: os.kill(os.getpid(), number) if context.step == step else None
+        )
         return txl_jax.train(config, tmp_path / "run", hooks=[send], cache_dir=str(tmp_path))
 
     def assert_saved(step):
@@ -150,7 +165,12 @@ def test_samples_are_written_at_evaluations_and_change_nothing_else(
     """The first start is stopped in the middle of the first evaluation: the next one repeats it,
     and samples.
     """
-    values = {"train.sample_every": 8, "generate.length": 20, "generate.samples": 2, "generate.prompt": "one "}
+    values = {
+        "train.sample_every": 8,
+        "generate.length": 20,
+        "generate.samples": 2,
+        "generate.prompt": "one ",
+    }
     sampling, folder = config_tree.replace(config, values), tmp_path / "run"
     assert not runs.train(sampling, corpus, folder, stop_requested=stop_after(5)).finished
     assert os.listdir(folder / "samples") == []
@@ -167,21 +187,32 @@ def test_samples_are_written_at_evaluations_and_change_nothing_else(
     assert all(score.printable(line) in printed for line in best.splitlines())
     logged = runs.log_lines(folder / "log.txt")
     for begins in ("command  ", "versions ", "attention"):  # On one device, in log.txt alone.
-        assert sum(line.startswith(begins) for line in logged) == 2 and begins not in "".join(printed)
+        assert sum(line.startswith(begins) for line in logged) == 2 and begins not in "".join(
+            printed
+        )
 
 
 def test_a_run_that_diverges_ends_with_results_that_json_can_hold(config, corpus, tmp_path):
     """A loss above 709 nats has no perplexity in float64."""
-    wild = {"optimizer.learning_rate": 1e3, "optimizer.warmup_steps": 0, "train.steps": 4, "train.eval_every": 4}
+    wild = {
+        "optimizer.learning_rate": 1e3,
+        "optimizer.warmup_steps": 0,
+        "train.steps": 4,
+        "train.eval_every": 4,
+    }
     changed = config_tree.replace(config, wild)
     assert runs.train(changed, corpus, tmp_path).finished
     score.evaluate_splits(changed, corpus, Run.read(tmp_path))
-    results, again = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("results", "evaluation"))
+    results, again = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("results", "evaluation")
+    )
     for found in (results["best_valid"], results["test"], again["test"]):
         assert found["loss"] > 709 and found["perplexity"] is None and "loss" in found["note"]
 
 
-def test_a_workdir_that_cannot_be_made_and_a_text_too_short_for_the_batch_are_refused(config, corpus, tmp_path):
+def test_a_workdir_that_cannot_be_made_and_a_text_too_short_for_the_batch_are_refused(
+    config, corpus, tmp_path
+):
     (tmp_path / "file").write_text("")
     large = config_tree.replace(config, {"train.batch_size": 2000})
     with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}.*--workdir"):
@@ -198,7 +229,9 @@ def test_a_workdir_that_cannot_be_made_and_a_text_too_short_for_the_batch_are_re
 
 
 @pytest.mark.full
-def test_results_that_are_damaged_of_an_earlier_end_or_of_other_lengths_are_made_again(finished, config, corpus):
+def test_results_that_are_damaged_of_an_earlier_end_or_of_other_lengths_are_made_again(
+    finished, config, corpus
+):
     """A run that goes on from an end leaves its results behind, if it is killed before the test
     scores.
     """
@@ -210,7 +243,9 @@ def test_results_that_are_damaged_of_an_earlier_end_or_of_other_lengths_are_made
         assert runs.train(config, corpus, workdir) == outcome
         assert json.loads(path.read_text()) == outcome.results and numbers(workdir) == before
     again = runs.train(config_tree.replace(config, {"eval.mem_len": 3}), corpus, workdir).results
-    assert again["eval"]["mem_len"] == 3 and again["test"]["loss"] != outcome.results["test"]["loss"]
+    assert (
+        again["eval"]["mem_len"] == 3 and again["test"]["loss"] != outcome.results["test"]["loss"]
+    )
 
 
 def test_results_count_after_their_steps_and_at_their_evaluation_settings(finished, config, corpus):
@@ -255,7 +290,9 @@ def test_a_test_score_without_results_is_recorded_again(finished, config, corpus
     assert opened == [(STEPS, set()), (STEPS, {"test"})]
 
 
-def test_a_finished_run_is_neither_compiled_nor_scored_again(finished, config, corpus, capsys, monkeypatch):
+def test_a_finished_run_is_neither_compiled_nor_scored_again(
+    finished, config, corpus, capsys, monkeypatch
+):
     workdir, outcome = finished
     before = Path(workdir.path, "metrics.jsonl").read_bytes()
     monkeypatch.setattr(validation, "score_with_line", pytest.fail)
@@ -280,7 +317,9 @@ def test_a_damaged_best_checkpoint_costs_only_the_best(finished, config, corpus,
 
 def test_the_best_parameters_are_loaded_where_later_ones_exist(finished, config, corpus):
     (workdir, _), parts = finished, build(config, vocab_size=corpus.vocabulary.size)
-    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 7, leaf.dtype), parts.abstract_state.params)
+    params = jax.tree.map(
+        lambda leaf: np.full(leaf.shape, 7, leaf.dtype), parts.abstract_state.params
+    )
     with Checkpointer(workdir.best, keep=1, log=print) as best:
         best.save(STEPS - 18, {"params": params}, {})
     step, found = load_parameters(parts, workdir, log=print)
@@ -290,7 +329,10 @@ def test_the_best_parameters_are_loaded_where_later_ones_exist(finished, config,
 def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
     workdir, _ = finished
     parts, averaged, more = (
-        build(config_tree.replace(config, {"eval.average_checkpoints": count}), vocab_size=corpus.vocabulary.size)
+        build(
+            config_tree.replace(config, {"eval.average_checkpoints": count}),
+            vocab_size=corpus.vocabulary.size,
+        )
         for count in (None, 2, 3)
     )
     each = []
@@ -301,7 +343,9 @@ def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
     assert step == STEPS - 6
     logged = []
     step, found = load_parameters(averaged, workdir, log=logged.append)
-    assert step == STEPS and [re.findall(r"\d+", line) for line in logged] == [[str(STEPS - 6), str(STEPS)]]
+    assert step == STEPS and [re.findall(r"\d+", line) for line in logged] == [
+        [str(STEPS - 6), str(STEPS)]
+    ]
     for a, b, mean in zip(*map(jax.tree.leaves, (*each, found)), strict=True):
         np.testing.assert_allclose(mean, (np.asarray(a) + np.asarray(b)) / 2, rtol=1e-6)
     with pytest.raises(ValueError, match=r"average_checkpoints\D*\b2\b.*\bgot 3\b"):
@@ -315,14 +359,19 @@ def test_the_training_program_does_not_grow_with_the_layers():
     def lowered_size(n_layer):
         made = tiny_run.parts(model__n_layer=n_layer)
         step = make_train_step(made.model, made.optimizer, made.schedule, made.config)
-        return len(jax.jit(step).lower(made.abstract_state, tiny_run.text().segments(0, 1)).as_text())
+        return len(
+            jax.jit(step).lower(made.abstract_state, tiny_run.text().segments(0, 1)).as_text()
+        )
 
     assert lowered_size(24) <= 1.01 * lowered_size(2)  # One per cent for longer numbers.
 
 
 def test_a_second_sample_compiles_nothing(caplog):
     made = tiny_run.parts()
-    sample, params = make_sampler(made.config, tiny_model.VOCABULARY), jax.device_put(tiny_run.params(made.model))
+    sample, params = (
+        make_sampler(made.config, tiny_model.VOCABULARY),
+        jax.device_put(tiny_run.params(made.model)),
+    )
     first, negative = sample(made, params, lambda: False), jax.tree.map(jax.numpy.negative, params)
     caplog.clear()
     with jax.log_compiles():
@@ -358,9 +407,13 @@ def loop(steps, hooks, events, *, bad_call=None):
 def test_metrics_come_one_call_late_or_before_a_hook_and_a_bad_number_stops_the_run_before_it():
     events = []
     progress = loop(10, {"eval": 4, "save": 6}, events)
-    assert progress.exclude.call_count == 5 and progress.waited.call_count == 6, "the time of hooks, and for segments"
+    assert progress.exclude.call_count == 5 and progress.waited.call_count == 6, (
+        "the time of hooks, and for segments"
+    )
     first = "call, call, metrics 0, metrics 2, eval 4, call, metrics 4, save 6"
-    assert ", ".join(events) == f"{first}, call, metrics 6, eval 8, call, metrics 8, eval 10, save 10"
+    assert (
+        ", ".join(events) == f"{first}, call, metrics 6, eval 8, call, metrics 8, eval 10, save 10"
+    )
     events = []
     with pytest.raises(NonFiniteError, match="call 2"):
         loop(8, {"save": 2}, events, bad_call=2)
@@ -396,11 +449,15 @@ def test_a_finished_run_trains_on_by_the_schedule_of_the_new_total(run_once, lon
     rates = {each["step"]: each["learning_rate"] for each in after if each["kind"] == "train"}
     assert rates[STEPS] < 1e-3 < rates[STEPS + 4] == pytest.approx(float(rate(STEPS + 3)))
     peak = config.optimizer.learning_rate
-    [note] = [line for line in (folder / "log.txt").read_text().splitlines() if "% of its peak" in line]
+    [note] = [
+        line for line in (folder / "log.txt").read_text().splitlines() if "% of its peak" in line
+    ]
     assert f"{float(rate(STEPS)) / peak:.1%} of its peak, not 0.0%" in note
 
 
-def test_it_equals_a_run_with_the_same_change_that_is_killed_and_stopped(longer, finished, config, corpus):
+def test_it_equals_a_run_with_the_same_change_that_is_killed_and_stopped(
+    longer, finished, config, corpus
+):
     (folder, outcome), (workdir, _) = longer, finished
     more = tiny.changed(config, train__steps=MORE)
     # Before its first checkpoint: the record has the change, and the checkpoint not.
@@ -408,18 +465,24 @@ def test_it_equals_a_run_with_the_same_change_that_is_killed_and_stopped(longer,
         runs.train(more, corpus, workdir, hooks=[kill_after(STEPS + 2)])
     assert Run.read(workdir.path).config.train.steps == MORE
     [row] = read_runs([workdir.path])
-    assert row.results is None and "of 36 training steps" in row.row([])["state"], "the results are of the earlier end"
+    assert row.results is None and "of 36 training steps" in row.row([])["state"], (
+        "the results are of the earlier end"
+    )
     assert not runs.train(more, corpus, workdir, stop_requested=stop_after(4)).finished
     assert runs.train(more, corpus, workdir) == outcome
     assert numbers(workdir) == numbers(folder)
     tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (workdir, folder)))
 
 
-def test_a_run_that_was_stopped_gets_fewer_steps_and_not_less_than_are_done(config, corpus, tmp_path):
+def test_a_run_that_was_stopped_gets_fewer_steps_and_not_less_than_are_done(
+    config, corpus, tmp_path
+):
     assert not runs.train(config, corpus, tmp_path, stop_requested=stop_after(3)).finished
     done = runs.state_of(tmp_path)[0]
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=rf"train\.steps was 24 and is now {done - 2}, fewer than the {done} "):
+    with pytest.raises(
+        UserError, match=rf"train\.steps was 24 and is now {done - 2}, fewer than the {done} "
+    ):
         runs.train(tiny.changed(config, train__steps=done - 2), corpus, tmp_path)
     assert {path: path.read_bytes() for path in files} == files
     outcome = runs.train(tiny.changed(config, train__steps=done + 2), corpus, tmp_path)

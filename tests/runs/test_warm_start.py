@@ -66,7 +66,11 @@ WORDS = {"data__tokenizer__kind": Tokenizer.WORD, "model__cutoffs": (3, 6)}
 CLUSTERS = {
     "untied": {"model__cutoffs": (), "model__tie_weight": False},
     "clusters": {"model__div_val": 1},
-    "widths": {"model__div_val": 2, "model__tie_weight": False, "model__tie_projs": (True, False, True)},
+    "widths": {
+        "model__div_val": 2,
+        "model__tie_weight": False,
+        "model__tie_projs": (True, False, True),
+    },
 }
 
 
@@ -83,18 +87,31 @@ def test_words_are_matched_by_spelling(text_of, tmp_path, name):
     fresh = jax.device_get(build(new, vocab_size=ours.size).init_params())
     loaded, counts = tiny_run.params(parts.model), {"kept": 0, "new": 0, "moved": 0}
     for word in ours.words:
-        found, place = theirs.words.index(word) if word in theirs.words else None, ours.words.index(word)
-        moves = found is not None and new.model.div_val > 1 and cluster(new, place)[0] != cluster(old, found)[0]
-        source, token, config = (fresh, place, new) if found is None or moves else (loaded, found, old)
+        found, place = (
+            theirs.words.index(word) if word in theirs.words else None,
+            ours.words.index(word),
+        )
+        moves = (
+            found is not None
+            and new.model.div_val > 1
+            and cluster(new, place)[0] != cluster(old, found)[0]
+        )
+        source, token, config = (
+            (fresh, place, new) if found is None or moves else (loaded, found, old)
+        )
         counts["new" if source is fresh else "kept"] += 1
         counts["moved"] += moves
-        for expected, row in zip(rows(source, config, token), rows(state.params, new, place), strict=True):
+        for expected, row in zip(
+            rows(source, config, token), rows(state.params, new, place), strict=True
+        ):
             np.testing.assert_array_equal(row, expected, err_msg=word)
     assert weights.record["tokens"] == counts | {"dropped": theirs.size - counts["kept"]}
     assert counts["new"] >= 3 and counts["kept"] >= 2  # "ran", "owl", "under", "with" are new.
     assert bool(counts["moved"]) == (new.model.div_val > 1)
     layers = [name for name in fresh if name not in ("embedding", "softmax")]
-    tiny_run.assert_equal({name: state.params[name] for name in layers}, {name: loaded[name] for name in layers})
+    tiny_run.assert_equal(
+        {name: state.params[name] for name in layers}, {name: loaded[name] for name in layers}
+    )
 
 
 def cluster(config, token):
@@ -129,9 +146,13 @@ def test_a_kept_vocabulary_reads_the_text_in_its_words(text_of, tmp_path, monkey
 
     for name in ("run_on_all", "broadcast_from_primary"):
         monkeypatch.setattr(distributed, name, collective)
-    config = config_tree.replace(new, {"init_from": str(tmp_path / "old"), "init_vocabulary": InitVocabulary.KEPT})
+    config = config_tree.replace(
+        new, {"init_from": str(tmp_path / "old"), "init_vocabulary": InitVocabulary.KEPT}
+    )
     corpus = warm_start.read_corpus(config, Run(tmp_path / "new"), "nowhere", str(tmp_path))
-    assert corpus.vocabulary == old_corpus.vocabulary and corpus.vocabulary.unknown_id in corpus.train
+    assert (
+        corpus.vocabulary == old_corpus.vocabulary and corpus.vocabulary.unknown_id in corpus.train
+    )
     components = build(config, vocab_size=corpus.vocabulary.size)
     assert warm_start.load(components, corpus.vocabulary, Run(tmp_path / "new")) is not None
     other = config_tree.replace(config, {"data.tokenizer.line_mark": "none"})
@@ -152,13 +173,18 @@ def test_a_warm_start_is_recorded_and_happens_once(text_of, tmp_path, capfd):
     record = json.loads(Path(workdir.path, "config.json").read_text())["warm_start"]
     assert record["path"] == str(tmp_path / "old") and record["step"] == drawn_run.STEP
     out = capfd.readouterr().out
-    assert re.search(rf"(?m)^init .*{record['sha256'][:12]}", out) and "256 tokens kept, 0 new, 0 dropped" in out
+    assert (
+        re.search(rf"(?m)^init .*{record['sha256'][:12]}", out)
+        and "256 tokens kept, 0 new, 0 dropped" in out
+    )
     assert "model.dropout.rate 0.2 (was 0.1)" in out
     whole = runs.train(config, corpus, Run(tmp_path / "whole"))
     shutil.rmtree(tmp_path / "old")
     resumed = runs.train(config, corpus, workdir)
     assert "resuming" in capfd.readouterr().out
-    assert resumed.results["test"] == whole.results["test"] and resumed.results["warm_start"] == record
+    assert (
+        resumed.results["test"] == whole.results["test"] and resumed.results["warm_start"] == record
+    )
     assert json.loads(Path(workdir.path, "config.json").read_text())["warm_start"] == record
 
 
@@ -173,8 +199,12 @@ def test_every_member_of_an_ensemble_begins_with_the_weights(text_of, tmp_path):
     states, members = [], [{"seed": 1}, {"seed": 2}]
     keep = Hook(1, lambda context: states.append(jax.device_get(context.state.params)))
     still = config_tree.replace(config, {"optimizer.learning_rate": 1e-30})
-    runs.train(still, corpus, tmp_path / "both", members=members, hooks=[keep], stop_requested=lambda: True)
-    ours, loaded = (params["embedding"]["table_0"] for params in (states[0], tiny_run.params(parts.model)))
+    runs.train(
+        still, corpus, tmp_path / "both", members=members, hooks=[keep], stop_requested=lambda: True
+    )
+    ours, loaded = (
+        params["embedding"]["table_0"] for params in (states[0], tiny_run.params(parts.model))
+    )
     theirs = old_corpus.vocabulary.words
     for place, word in enumerate(corpus.vocabulary.words):
         first, second = ours[:, place]
@@ -204,7 +234,9 @@ def test_weights_that_changed_before_the_first_checkpoint_are_refused(text_of, t
         ({"data__tokenizer__kind": Tokenizer.WORD}, ["--init_vocabulary=kept"]),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_before_anything_is_written(text_of, tmp_path, changes, named):
+def test_weights_that_do_not_fit_are_refused_before_anything_is_written(
+    text_of, tmp_path, changes, named
+):
     drawn_run.make(tmp_path / "old", *text_of("old"))
     with pytest.raises(UserError) as error:
         runs.train(*text_of("new", init_from=str(tmp_path / "old"), **changes), tmp_path / "new")

@@ -34,15 +34,23 @@ def make_state(seed=0):
     """
     keys = jax.random.split(jax.random.key(seed), 3)
     return {
-        "params": {"q": jax.random.normal(keys[0], (3, 5)), "layers": [jax.random.normal(keys[1], (2,)), jnp.ones(7)]},
-        "memory": {"hidden": jax.random.normal(keys[2], (2, 3, 4), jnp.bfloat16), "valid": jnp.arange(3) + seed},
+        "params": {
+            "q": jax.random.normal(keys[0], (3, 5)),
+            "layers": [jax.random.normal(keys[1], (2,)), jnp.ones(7)],
+        },
+        "memory": {
+            "hidden": jax.random.normal(keys[2], (2, 3, 4), jnp.bfloat16),
+            "valid": jnp.arange(3) + seed,
+        },
         "empty": jnp.zeros((2, 3, 0, 4), jnp.bfloat16),
         "step": jnp.int32(seed),
     }
 
 
 def abstract(state):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
 
 
 def step_names(directory):
@@ -113,7 +121,9 @@ def test_round_trip_is_bit_equal(open_checkpoints, lines):
     assert lines == []
 
 
-def test_reading_changes_nothing_and_sweeping_removes_what_killed_runs_left(two_steps, open_checkpoints):
+def test_reading_changes_nothing_and_sweeping_removes_what_killed_runs_left(
+    two_steps, open_checkpoints
+):
     # The first one is also how a running job writes.
     for name in ("300.orbax-checkpoint-tmp-1", "50.deleted"):
         shutil.copytree(two_steps / "100", two_steps / name)
@@ -126,7 +136,9 @@ def test_reading_changes_nothing_and_sweeping_removes_what_killed_runs_left(two_
     assert step_names(two_steps) == ["100", "200"]
 
 
-def test_older_steps_stay_until_the_new_one_has_its_digests(open_checkpoints, tmp_path, monkeypatch):
+def test_older_steps_stay_until_the_new_one_has_its_digests(
+    open_checkpoints, tmp_path, monkeypatch
+):
     with open_checkpoints(keep=1) as checkpoints:
         checkpoints.save(1, make_state(1), {})
         checkpoints.wait()
@@ -185,7 +197,9 @@ def test_damage_to_any_file_falls_back_and_is_logged(damage, two_steps, open_che
         data = file.read_bytes()
         damage(file)
         with open_checkpoints() as checkpoints:
-            assert assert_restores(checkpoints, 100) == {"loss": 1.0}, f"{file} was damaged and not noticed"
+            assert assert_restores(checkpoints, 100) == {"loss": 1.0}, (
+                f"{file} was damaged and not noticed"
+            )
         file.write_bytes(data)
         assert len(lines) == 1 and str(two_steps / "200") in lines[0]
         if file.name != DIGESTS:
@@ -206,7 +220,9 @@ def test_unverified_steps_are_used_only_without_a_verified_one(two_steps, open_c
     assert step_names(two_steps) == ["100", "300"]
 
 
-def test_an_unverified_step_that_orbax_cannot_read_falls_back_too(two_steps, open_checkpoints, lines):
+def test_an_unverified_step_that_orbax_cannot_read_falls_back_too(
+    two_steps, open_checkpoints, lines
+):
     for step in ("100", "200"):
         (two_steps / step / DIGESTS).unlink()
     # Small arrays are here, not in ocdbt.process_0.
@@ -233,21 +249,28 @@ def test_a_fallen_back_run_replaces_the_damaged_step(two_steps, open_checkpoints
         checkpoints.save(150, make_state(150), {})
         checkpoints.wait()
         assert "200" in lines[-1] and "150" in lines[-1]
-        assert step_names(two_steps) == ["100", "150"], "the damaged step took the place of a good one"
+        assert step_names(two_steps) == ["100", "150"], (
+            "the damaged step took the place of a good one"
+        )
         checkpoints.save(200, make_state(201), {})
         checkpoints.save(250, make_state(250), {})
         assert_restores(checkpoints, 250)
     assert step_names(two_steps) == ["200", "250"]
 
 
-@pytest.mark.parametrize("place", ["two_steps", pytest.param("steps_in_bucket", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "place", ["two_steps", pytest.param("steps_in_bucket", marks=pytest.mark.full)]
+)
 def test_the_same_step_again_replaces_it_once_it_is_verified(place, request):
     directory = request.getfixturevalue(place)
     with Checkpointer(directory, keep=2, log=print) as checkpoints:
         for number in (1, 2):
             checkpoints.save(200, make_state(number), {"at": number})
             checkpoints.wait()
-            assert step_names(directory) == ["100", f"200.again-{number}"] and checkpoints.notes() == {"at": number}
+            assert step_names(directory) == [
+                "100",
+                f"200.again-{number}",
+            ] and checkpoints.notes() == {"at": number}
         assert_restores(checkpoints, 200, seed=2)
 
 
@@ -258,7 +281,11 @@ def test_of_two_folders_of_a_step_the_later_counts(two_steps, open_checkpoints):
     found = [os.path.basename(path) for _, path in checkpoint.find_steps(two_steps)]
     assert found == ["200.again-10", "200.again-9", "200", "100"]
     with open_checkpoints() as checkpoints:
-        assert [checkpoints._prepare(step) for step in (100, 200, 300)] == ["100.again-1", "200.again-11", "300"]
+        assert [checkpoints._prepare(step) for step in (100, 200, 300)] == [
+            "100.again-1",
+            "200.again-11",
+            "300",
+        ]
         assert_restores(checkpoints, 200, seed=100)
 
 
@@ -268,22 +295,33 @@ def test_another_model_is_an_error_and_no_damage(two_steps, open_checkpoints, li
     del other["params"]["layers"]
     with open_checkpoints() as checkpoints, pytest.raises(CheckpointError) as caught:
         checkpoints.restore(abstract(other))
-    for part in (f"{two_steps}/200", r"params/q\b.*float32\[3, 5\].*\[3, 8\]", r"params/layers/.*float32\[7\]"):
+    for part in (
+        f"{two_steps}/200",
+        r"params/q\b.*float32\[3, 5\].*\[3, 8\]",
+        r"params/layers/.*float32\[7\]",
+    ):
         assert re.search(part, str(caught.value))
     assert (step_names(two_steps), lines) == (["100", "200"], [])
 
 
-def test_floats_are_restored_as_they_were_saved_or_wider_if_that_is_allowed(two_steps, open_checkpoints):
+def test_floats_are_restored_as_they_were_saved_or_wider_if_that_is_allowed(
+    two_steps, open_checkpoints
+):
     wanted = abstract(make_state())
     wanted["params"] = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float64, sharding=leaf.sharding), wanted["params"]
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float64, sharding=leaf.sharding),
+        wanted["params"],
     )
     with enable_x64(True), open_checkpoints() as checkpoints:
-        with pytest.raises(CheckpointError, match=r"params/q is float32\[3, 5\] .*JAX_ENABLE_X64 is on here"):
+        with pytest.raises(
+            CheckpointError, match=r"params/q is float32\[3, 5\] .*JAX_ENABLE_X64 is on here"
+        ):
             checkpoints.restore(wanted)
         _, found, _ = checkpoints.restore(wanted, casts=True)
         assert found["params"]["q"].dtype == jnp.float64
-        other = wanted | {"step": jax.ShapeDtypeStruct((), jnp.int64, sharding=wanted["step"].sharding)}
+        other = wanted | {
+            "step": jax.ShapeDtypeStruct((), jnp.int64, sharding=wanted["step"].sharding)
+        }
         with pytest.raises(CheckpointError, match="JAX_ENABLE_X64 is on here"):
             checkpoints.restore(other, casts=True)
     np.testing.assert_array_equal(found["params"]["layers"][1], np.ones(7))
@@ -328,7 +366,9 @@ def test_a_directory_that_cannot_be_read(tmp_path, open_checkpoints, monkeypatch
     assert (tmp_path / "latest").read_text() == "a file"
 
 
-def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(open_checkpoints, lines, monkeypatch):
+def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(
+    open_checkpoints, lines, monkeypatch
+):
     monkeypatch.setattr("txl_jax.runtime.storage.sha256", no_space)
     with pytest.raises(KeyboardInterrupt), open_checkpoints() as checkpoints:  # noqa: PT012
         checkpoints.save(1, make_state(), {})

@@ -91,7 +91,9 @@ def both():
     started = processes.start("-c", SCRIPT, json.dumps([sizes for sizes, _ in ROWS]))
     (code_0, out_0, err_0), (code_1, out_1, err_1) = processes.finish(started)
     assert code_0 == code_1 == 0, (err_0, err_1)
-    assert out_0.splitlines()[0] == "not for the terminal of the second", "Gloo's lines are left out"
+    assert out_0.splitlines()[0] == "not for the terminal of the second", (
+        "Gloo's lines are left out"
+    )
     assert out_1 == ""
     return json.loads(out_0.splitlines()[-1]), json.loads(err_1.splitlines()[-1])
 
@@ -101,7 +103,11 @@ def test_what_one_finds_all_know_and_what_fails_in_one_fails_in_all(both):
     for found in both:
         assert found["broadcast"] == {"loss": 0.1, "of": 0, "none": None}
         assert found["same"] is None
-        assert found["other"] == ["UserError", "process 1: text must be 0, as in process 0, got 1. mend it", True]
+        assert found["other"] == [
+            "UserError",
+            "process 1: text must be 0, as in process 0, got 1. mend it",
+            True,
+        ]
         assert found["errors"] == [None, "process 1: no network"]
         assert found["sharded"] == list(range(16))
     assert (first["all"], second["all"]) == (0, 10)

@@ -41,7 +41,10 @@ def test_one_holder_at_a_time(bucket, elsewhere, monkeypatch):
     """
     assert not is_held(str(bucket))
     monkeypatch.setattr(lock_lib, "STALE_SECONDS", 60.0)  # A busy machine may renew late.
-    for lock, named in ((RunLock(bucket), f"process {os.getpid()} on {socket.gethostname()}"), (elsewhere, "another")):
+    for lock, named in (
+        (RunLock(bucket), f"process {os.getpid()} on {socket.gethostname()}"),
+        (elsewhere, "another"),
+    ):
         with lock:
             lock.acquire()
             with pytest.raises(UserError, match=named):
@@ -58,7 +61,9 @@ def test_one_holder_at_a_time(bucket, elsewhere, monkeypatch):
 
 
 @pytest.mark.parametrize("wakes", ["in a beat", "in a save"])
-def test_a_holder_that_is_paused_is_followed_and_wakes_up_unlocked(wakes, bucket, elsewhere, monkeypatch, capsys):
+def test_a_holder_that_is_paused_is_followed_and_wakes_up_unlocked(
+    wakes, bucket, elsewhere, monkeypatch, capsys
+):
     """After a minute; when it goes on it finds out before it writes, and leaves the other's lock
     alone.
 
@@ -141,7 +146,12 @@ def test_a_run_that_wakes_up_writes_nothing(bucket, storage, tmp_path, monkeypat
     What it wrote could replace, or be read among, what the run that has taken over writes.
     """
     other, before = RunLock(bucket), {}
-    counts = {"train__steps": 4, "train__eval_every": 4, "train__checkpoint_every": 4, "train__log_every": 2}
+    counts = {
+        "train__steps": 4,
+        "train__eval_every": 4,
+        "train__checkpoint_every": 4,
+        "train__log_every": 2,
+    }
     config, corpus = drawn_run.on_text(tmp_path, drawn_run.letters(), **counts)
 
     def objects():

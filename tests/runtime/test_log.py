@@ -52,8 +52,14 @@ def test_records_come_back_in_order(tmp_path):
             log.record("train", 1, {"kind": 1.0, "step": 1.0, "member": 1.0})
     assert first == read_metrics(tmp_path / "new" / "run")
     valid = {"kind": "valid", "step": 1, "bpc": 2, "a": "nan", "b": "-inf"}
-    assert numbers(tmp_path / "new" / "run") == [{"kind": "train", "step": 1, "loss": 0.5, "rate": 1e-9}, valid]
-    assert all(abs(time.time() - datetime.fromisoformat(record["time"]).timestamp()) < 100 for record in first)
+    assert numbers(tmp_path / "new" / "run") == [
+        {"kind": "train", "step": 1, "loss": 0.5, "rate": 1e-9},
+        valid,
+    ]
+    assert all(
+        abs(time.time() - datetime.fromisoformat(record["time"]).timestamp()) < 100
+        for record in first
+    )
     assert read_metrics(tmp_path / "new" / "run" / "metrics.jsonl") == first, "the file itself"
 
 
@@ -71,7 +77,10 @@ def test_resuming_drops_later_steps(tmp_path):
             log.record(kind, step, {"loss": 1.0})
     with RunLog(tmp_path).open(20, redone={"valid", "test"}):
         pass
-    assert [(record["kind"], record["step"]) for record in read_metrics(tmp_path)] == [("valid", 10), ("train", 20)]
+    assert [(record["kind"], record["step"]) for record in read_metrics(tmp_path)] == [
+        ("valid", 10),
+        ("train", 20),
+    ]
 
 
 @pytest.mark.parametrize("cut", [1, 2, 10])
@@ -296,17 +305,32 @@ def test_tensorboard_gets_scalars_texts_and_the_table_of_settings(tmp_path):
     """Settings by name, in the types that its plugin can sort and filter by."""
     with RunLog(tmp_path).open() as log:
         report_all(log)
-    events = [(event.step, value) for event in read_events(tmp_path / "tensorboard") for value in event.summary.value]
+    events = [
+        (event.step, value)
+        for event in read_events(tmp_path / "tensorboard")
+        for value in event.summary.value
+    ]
     values = {(step, value.tag): value for step, value in events}
-    scalars = {place: value.simple_value for place, value in values.items() if value.HasField("simple_value")}
+    scalars = {
+        place: value.simple_value
+        for place, value in values.items()
+        if value.HasField("simple_value")
+    }
     assert (scalars[10, "train/loss"], scalars[20, "train/loss"]) == (2, 1.5)
-    assert scalars[10, "speed/tokens_per_second"] == 900 and scalars[20, "seed_2/valid/loss"] == math.inf
+    assert (
+        scalars[10, "speed/tokens_per_second"] == 900
+        and scalars[20, "seed_2/valid/loss"] == math.inf
+    )
     assert values[20, "sample/text_summary"].tensor.string_val == [b"    a b\n    *c*\n"]
     tags = {tag: value for (_, tag), value in values.items()}
     assert b"| model.n_layer | 3 |" in tags["settings/text_summary"].tensor.string_val[0]
-    start = HParamsPluginData.FromString(tags["_hparams_/session_start_info"].metadata.plugin_data.content)
+    start = HParamsPluginData.FromString(
+        tags["_hparams_/session_start_info"].metadata.plugin_data.content
+    )
     found = start.session_start_info.hparams
-    assert found["model.n_layer"].number_value == 3 and found["train.same_length"].bool_value is True
+    assert (
+        found["model.n_layer"].number_value == 3 and found["train.same_length"].bool_value is True
+    )
     assert found["model.cutoffs"].string_value == "[1, 2]"
 
 
@@ -327,18 +351,28 @@ def test_wandb_offline_takes_settings_records_and_texts(tmp_path, monkeypatch):
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
     logged, take = [], wandb.Run.log
-    monkeypatch.setattr(wandb.Run, "log", lambda run, row: logged.append((run.id, row)) or take(run, row))
+    monkeypatch.setattr(
+        wandb.Run, "log", lambda run, row: logged.append((run.id, row)) or take(run, row)
+    )
     workdir = tmp_path / "my-run"
     for first_step in (0, 20):
         sink = WeightsAndBiases("project", workdir)
         with RunLog(workdir, sinks=[sink]).open(first_step) as log:
             report_all(log)
             assert (sink._run.project, sink._run.name) == ("project", "my-run")
-            assert sink._run.config["model.n_layer"] == 3 and sink._run.config["model.cutoffs"] == [1, 2]
-    assert len({run_id for run_id, _ in logged}) == 1 and len([*workdir.glob("wandb/offline-run-*/*.wandb")]) == 2
+            assert sink._run.config["model.n_layer"] == 3 and sink._run.config["model.cutoffs"] == [
+                1,
+                2,
+            ]
+    assert (
+        len({run_id for run_id, _ in logged}) == 1
+        and len([*workdir.glob("wandb/offline-run-*/*.wandb")]) == 2
+    )
     losses = [(row["step"], row["train/loss"]) for _, row in logged if "train/loss" in row]
     assert losses == [(10, 2.0), (20, 1.5)] * 2
-    assert any("sample" in row for _, row in logged) and any("seed=2/valid/loss" in row for _, row in logged)
+    assert any("sample" in row for _, row in logged) and any(
+        "seed=2/valid/loss" in row for _, row in logged
+    )
     assert "failed" not in (workdir / "log.txt").read_text()
 
 
@@ -348,12 +382,25 @@ def test_wandb_offline_takes_settings_records_and_texts(tmp_path, monkeypatch):
 def test_the_command_line_has_no_secrets_and_git_may_be_missing(monkeypatch):
     secrets = ["--api_key=a b", "--data.hf_token=a b", "-password=a\nb"]
     monkeypatch.setattr(
-        sys, "orig_argv", ["python", "-m", "program", *secrets, "--file=a b", "--data.tokenizer.kind=word"]
+        sys,
+        "orig_argv",
+        ["python", "-m", "program", *secrets, "--file=a b", "--data.tokenizer.kind=word"],
     )
     command, versions = environment.origin()
-    shown = ["--api_key=...", "--data.hf_token=...", "-password=...", "--file=a b", "--data.tokenizer.kind=word"]
+    shown = [
+        "--api_key=...",
+        "--data.hf_token=...",
+        "-password=...",
+        "--file=a b",
+        "--data.tokenizer.kind=word",
+    ]
     assert shlex.split(command)[1:] == ["python", "-m", "program", *shown]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
     assert not commit or versions.endswith(f", commit {commit}")
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "commit" not in environment.origin()[1] and f"txl_jax {environment.__version__}" in environment.origin()[1]
+    assert (
+        "commit" not in environment.origin()[1]
+        and f"txl_jax {environment.__version__}" in environment.origin()[1]
+    )

@@ -108,7 +108,10 @@ def test_text_keeps_lines_and_tabs_and_cannot_act_on_a_terminal(tmp_path, open_s
 
 def test_a_progress_bar_works_on_the_error_stream(tmp_path, open_stream):
     control = output._CONTROL_OF_ERRORS
-    assert written_to(tmp_path / "err", "\r50%\x1b[A\x1b[2J", open_stream, control=control) == b"\r50%\x1b[A\\x1b[2J\n"
+    assert (
+        written_to(tmp_path / "err", "\r50%\x1b[A\x1b[2J", open_stream, control=control)
+        == b"\r50%\x1b[A\\x1b[2J\n"
+    )
 
 
 def test_colors_reach_a_terminal_only(open_stream):
@@ -127,7 +130,10 @@ def test_streams_of_others_stay(capsys):
 
 
 def test_a_message_is_one_line_and_no_longer_than_people_read():
-    assert str(UserError("the tensor a\n\x1b[2J\u202eb is unknown")) == r"the tensor a\n\x1b[2J\u202eb is unknown"
+    assert (
+        str(UserError("the tensor a\n\x1b[2J\u202eb is unknown"))
+        == r"the tensor a\n\x1b[2J\u202eb is unknown"
+    )
     long = str(UserError(f"cutoffs must be 1, got {list(range(300_000))}. Lower it."))
     assert len(long) < 5_000
     assert long.startswith("cutoffs must be 1") and long.endswith("Lower it.")
@@ -137,7 +143,11 @@ def test_a_message_is_one_line_and_no_longer_than_people_read():
 
 def test_a_cell_of_a_table_adds_no_row():
     """Settings and names of runs come from records, which may be other people's."""
-    assert list(environment.table(["run"], [["a\n| b |\x1b[2J"]])) == ["| run |", "|---|", r"| a\n| b |\x1b[2J |"]
+    assert list(environment.table(["run"], [["a\n| b |\x1b[2J"]])) == [
+        "| run |",
+        "|---|",
+        r"| a\n| b |\x1b[2J |",
+    ]
 
 
 class Broken(io.StringIO):
@@ -148,7 +158,9 @@ class Broken(io.StringIO):
 
 
 @pytest.mark.parametrize("stream", [Broken(), None, "closed", "ascii"])
-def test_lines_for_people_never_end_a_run_that_somebody_starts_from_python(tmp_path, monkeypatch, stream):
+def test_lines_for_people_never_end_a_run_that_somebody_starts_from_python(
+    tmp_path, monkeypatch, stream
+):
     if stream == "closed":
         stream = io.StringIO()
         stream.close()

@@ -29,7 +29,9 @@ def profiled(folder, window, *, first_step=0, per_call=5, calls=4):
     """
     lines, seconds, state = [], [], jnp.zeros(())
     sizes = {"done": first_step, "segments_per_call": per_call, "profile_steps": window}
-    with StepProfiler(add_one, str(folder), **sizes, log=lines.append, exclude=seconds.append) as step:
+    with StepProfiler(
+        add_one, str(folder), **sizes, log=lines.append, exclude=seconds.append
+    ) as step:
         for _ in range(calls):
             state, _ = step(state, jnp.ones(3))
     assert state == calls
@@ -53,7 +55,9 @@ def step_markers(path):
 def test_the_calls_that_hold_the_updates_are_profiled(tmp_path):
     lines, seconds = profiled(tmp_path, (7, 11))
     [path] = traces(tmp_path)
-    assert path.parent.parent == tmp_path / "plugins" / "profile", "the place of TensorBoard's plugin"
+    assert path.parent.parent == tmp_path / "plugins" / "profile", (
+        "the place of TensorBoard's plugin"
+    )
     assert step_markers(path) == [6, 11]  # Calls of 5: updates 6 to 10 and 11 to 15.
     assert b"/optimizer/" in path.read_bytes()
     assert lines == [f"profile of steps 6 to 15 written to {tmp_path}"]

@@ -24,7 +24,10 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT]
 def arrivals():
     """The signals that reach the handlers from before the request, instead of ending the tests."""
     seen: list[int] = []
-    before = {number: signal.signal(number, lambda number, frame: seen.append(number)) for number in SIGNALS}
+    before = {
+        number: signal.signal(number, lambda number, frame: seen.append(number))
+        for number in SIGNALS
+    }
     yield seen
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -134,10 +137,16 @@ def test_a_notice_is_no_signal(arrivals, when, monkeypatch):
         ({}, "Standard PC (Q35 + ICH9, 2009)\n", None),
         ({}, None, None),
         ({"GCE_METADATA_HOST": "127.0.0.1:80"}, None, "127.0.0.1:80"),
-        ({"NO_GCE_CHECK": "True", "GCE_METADATA_HOST": "127.0.0.1:80"}, "Google Compute Engine\n", None),
+        (
+            {"NO_GCE_CHECK": "True", "GCE_METADATA_HOST": "127.0.0.1:80"},
+            "Google Compute Engine\n",
+            None,
+        ),
     ],
 )
-def test_only_a_machine_of_google_cloud_has_a_server(tmp_path, monkeypatch, environment, product, expected):
+def test_only_a_machine_of_google_cloud_has_a_server(
+    tmp_path, monkeypatch, environment, product, expected
+):
     monkeypatch.setattr(stop, "_PRODUCT", tmp_path / "product_name")
     for name in ("NO_GCE_CHECK", "GCE_METADATA_HOST"):
         monkeypatch.setenv(name, environment.get(name, ""))
@@ -167,7 +176,10 @@ def test_each_change_is_noticed_at_once_and_a_machine_that_migrates_goes_on(noti
     with MetadataServer(**CALM) as server:
         found = notices(server)
         wait_until(lambda: len(server.asked) == 4)
-        assert {path for path, _ in server.asked} == {ROOT + "maintenance-event", ROOT + "preempted"}
+        assert {path for path, _ in server.asked} == {
+            ROOT + "maintenance-event",
+            ROOT + "preempted",
+        }
         assert all(query["wait_for_change"] == "true" for _, query in server.asked)
         assert {query["last_etag"] for _, query in server.asked} == {"0", "etag-NONE", "etag-FALSE"}
         for value in ("MIGRATE_ON_HOST_MAINTENANCE", TERMINATE, "NONE", TERMINATE):
@@ -179,13 +191,17 @@ def test_each_change_is_noticed_at_once_and_a_machine_that_migrates_goes_on(noti
         assert sorted(found.get(timeout=5) for _ in range(3)) == expected and found.empty()
 
 
-def test_a_server_that_fails_for_a_while_is_asked_again_and_one_without_the_keys_is_left_alone(notices):
+def test_a_server_that_fails_for_a_while_is_asked_again_and_one_without_the_keys_is_left_alone(
+    notices,
+):
     with MetadataServer(failures=3, maintenance_event="NONE", preempted="TRUE") as server:
         assert notices(server).get(timeout=5) == "preempted=TRUE"
     earlier = set(threading.enumerate())
     with MetadataServer() as server:
         found = notices(server)
-        own = [one for one in set(threading.enumerate()) - earlier if one.name.startswith("notice of")]
+        own = [
+            one for one in set(threading.enumerate()) - earlier if one.name.startswith("notice of")
+        ]
         wait_until(lambda: not any(one.is_alive() for one in own))
         assert len(server.asked) == 2 and found.empty()
 
@@ -232,7 +248,9 @@ def test_notices_reach_both_processes_at_the_same_step(watching):
     """
     with MetadataServer(**CALM) as server:
         words = [("false",) if number in watching else ("true",) for number in range(2)]
-        started = processes.start("-c", SCRIPT, devices=1, of_process=words.__getitem__, GCE_METADATA_HOST=server.host)
+        started = processes.start(
+            "-c", SCRIPT, devices=1, of_process=words.__getitem__, GCE_METADATA_HOST=server.host
+        )
 
         def wait_for(word):
             while word not in (line := started[1].stderr.readline()):
@@ -249,10 +267,15 @@ def test_notices_reach_both_processes_at_the_same_step(watching):
     if len(watching) == 2:
         assert f"maintenance-event={TERMINATE}: saving and continuing" in ended[0][2]
     # The script's own line: a notice that reaches the other process late may be printed after it.
-    last = [next(line for line in reversed(err.splitlines()) if line[:1].isdigit()) for _, _, err in ended]
+    last = [
+        next(line for line in reversed(err.splitlines()) if line[:1].isdigit())
+        for _, _, err in ended
+    ]
     step, watched, saved = last[0].split(" ", 2)
     assert last[0] == last[1] and int(step) >= 3, ended
-    assert (watched, saved != "[]") == (("True", True) if len(watching) == 2 else ("False", False)), ended
+    assert (watched, saved != "[]") == (
+        ("True", True) if len(watching) == 2 else ("False", False)
+    ), ended
 
 
 @pytest.mark.full
@@ -265,5 +288,8 @@ def test_a_terminal_that_one_of_two_processes_loses_stops_both_at_the_same_step(
     started[1].send_signal(signal.SIGHUP)
     ended = processes.finish(started)
     assert [code for code, _, _ in ended] == [143, 143], ended
-    last = [next(line for line in reversed(err.splitlines()) if line[:1].isdigit()) for _, _, err in ended]
+    last = [
+        next(line for line in reversed(err.splitlines()) if line[:1].isdigit())
+        for _, _, err in ended
+    ]
     assert last[0] == last[1], ended

@@ -38,7 +38,11 @@ def test_a_local_path_is_absolute_with_its_home_and_links(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [("memory://run", "memory://"), ("gs:/bucket/run", "gs://bucket"), ("s3://bucket/run", "txl_jax[s3]")],
+    [
+        ("memory://run", "memory://"),
+        ("gs:/bucket/run", "gs://bucket"),
+        ("s3://bucket/run", "txl_jax[s3]"),
+    ],
 )
 def test_what_cannot_be_opened_is_refused(given, expected, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -55,7 +59,9 @@ def test_small_texts_have_no_byte_order_mark_and_may_be_pipes(tmp_path):
     with pytest.raises(ValueError, match="utf-8"):
         files.read_text(path)
     os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=[b"--seed=1\n"], daemon=True)
+    writer = threading.Thread(
+        target=(tmp_path / "pipe").write_bytes, args=[b"--seed=1\n"], daemon=True
+    )
     writer.start()
     assert files.read_text(tmp_path / "pipe") == "--seed=1\n"
     with pytest.raises(OSError, match="not a regular file"):
@@ -72,8 +78,14 @@ def test_files_are_written_read_listed_and_removed(place, request, tmp_path):
     files.write(data, b"1\r")
     files.write_json(deep, {"n": 1})
     assert files.is_dir(folder) and files.exists(data) and not files.is_dir(data)
-    assert files.names(folder) == ["a.txt", "b", "c.bin"] and files.files_below(folder) == [text, deep, data]
-    assert files.read(text).decode() == "é\n" and files.size(text) == 3 and files.modified(data) > 1e9
+    assert files.names(folder) == ["a.txt", "b", "c.bin"] and files.files_below(folder) == [
+        text,
+        deep,
+        data,
+    ]
+    assert (
+        files.read(text).decode() == "é\n" and files.size(text) == 3 and files.modified(data) > 1e9
+    )
     assert json.loads(files.read(deep)) == {"n": 1}
     assert files.sha256(data) == "1092f3da081f46047853850eaeeae92393bc1e307b2916a1e6ed70b100fbb2d5"
     for _ in range(2):
@@ -83,7 +95,9 @@ def test_files_are_written_read_listed_and_removed(place, request, tmp_path):
     for act in (files.read, files.size, files.modified, files.names):
         with pytest.raises(FileNotFoundError) as refused:
             act(os.path.join(folder, "missing"))
-        assert refused.value.errno == errno.ENOENT and refused.value.filename == os.path.join(folder, "missing")
+        assert refused.value.errno == errno.ENOENT and refused.value.filename == os.path.join(
+            folder, "missing"
+        )
 
 
 def test_write_json_replaces_the_whole_file_or_nothing(tmp_path):
@@ -92,13 +106,18 @@ def test_write_json_replaces_the_whole_file_or_nothing(tmp_path):
         files.write_json(path, value)
         assert json.loads(path.read_bytes()) == value
     another.touch()
-    assert path.stat().st_mode == another.stat().st_mode, "others may read it as they may read any new file"
+    assert path.stat().st_mode == another.stat().st_mode, (
+        "others may read it as they may read any new file"
+    )
     for bad, error in (({"a": object()}, TypeError), ({"a": math.nan}, ValueError)):
         with pytest.raises(error):
             files.write_json(path, bad)
     with largest_file(20_000), pytest.raises(LogError, match=r"config\.json.*File too large"):
         files.write_json(path, "x" * 100_000)
-    assert (json.loads(path.read_bytes()), sorted(os.listdir(tmp_path))) == ({"b": "é"}, ["another", "config.json"])
+    assert (json.loads(path.read_bytes()), sorted(os.listdir(tmp_path))) == (
+        {"b": "é"},
+        ["another", "config.json"],
+    )
 
 
 def test_lines_are_written_as_they_come_and_all_or_none(tmp_path):
@@ -115,7 +134,10 @@ def test_lines_are_written_as_they_come_and_all_or_none(tmp_path):
     for mistake in (ValueError, KeyboardInterrupt):
         with pytest.raises(mistake):
             files.write_lines(path, lines(mistake))
-        assert (path.read_text(encoding="utf-8"), os.listdir(tmp_path)) == ("é\nb\n", ["scores.tsv"])
+        assert (path.read_text(encoding="utf-8"), os.listdir(tmp_path)) == (
+            "é\nb\n",
+            ["scores.tsv"],
+        )
 
 
 @pytest.mark.full
@@ -238,11 +260,16 @@ def test_patterns_and_lists(bucket, tmp_path):
         (bucket / name).write_bytes(name.encode() * 100)
     valid = str(bucket / "valid.dat")
     corpus = read("data", tmp_path, train=(str(bucket / "*.txt"),), valid=(valid,), test=(valid,))
-    assert bytes(corpus.vocabulary.decode(corpus.train[:5])) == b"a.txt" and corpus.train.size == 1000
+    assert (
+        bytes(corpus.vocabulary.decode(corpus.train[:5])) == b"a.txt" and corpus.train.size == 1000
+    )
     (bucket / "valid.dat").unlink()
     for name in ("*.txt", ""):  # Two files are one text, split by position.
         corpus = read("data", tmp_path, file=str(bucket / name))
-        assert bytes(corpus.vocabulary.decode(corpus.test[-5:])) == b"b.txt" and corpus.train.size == 900
+        assert (
+            bytes(corpus.vocabulary.decode(corpus.test[-5:])) == b"b.txt"
+            and corpus.train.size == 900
+        )
     with pytest.raises(UserError, match="no object matches"):
         read("data", tmp_path, train=(str(bucket / "*.no"),), valid=(valid,), test=(valid,))
 
@@ -261,7 +288,9 @@ def test_a_folder_of_corpora_is_copied_and_a_file_again_when_it_changes(bucket, 
     requests = len(storage.requests)
     assert own_text.local_folder(corpus, str(bucket), tmp_path) == local
     assert read("data", tmp_path, file=str(bucket / "book.txt")).digest == book.digest
-    assert not any("media" in path for _, path in storage.requests[requests:]), "it was downloaded again"
+    assert not any("media" in path for _, path in storage.requests[requests:]), (
+        "it was downloaded again"
+    )
     time.sleep(1.1)  # Times of objects are read in whole seconds.
     (bucket / name).write_bytes(b"other text")  # As long as the first.
     own_text.local_folder(corpus, str(bucket), tmp_path)

@@ -18,7 +18,10 @@ from txl_jax.runtime.checkpoint import Checkpointer, find_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-STATE = {"params": {"q": jnp.arange(15.0).reshape(3, 5), "zeros": jnp.zeros(7)}, "step": jnp.int32(3)}
+STATE = {
+    "params": {"q": jnp.arange(15.0).reshape(3, 5), "zeros": jnp.zeros(7)},
+    "step": jnp.int32(3),
+}
 
 
 def save(checkpoints, step):
@@ -55,7 +58,9 @@ def test_a_step_without_its_arrays_does_not_count_and_the_error_names_one(tmp_pa
     with Checkpointer(folder, keep=1, log=print) as checkpoints:
         save(checkpoints, 1)
         monkeypatch.setattr(storage, "without_wildcards", contextlib.nullcontext)
-        with pytest.raises(CheckpointError, match=r"step 2 .*lr\[0\.1\].* incompletely .*params\.q"):
+        with pytest.raises(
+            CheckpointError, match=r"step 2 .*lr\[0\.1\].* incompletely .*params\.q"
+        ):
             save(checkpoints, 2)
         assert [step for step, _ in find_steps(folder)] == [1]
         monkeypatch.undo()
@@ -120,7 +125,9 @@ def test_arrays_are_opened_before_the_digests_vouch_for_them(tmp_path, monkeypat
     monkeypatch.setattr(stored_arrays, "find_missing", opened)
     with Checkpointer(tmp_path, keep=1, log=print) as checkpoints:
         save(checkpoints, 1)
-    order.assert_in_order(events, ("rename", "1"), ("open", "1/state"), ("sync", "1/.digests.json.tmp"))
+    order.assert_in_order(
+        events, ("rename", "1"), ("open", "1/state"), ("sync", "1/.digests.json.tmp")
+    )
 
 
 def test_a_bucket_name_with_wildcards_is_refused_before_anything_is_written():

@@ -87,7 +87,9 @@ def test_a_token_is_decoded_once(vocabulary, monkeypatch):
 
 def test_a_prompt_is_decoded_once_for_all_samples(vocabulary):
     made = types.SimpleNamespace(vocabulary=vocabulary, limits=Limits())
-    body = protocol.CompletionBody.model_validate({"prompt": [97] * 1000, "n": 100, "max_tokens": 1})
+    body = protocol.CompletionBody.model_validate(
+        {"prompt": [97] * 1000, "n": 100, "max_tokens": 1}
+    )
     run = completion.CompletionRun(made, body, model="tiny", names=protocol.TokenNames(vocabulary))
     assert len(run._writers) == 100 and calls == [1000]
 
@@ -112,7 +114,9 @@ def test_what_is_written_counts(changes, size):
     body = protocol.CompletionBody.model_validate({"prompt": [1] * 10, "max_tokens": 3} | changes)
     assert protocol.prompts_of(body, tiny_model.VOCABULARY, Limits(tokens=size))
     error = refused(400, protocol.prompts_of, body, tiny_model.VOCABULARY, Limits(tokens=size - 1))
-    assert (error.code, error.param) == ("too_many_tokens", "prompt") and f"got {size}" in str(error)
+    assert (error.code, error.param) == ("too_many_tokens", "prompt") and f"got {size}" in str(
+        error
+    )
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +130,9 @@ def written(monkeypatch):
     """Counts the pieces that are written."""
     found = []
     json_of = protocol.ChoiceWriter.json_of
-    monkeypatch.setattr(protocol.ChoiceWriter, "json_of", lambda *given: found.append(1) or json_of(*given))
+    monkeypatch.setattr(
+        protocol.ChoiceWriter, "json_of", lambda *given: found.append(1) or json_of(*given)
+    )
     return found
 
 
@@ -185,7 +191,9 @@ def test_the_page_knows_what_the_server_answers():
     page = importlib.resources.files("txl_jax.serving").joinpath("page.html").read_text()
     with pytest.raises(RequestError) as raised:
         SessionStore(limit=1, limit_per_owner=1, seconds=1).get("5f00", "")
-    assert re.search(r'if \(error\.code === "(\w+)"\) session = null;', page)[1] == raised.value.code
+    assert (
+        re.search(r'if \(error\.code === "(\w+)"\) session = null;', page)[1] == raised.value.code
+    )
     milliseconds = int(re.search(r"const BUSY_MILLISECONDS = (\d+);", page)[1])
     assert 1000 < milliseconds <= 30_000
     assert "if (response.status !== 409 || Date.now() > until) return checked(response);" in page

@@ -19,18 +19,23 @@ from txl_jax.serving.engine import Limits
 from txl_jax.serving.middleware import LOOPBACK
 
 HALF = b"GET /v1/models HTTP/1.1\r\nHost: local"
-WITHOUT_BODY = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+WITHOUT_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+CHUNKED = WITHOUT_BODY.replace(
+    b"Content-Length: 9", b"Authorization: Bearer secret\r\nTransfer-Encoding: chunked"
 )
-CHUNKED = WITHOUT_BODY.replace(b"Content-Length: 9", b"Authorization: Bearer secret\r\nTransfer-Encoding: chunked")
 PAGE = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 FOREIGN, ALLOWED = "https://other.example", "https://app.example"
-ASKS = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
+ASKS = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,x-stainless-os",
+}
 
 
 @pytest.fixture(scope="module")
 def port():
-    with server(limits=Limits(body_bytes=70_000), keys=("secret",), hosts=(*LOOPBACK, "app.example")) as (port, _):
+    with server(
+        limits=Limits(body_bytes=70_000), keys=("secret",), hosts=(*LOOPBACK, "app.example")
+    ) as (port, _):
         yield port
 
 
@@ -72,7 +77,10 @@ def test_a_header_that_does_not_come_ends_its_connection():
     with server(header_seconds=0.2) as (port, _), contextlib.ExitStack() as stack:
         kept = stack.enter_context(connect(port, PAGE))
         assert answered(kept) == 200
-        connections = [stack.enter_context(connect(port, content)) for content in (b"", HALF, b"GET", PAGE + HALF)]
+        connections = [
+            stack.enter_context(connect(port, content))
+            for content in (b"", HALF, b"GET", PAGE + HALF)
+        ]
         assert answered(connections[-1]) == 200
         assert all(map(is_closed, connections))
         assert is_open(kept), "it waits for its next request"
@@ -150,7 +158,11 @@ UNREAD = {
 def test_a_body_that_nobody_reads_ends_its_connection(port, monkeypatch, path, headers, status):
     monkeypatch.setattr(middleware, "UNREAD_BYTES", 1 << 20)
     connection = http.client.HTTPConnection("localhost", port, timeout=SECONDS)
-    sent = {"Content-Type": "application/json", "Content-Length": str(1 << 30), "Authorization": "Bearer secret"}
+    sent = {
+        "Content-Type": "application/json",
+        "Content-Length": str(1 << 30),
+        "Authorization": "Bearer secret",
+    }
     connection.request("POST", path, b" " * 80_000, sent | headers)
     response = connection.getresponse()
     assert (response.status, response.getheader("Connection")) == (status, "close")
@@ -161,7 +173,9 @@ def test_a_body_that_nobody_reads_ends_its_connection(port, monkeypatch, path, h
 def test_what_is_sent_after_an_answer_is_read_up_to_a_limit(port, monkeypatch, size, seconds):
     monkeypatch.setattr(middleware, "UNREAD_BYTES", size)
     monkeypatch.setattr(middleware, "UNREAD_SECONDS", seconds)
-    head = WITHOUT_BODY.replace(b"application/json", b"text/plain").replace(b": 9", b": 1000000000000")
+    head = WITHOUT_BODY.replace(b"application/json", b"text/plain").replace(
+        b": 9", b": 1000000000000"
+    )
     with connect(port, head) as connection, pytest.raises(ConnectionError):
         send_endlessly(connection, b" " * (1 << 16))
 
@@ -171,7 +185,13 @@ def test_a_body_that_is_sent_to_its_end_leaves_its_answer(port):
     answer.
     """
     for size in (10, 300_000, 3 << 20):
-        status, found = ask(port, "/v1/completions", b" " * size, headers={"Content-Type": "text/plain"}, key="secret")
+        status, found = ask(
+            port,
+            "/v1/completions",
+            b" " * size,
+            headers={"Content-Type": "text/plain"},
+            key="secret",
+        )
         assert (status, found["error"]["code"]) == (415, "unsupported_media_type")
 
 
@@ -187,7 +207,11 @@ def test_a_request_with_two_lengths_is_the_last_of_its_connection(port):
 def test_requests_that_are_refused_are_counted(port):
     def counted():
         found = ask(port, "/metrics", key="secret")[1].splitlines()
-        return {line.split('"')[1]: float(line.split()[1]) for line in found if line.startswith("txl_requests_total{")}
+        return {
+            line.split('"')[1]: float(line.split()[1])
+            for line in found
+            if line.startswith("txl_requests_total{")
+        }
 
     before = counted()
     tries = {
@@ -204,7 +228,9 @@ def test_requests_that_are_refused_are_counted(port):
     assert ask(port, "/healthz")[0] == 200
     after = counted()
     new = {int(status): count - before.get(status, 0) for status, count in after.items()}
-    assert {status: count for status, count in new.items() if count} == dict.fromkeys((*tries, 400), 1) | {200: 1}
+    assert {status: count for status, count in new.items() if count} == dict.fromkeys(
+        (*tries, 400), 1
+    ) | {200: 1}
 
 
 STRANGE = {
@@ -258,7 +284,10 @@ def test_a_page_with_an_allowed_name_can_ask_and_read(port):
         headers_of(port, "GET", "/healthz", own),
     ]
     assert [status for status, _, _ in answers] == [200, 400, 401, 404, 200]
-    assert all(found["access-control-allow-origin"] == ALLOWED and found["vary"] == "Origin" for _, found, _ in answers)
+    assert all(
+        found["access-control-allow-origin"] == ALLOWED and found["vary"] == "Origin"
+        for _, found, _ in answers
+    )
 
 
 @pytest.mark.parametrize(
@@ -267,14 +296,21 @@ def test_a_page_with_an_allowed_name_can_ask_and_read(port):
 )
 def test_a_page_that_is_refused_gets_advice_that_helps(port, origin, is_advised):
     """A name of this machine cannot be allowed, and a page without an address has none."""
-    status, found, content = headers_of(port, "OPTIONS", "/v1/completions", {"Origin": origin} | ASKS)
+    status, found, content = headers_of(
+        port, "OPTIONS", "/v1/completions", {"Origin": origin} | ASKS
+    )
     assert status == 403 and "access-control-allow-origin" not in found
     assert ("--allowed_hosts" in content) == is_advised
 
 
 @pytest.mark.parametrize(
     ("path", "near"),
-    [("/health", "/healthz"), ("/ready", "/readyz"), ("/completions", "/v1/completions"), ("/x", "/healthz")],
+    [
+        ("/health", "/healthz"),
+        ("/ready", "/readyz"),
+        ("/completions", "/v1/completions"),
+        ("/x", "/healthz"),
+    ],
 )
 def test_a_path_that_does_not_exist_names_one_that_does(port, path, near):
     assert near in ask(port, path)[1]["error"]["message"]

@@ -34,11 +34,15 @@ def choices(count):
     for number in range(count):
         kept = {"logprobs": number % 3 == 0, "echo": number % 2 == 0}
         drawn = {"seed": int(rng.integers(1 << 62)), **limits[number % 4]}
-        yield Prompt(ids(int(rng.integers(1, 90)), seed=number), int(rng.integers(1, 24)), **drawn, **kept)
+        yield Prompt(
+            ids(int(rng.integers(1, 90)), seed=number), int(rng.integers(1, 24)), **drawn, **kept
+        )
 
 
 def content(result):
-    scores = [each for piece in result.pieces if piece.scores for each in piece.scores.nats.tolist()]
+    scores = [
+        each for piece in result.pieces if piece.scores for each in piece.scores.nats.tolist()
+    ]
     return result.tokens(), result.tokens(prompt=True), result.text, result.end, scores
 
 
@@ -99,7 +103,11 @@ def test_reading_yields_to_rows_that_write(made, monkeypatch):
         reader.wait()
     made.cancel(writer[:1])
     refused(499, writer[1].wait)
-    rounds = [[*group] for is_read, group in itertools.groupby(calls, lambda call: call is not None) if is_read]
+    rounds = [
+        [*group]
+        for is_read, group in itertools.groupby(calls, lambda call: call is not None)
+        if is_read
+    ]
     assert max(map(len, rounds)) == 2 and all(len({*each}) == len(each) for each in rounds)
     order = list(dict.fromkeys(itertools.chain(*rounds)))
     assert [*itertools.chain(*rounds)][:9] == order * 3
@@ -163,7 +171,9 @@ def test_a_session_goes_on_as_if_it_were_one_text(made):
     whole = np.concatenate([first, written, second]).astype(np.int32)
     alone = run(made, Prompt(whole, 9, temperature=0.0, logprobs=True, echo=True))
     assert more == alone.tokens() and session.state.tokens == 96
-    np.testing.assert_allclose(scored.scores(prompt=True).nats, alone.scores(prompt=True).nats[-20:], rtol=1e-4)
+    np.testing.assert_allclose(
+        scored.scores(prompt=True).nats, alone.scores(prompt=True).nats[-20:], rtol=1e-4
+    )
 
 
 def test_a_stop_string_ends_text_and_memory(made):
@@ -172,7 +182,9 @@ def test_a_stop_string_ends_text_and_memory(made):
     stop = free.text[17:19]
     at = free.text.index(stop)
     session = begin(made)
-    result = run(made, Prompt(ids(9), 40, seed=2, stop=("never there", stop), logprobs=True), session)
+    result = run(
+        made, Prompt(ids(9), 40, seed=2, stop=("never there", stop), logprobs=True), session
+    )
     assert result.end == "stop" and result.text == free.text[:at]
     assert result.tokens() == free.tokens()[: at + 2] and len(result.scores().nats) == at + 2
     assert session.state.tokens == 9 + at + 2 and session.state.pending == free.tokens()[at + 1]
@@ -203,7 +215,9 @@ def test_too_many_jobs_are_refused_and_the_end_is_answered():
 def test_a_failed_engine_says_so_with_a_new_exception_each_time(monkeypatch, caplog):
     with engine() as made:
         run(made, Prompt(ids(3), 1))
-        monkeypatch.setattr(made.step, "write", mock.Mock(side_effect=OSError("the device is gone")))
+        monkeypatch.setattr(
+            made.step, "write", mock.Mock(side_effect=OSError("the device is gone"))
+        )
         refused(503, run, made, Prompt(ids(3), 1))
         errors = [refused(503, submit, made, Prompt(ids(3), 1)) for _ in range(2)]
         assert made.failed and not made.ready and "the device is gone" in caplog.text
@@ -259,7 +273,11 @@ def test_a_session_of_100_000_tokens():
             start = time.process_time()
             result = run(made, choice, begin(made, session))
             taken = time.process_time() - start
-            sizes.add(sum(ring.nbytes for ring in (*session.state.rings.keys, *session.state.rings.values)))
+            sizes.add(
+                sum(
+                    ring.nbytes for ring in (*session.state.rings.keys, *session.state.rings.values)
+                )
+            )
             assert np.all(np.isfinite(result.scores().nats))
             return taken
 
@@ -272,5 +290,7 @@ def test_a_session_of_100_000_tokens():
                 seconds["end"].append(taken)
                 made.store.delete(new.name, "me")
         first, last = (statistics.median(each) / 500 * 1e6 for each in seconds.values())
-        print(f"processor time per token {first:.0f} us at first, {last:.0f} us at last; {sizes} bytes of memory")
+        print(
+            f"processor time per token {first:.0f} us at first, {last:.0f} us at last; {sizes} bytes of memory"
+        )
         assert session.state.tokens == 100_000 and len(sizes) == 1 and last < 1.15 * first

@@ -15,7 +15,14 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from support.http_server import ask, check_as_before, events, in_its_own_process, resources, wait_idle
+from support.http_server import (
+    ask,
+    check_as_before,
+    events,
+    in_its_own_process,
+    resources,
+    wait_idle,
+)
 from support.serving import SECONDS
 from txl_jax.serving.engine import Limits
 
@@ -29,7 +36,8 @@ JSON = st.recursive(
 )
 WRONG = JSON | st.sampled_from([-1, 0, 1, 2, 1e308, -0.0, "", [], {}, True, 1 << 65])
 FIELDS = {
-    "prompt": st.text("abcdefghijk \n", max_size=12) | st.lists(st.integers(0, 12), min_size=1, max_size=9),
+    "prompt": st.text("abcdefghijk \n", max_size=12)
+    | st.lists(st.integers(0, 12), min_size=1, max_size=9),
     "max_tokens": st.integers(1, 20),
     "temperature": st.floats(0, 2),
     "top_p": st.floats(0.01, 1),
@@ -42,20 +50,36 @@ FIELDS = {
     "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
     "model": st.just("tiny"),
 }
-SESSION = st.fixed_dictionaries({"session": st.sampled_from(["SESSION", "SESSION", "0" * 32]), "n": st.just(1)})
+SESSION = st.fixed_dictionaries(
+    {"session": st.sampled_from(["SESSION", "SESSION", "0" * 32]), "n": st.just(1)}
+)
 RIGHT = st.fixed_dictionaries({}, optional=FIELDS)
 IN_SESSION = st.builds(dict.__or__, RIGHT, SESSION)
 MISTAKES = st.dictionaries(st.sampled_from([*FIELDS, "session", "prompts"]), WRONG, max_size=2)
 ODD = st.builds(dict.__or__, RIGHT | IN_SESSION, MISTAKES)  # All right but one or two fields.
 BODIES = st.sampled_from([RIGHT, IN_SESSION, ODD, ODD, st.dictionaries(TEXT, JSON, max_size=4)])
-RAW = BODIES.flatmap(lambda bodies: bodies.map(lambda body: json.dumps(body).encode())) | st.binary(max_size=300)
+RAW = BODIES.flatmap(lambda bodies: bodies.map(lambda body: json.dumps(body).encode())) | st.binary(
+    max_size=300
+)
 ONE = "/v1/sessions/SESSION"
-USUAL = ["POST /v1/completions"] * 12 + ["POST /v1/sessions"] * 3 + [f"DELETE {ONE}", f"GET {ONE}", "GET /v1/sessions"]
-USUAL += ["POST /tokenize", "POST /detokenize", "GET /v1/models", "GET /tokenizer_info", "GET /metrics"]
+USUAL = (
+    ["POST /v1/completions"] * 12
+    + ["POST /v1/sessions"] * 3
+    + [f"DELETE {ONE}", f"GET {ONE}", "GET /v1/sessions"]
+)
+USUAL += [
+    "POST /tokenize",
+    "POST /detokenize",
+    "GET /v1/models",
+    "GET /tokenizer_info",
+    "GET /metrics",
+]
 UNUSUAL = ["PUT /v1/completions", "GET /v1/completions", "HEAD /v1/models", "OPTIONS /"]
 UNUSUAL += ["GET /v1/models/%ff", "DELETE /v1/sessions/%00", "POST /x"]
 TARGETS = st.sampled_from(USUAL * 2 + UNUSUAL)
-TYPES = st.sampled_from(["application/json"] * 12 + ["text/plain", "", "application/json; charset=latin-1"])
+TYPES = st.sampled_from(
+    ["application/json"] * 12 + ["text/plain", "", "application/json; charset=latin-1"]
+)
 
 
 def check(method, path, status, content):
@@ -76,12 +100,16 @@ def fuzz(port, examples):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
 
     @hypothesis.given(target=TARGETS, kind=TYPES, body=RAW)
-    @hypothesis.settings(deadline=None, max_examples=examples, database=None, phases=[hypothesis.Phase.generate])
+    @hypothesis.settings(
+        deadline=None, max_examples=examples, database=None, phases=[hypothesis.Phase.generate]
+    )
     def send(target, kind, body):
         name = sessions[-1] if sessions else "none"
         method, path = target.replace("SESSION", name).split()
         try:
-            connection.request(method, path, body.replace(b"SESSION", name.encode()), {"Content-Type": kind})
+            connection.request(
+                method, path, body.replace(b"SESSION", name.encode()), {"Content-Type": kind}
+            )
             response = connection.getresponse()
             content = response.read()
         except (http.client.HTTPException, OSError):
@@ -101,7 +129,9 @@ def fuzz(port, examples):
     assert ask(port, "/readyz")[0] == 200
     found = ask(port, "/v1/sessions")[1]["data"]
     names = {each["id"] for each in found}  # Others have made room.
-    assert names <= {*sessions} and len(names) <= SESSIONS and not any(each["busy"] for each in found)
+    assert (
+        names <= {*sessions} and len(names) <= SESSIONS and not any(each["busy"] for each in found)
+    )
     for name in names:
         assert ask(port, f"/v1/sessions/{name}", method="DELETE")[0] == 200
     return statuses
@@ -136,7 +166,13 @@ def test_requests_made_from_its_schema(tmp_path):
     checks = "not_a_server_error,content_type_conformance,negative_data_rejection"
     program = Path(sys.executable).with_name("schemathesis")
     with in_its_own_process(num_sessions=SESSIONS, limits=FEW) as (port, process):
-        command = [program, "run", f"http://127.0.0.1:{port}/openapi.json", "--workers=4", f"--checks={checks}"]
+        command = [
+            program,
+            "run",
+            f"http://127.0.0.1:{port}/openapi.json",
+            "--workers=4",
+            f"--checks={checks}",
+        ]
 
         def send(examples):
             run = [*command, f"--max-examples={examples}"]

@@ -21,7 +21,9 @@ from txl_jax.serving import protocol
 from txl_jax.serving.app import make_app
 from txl_jax.serving.engine import Limits, Piece, Prompt
 
-LIMITS = Limits(body_bytes=70_000, tokens=20_000, new_tokens=4000, choices=8, stop_strings=3, stop_length=20)
+LIMITS = Limits(
+    body_bytes=70_000, tokens=20_000, new_tokens=4000, choices=8, stop_strings=3, stop_length=20
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +45,35 @@ def refusal(answer):
 def test_a_text_is_the_one_that_the_library_writes(port):
     assert [each["id"] for each in ask(port, "/v1/models")[1]["data"]] == ["tiny"]
     limits = {"seed": 5, "temperature": 0.8, "top_p": 0.9}
-    status, found = complete(port, model="tiny", prompt="abc def", max_tokens=30, logprobs=3, stop=["zz"], **limits)
-    expected = tiny_model.make().generate(["abc def"], GenerateConfig(length=30, top_k=None, **limits))[0]
+    status, found = complete(
+        port, model="tiny", prompt="abc def", max_tokens=30, logprobs=3, stop=["zz"], **limits
+    )
+    expected = tiny_model.make().generate(
+        ["abc def"], GenerateConfig(length=30, top_k=None, **limits)
+    )[0]
     assert status == 200 and found["object"] == "text_completion"
-    assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == (expected, "length")
+    assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == (
+        expected,
+        "length",
+    )
     assert found["usage"] == {"prompt_tokens": 7, "completion_tokens": 30, "total_tokens": 37}
     logprobs = found["choices"][0]["logprobs"]
     assert "".join(logprobs["tokens"]) == expected and logprobs["text_offset"] == list(range(7, 37))
-    for token, logprob, top in zip(*(logprobs[n] for n in ("tokens", "token_logprobs", "top_logprobs")), strict=True):
+    for token, logprob, top in zip(
+        *(logprobs[n] for n in ("tokens", "token_logprobs", "top_logprobs")), strict=True
+    ):
         assert len(top) == 3 and top.get(token, logprob) == logprob <= max(top.values()) + 1e-5
 
 
 def test_offsets_count_characters_whose_bytes_are_tokens():
     vocabulary = ByteVocabulary(bytes(range(256)))
     tokens = np.asarray(vocabulary.encode("äb€c".encode()), np.int32)
-    writer = protocol.ChoiceWriter(0, Prompt(tokens, max_tokens=0, echo=True), vocabulary, logprobs=0)
-    found = writer.json_of([Piece("", tokens[:5], None, is_prompt=True), Piece("", tokens[5:], None, is_prompt=True)])
+    writer = protocol.ChoiceWriter(
+        0, Prompt(tokens, max_tokens=0, echo=True), vocabulary, logprobs=0
+    )
+    found = writer.json_of(
+        [Piece("", tokens[:5], None, is_prompt=True), Piece("", tokens[5:], None, is_prompt=True)]
+    )
     assert found["logprobs"]["text_offset"] == [0, 0, 1, 2, 2, 2, 3]
 
 
@@ -67,8 +82,16 @@ def test_a_stream_is_the_same_text_in_pieces(port):
     whole = complete(port, **given)[1]
     found = events(complete(port, **given, stream=True, stream_options={"include_usage": True})[1])
     texts = [text for text, _, _ in joined(found)]
-    assert joined(found) == joined([whole]) and len(set(texts)) == 4 and found[-1]["usage"] == whole["usage"]
-    assert whole["usage"] == {"prompt_tokens": 4, "completion_tokens": 4 * 23, "total_tokens": 4 * 24}
+    assert (
+        joined(found) == joined([whole])
+        and len(set(texts)) == 4
+        and found[-1]["usage"] == whole["usage"]
+    )
+    assert whole["usage"] == {
+        "prompt_tokens": 4,
+        "completion_tokens": 4 * 23,
+        "total_tokens": 4 * 24,
+    }
     assert texts[0].startswith("abc") and texts[2].startswith("h")
 
 
@@ -79,12 +102,19 @@ def test_scores_of_prompts_are_those_of_the_library(port):
     model = tiny_model.make()
     prompts = [ids(40).tolist(), ids(70, seed=1).tolist()]
     for max_tokens in (0, 1):
-        found = complete(port, prompt=prompts, max_tokens=max_tokens, echo=True, logprobs=3, temperature=0)[1]
+        found = complete(
+            port, prompt=prompts, max_tokens=max_tokens, echo=True, logprobs=3, temperature=0
+        )[1]
         for prompt, choice in zip(prompts, found["choices"], strict=True):
             logprobs = choice["logprobs"]
-            assert logprobs["token_logprobs"][0] is None and len(logprobs["tokens"]) == len(prompt) + max_tokens
+            assert (
+                logprobs["token_logprobs"][0] is None
+                and len(logprobs["tokens"]) == len(prompt) + max_tokens
+            )
             expected = -model.score([prompt], per_token=True)[0]
-            np.testing.assert_allclose(logprobs["token_logprobs"][1 : len(prompt)], expected, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(
+                logprobs["token_logprobs"][1 : len(prompt)], expected, rtol=1e-5, atol=1e-5
+            )
             assert logprobs["tokens"][: len(prompt)] == list(model.decode(prompt))
             assert logprobs["text_offset"] == list(range(len(prompt) + max_tokens))
             table = np.asarray(model.log_probabilities([prompt[:-1]], model.init_memory(1))[0][0])
@@ -100,7 +130,9 @@ def test_a_session_over_http(running):
     name = session["id"]
     assert created == 201 and session["tokens"] == 0
     both = [
-        complete(port, session=name, prompt=prompt, max_tokens=length, temperature=0)[1]["choices"][0]["text"]
+        complete(port, session=name, prompt=prompt, max_tokens=length, temperature=0)[1]["choices"][
+            0
+        ]["text"]
         for prompt, length in (("abc", 20), ("", 15))
     ]
     assert complete(port, max_tokens=35, temperature=0)[1]["choices"][0]["text"] == "".join(both)
@@ -114,7 +146,10 @@ def test_a_session_over_http(running):
     name = ask(port, "/v1/sessions")[1]["data"][-1]["id"]
     for each in (name, *others):
         assert ask(port, f"/v1/sessions/{each}", method="DELETE")[1]["deleted"]
-    assert refusal(complete(port, session=name)) == (404, "session_not_found") and made.store.num_sessions == 0
+    assert (
+        refusal(complete(port, session=name)) == (404, "session_not_found")
+        and made.store.num_sessions == 0
+    )
 
 
 # The body, the status, and the code or the name of the field.
@@ -174,14 +209,22 @@ def test_mistakes_get_their_status_and_are_named(port, body, status, named):
 
 def test_other_paths_methods_and_types(port):
     assert refusal(ask(port, "/v1/chat/completions", {})) == (404, "not_found")
-    for method, path, allowed in (("GET", "/v1/completions", "POST"), ("DELETE", "/v1/sessions", "GET, HEAD, POST")):
+    for method, path, allowed in (
+        ("GET", "/v1/completions", "POST"),
+        ("DELETE", "/v1/sessions", "GET, HEAD, POST"),
+    ):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
         connection.request(method, path)
         response = connection.getresponse()
         assert (response.status, response.getheader("Allow")) == (405, allowed)
         connection.close()
-    assert ask(port, "/v1/completions", {"prompt": "a"}, headers={"Content-Type": "text/plain"})[0] == 415
-    assert ask(port, "/v1/models/other")[0] == 404 and ask(port, "/v1/models/tiny")[1]["id"] == "tiny"
+    assert (
+        ask(port, "/v1/completions", {"prompt": "a"}, headers={"Content-Type": "text/plain"})[0]
+        == 415
+    )
+    assert (
+        ask(port, "/v1/models/other")[0] == 404 and ask(port, "/v1/models/tiny")[1]["id"] == "tiny"
+    )
     assert ask(port, "/healthz") == (200, "ok\n") and ask(port, "/readyz") == (200, "ready\n")
     tokens = ask(port, "/tokenize", {"prompt": "abc"})[1]["tokens"]
     assert tokens == tiny_model.VOCABULARY.encode(b"abc").tolist()
@@ -189,10 +232,17 @@ def test_other_paths_methods_and_types(port):
 
 
 def test_texts_of_too_many_tokens_are_not_taken_apart(port):
-    for path, body in (("/tokenize", {"prompt": "a" * 20_001}), ("/detokenize", {"tokens": [1] * 20_001})):
+    for path, body in (
+        ("/tokenize", {"prompt": "a" * 20_001}),
+        ("/detokenize", {"tokens": [1] * 20_001}),
+    ):
         assert refusal(ask(port, path, body)) == (400, "too_many_tokens")
     for path in ("/tokenize", "/detokenize"):
-        assert ask(port, path, b'{"prompt": "a", "prompt": "b"}')[0] == ask(port, path, {"prompt": 1})[0] == 400
+        assert (
+            ask(port, path, b'{"prompt": "a", "prompt": "b"}')[0]
+            == ask(port, path, {"prompt": 1})[0]
+            == 400
+        )
 
 
 @pytest.mark.parametrize(
@@ -203,7 +253,11 @@ def test_texts_of_too_many_tokens_are_not_taken_apart(port):
         ("detokenize", "/detokenize", {"tokens": [1]}),
         ("prompts_of", "/v1/completions", {"prompt": "abc", "max_tokens": 1}),
         ("ChoiceWriter.json_of", "/v1/completions", {"prompt": "abc", "max_tokens": 1}),
-        ("ChoiceWriter.json_of", "/v1/completions", {"prompt": "abc", "max_tokens": 1, "stream": True}),
+        (
+            "ChoiceWriter.json_of",
+            "/v1/completions",
+            {"prompt": "abc", "max_tokens": 1, "stream": True},
+        ),
     ],
 )
 def test_other_requests_are_answered_while_one_is_read_or_written(port, function, path, body):
@@ -232,7 +286,10 @@ def test_a_session_is_deleted_while_a_request_continues_it(running):
     port, made = running
     expected = complete(port, max_tokens=20, temperature=0)[1]["choices"]
     name = ask(port, "/v1/sessions", {})[1]["id"]
-    with concurrent.futures.ThreadPoolExecutor(1) as pool, gate(made.step, "write") as (reached, through):
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+        gate(made.step, "write") as (reached, through),
+    ):
         other = pool.submit(complete, port, session=name, max_tokens=20, temperature=0)
         assert reached.wait(SECONDS)
         assert ask(port, f"/v1/sessions/{name}", method="DELETE")[0] == 200
@@ -257,7 +314,13 @@ def test_no_session_is_made_for_a_client_that_has_left(running):
         sent.append(message)
 
     headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/sessions", "query_string": b"", "headers": headers}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/sessions",
+        "query_string": b"",
+        "headers": headers,
+    }
     asyncio.run(make_app(made, "tiny")(scope, receive, send))
     assert sent[0]["status"] == 499
     assert (made.store.num_sessions, made.store.num_evicted) == before
@@ -284,24 +347,43 @@ def test_a_body_that_does_not_come_ends_its_request():
         connection.close()
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "[::1", "localhost.evil.example", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "[::1", "localhost.evil.example", ""]
+)
 def test_a_name_of_another_site_is_refused(port, host):
     """As a browser asks for a page whose name was made to resolve to this address."""
     for own in ("localhost", "LOCALHOST:8000", "127.0.0.1", "[::1]:8000"):
         assert ask(port, "/v1/models", headers={"Host": own})[0] == 200
     headers = {"Host": host, "Sec-Fetch-Site": "same-origin", "Origin": f"http://{host}"}
-    for path, body in (("/v1/sessions", {}), ("/v1/sessions", None), ("/", None), ("/metrics", None)):
+    for path, body in (
+        ("/v1/sessions", {}),
+        ("/v1/sessions", None),
+        ("/", None),
+        ("/metrics", None),
+    ):
         assert refusal(ask(port, path, body, headers=headers)) == (421, "unknown_host"), path
     assert ask(port, "/v1/sessions")[1]["data"] == []
     assert ask(port, "/healthz", headers=headers) == (200, "ok\n")
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1", "https://127.0.0.1"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://localhost:1", "https://127.0.0.1"]
+)
 def test_a_page_of_another_site_is_refused(port, origin):
-    for path, body in (("/v1/sessions", {}), ("/v1/sessions", None), ("/v1/completions", {"prompt": "a"})):
-        assert refusal(ask(port, path, body, headers={"Origin": origin})) == (403, "cross_site"), path
+    for path, body in (
+        ("/v1/sessions", {}),
+        ("/v1/sessions", None),
+        ("/v1/completions", {"prompt": "a"}),
+    ):
+        assert refusal(ask(port, path, body, headers={"Origin": origin})) == (403, "cross_site"), (
+            path
+        )
     own = {"Origin": f"http://127.0.0.1:{port}"}
-    assert complete(port, max_tokens=1)[0] == ask(port, "/v1/completions", {"prompt": "a"}, headers=own)[0] == 200
+    assert (
+        complete(port, max_tokens=1)[0]
+        == ask(port, "/v1/completions", {"prompt": "a"}, headers=own)[0]
+        == 200
+    )
     assert ask(port, "/v1/sessions", b"", headers={"Content-Type": "text/plain"})[0] == 415
 
 
@@ -314,21 +396,30 @@ def test_a_client_that_leaves_frees_its_rows(running):
         wait_idle(port)
     assert made.counters.ended["cancelled"] == before + 8
     found = metrics(port)
-    assert (found["txl_rows_busy"], found['txl_choices_ended_total{reason="cancelled"}']) == (0, before + 8)
+    assert (found["txl_rows_busy"], found['txl_choices_ended_total{reason="cancelled"}']) == (
+        0,
+        before + 8,
+    )
 
 
 def test_keys_separate_clients():
     with server(keys=("first", "second")) as (port, made):
         for key in (None, "third", "firs"):
             assert refusal(ask(port, "/v1/models", key=key)) == (401, "invalid_api_key")
-        assert ask(port, "/healthz")[0] == 200 and "<html" in ask(port, "/")[1] and ask(port, "/metrics")[0] == 401
+        assert (
+            ask(port, "/healthz")[0] == 200
+            and "<html" in ask(port, "/")[1]
+            and ask(port, "/metrics")[0] == 401
+        )
         name = ask(port, "/v1/sessions", {}, key="first")[1]["id"]
         body = {"prompt": "a", "session": name, "max_tokens": 2}
         assert ask(port, "/v1/completions", body, key="second")[0] == 404
         assert ask(port, f"/v1/sessions/{name}", method="DELETE", key="second")[0] == 404
         assert ask(port, "/v1/sessions", key="second")[1]["data"] == []
         body |= {"max_tokens": 4000}
-        waiting = threading.Thread(target=ask, args=(port, "/v1/completions", body), kwargs={"key": "first"})
+        waiting = threading.Thread(
+            target=ask, args=(port, "/v1/completions", body), kwargs={"key": "first"}
+        )
         waiting.start()
         wait_until(lambda: made.num_busy)
         assert refusal(ask(port, "/v1/completions", body, key="first")) == (409, "session_busy")

@@ -55,7 +55,10 @@ def test_while_it_waits_for_a_row(running, session, stream):
     port, made = running
     neighbour = {"max_tokens": 60, "seed": 4, "logprobs": 1}
     alone = complete(port, **neighbour)[1]["choices"]
-    with gate(made.step, "write") as (reached, through), concurrent.futures.ThreadPoolExecutor(1) as pool:
+    with (
+        gate(made.step, "write") as (reached, through),
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
         other = pool.submit(complete, port, **neighbour)
         assert reached.wait(SECONDS)
         with left(port, body(session, stream=stream)):
@@ -101,7 +104,11 @@ def test_before_the_response_begins(running, session):
         raise OSError("the connection is closed")
 
     headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1"}
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+    }
     scope |= {"method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
     with contextlib.suppress(ClientDisconnect):
         asyncio.run(make_app(running[1], "tiny")(scope, receive, send))

@@ -64,9 +64,13 @@ def talk(port, number, *, until):
             body |= {"session": session, "n": 1, "prompt": prompt}
         asked.append((body, answer(port, body)))
         if number % 5 == 0 and len(asked) % 10 == 1:
-            with left(port, body | {"stream": True, "max_tokens": 4000, "stop": None}) as connection:
+            with left(
+                port, body | {"stream": True, "max_tokens": 4000, "stop": None}
+            ) as connection:
                 connection.getresponse().read(100)
-            wait_until(lambda: not (session and ask(port, f"/v1/sessions/{session}")[1]["busy"]), SECONDS)
+            wait_until(
+                lambda: not (session and ask(port, f"/v1/sessions/{session}")[1]["busy"]), SECONDS
+            )
         if time.monotonic() > until:
             return session, asked
     raise AssertionError

@@ -38,7 +38,9 @@ def port(running):
 def browser():
     from playwright import sync_api
 
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    chromium = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     assert chromium, "there is no Chromium on the PATH"
     with sync_api.sync_playwright() as started:
         found = started.chromium.launch(executable_path=chromium, args=SWITCHES)
@@ -117,7 +119,9 @@ def test_pieces_are_shown_while_more_come_and_stop_ends_them(page, running):
 
 
 def sessions(port):
-    return {each["id"]: each["tokens"] for each in ask(port, "/v1/sessions", key="secret")[1]["data"]}
+    return {
+        each["id"]: each["tokens"] for each in ask(port, "/v1/sessions", key="secret")[1]["data"]
+    }
 
 
 # How a text ends before it is written: (what is done to its page, whether the page is still there).
@@ -142,7 +146,10 @@ def test_a_new_text_and_a_page_that_is_left_keep_no_session(page, running, end, 
             page.click("#stop")
         act(page)
         if stays:
-            until(page, "!document.querySelector('#write').disabled && !document.querySelector('#text').textContent")
+            until(
+                page,
+                "!document.querySelector('#write').disabled && !document.querySelector('#text').textContent",
+            )
         wait_until(lambda: not sessions(port).keys() - before)
 
 
@@ -218,7 +225,10 @@ def test_a_page_with_an_allowed_name_reads_its_answers(browser):
     hosts = (*LOOPBACK, "app.example")
     with server(keys=("secret",), hosts=hosts) as (port, _):
         page = browser.new_page()
-        page.route("**/page", lambda route: route.fulfill(content_type="text/html", body="<title>page</title>"))
+        page.route(
+            "**/page",
+            lambda route: route.fulfill(content_type="text/html", body="<title>page</title>"),
+        )
         address = f"http://127.0.0.1:{port}"
         for name, is_allowed in (("app.example", True), ("evil.example", False)):
             page.goto(f"http://{name}/page")
@@ -246,10 +256,20 @@ def test_a_page_of_another_site_gets_nothing(browser):
     with server() as (port, made):
         page = browser.new_page()
         page.goto(f"http://127.0.0.1:{port}/")
-        assert page.evaluate(TRIES, "") == [200, 200, 200, 404, 201, 415] and made.store.num_sessions == 1
-        page.route("**/page", lambda route: route.fulfill(content_type="text/html", body="<title>evil</title>"))
+        assert (
+            page.evaluate(TRIES, "") == [200, 200, 200, 404, 201, 415]
+            and made.store.num_sessions == 1
+        )
+        page.route(
+            "**/page",
+            lambda route: route.fulfill(content_type="text/html", body="<title>evil</title>"),
+        )
         page.goto("http://evil.example/page")
-        for address in (f"http://127.0.0.1:{port}", f"http://localhost:{port}", f"http://evil.example:{port}"):
+        for address in (
+            f"http://127.0.0.1:{port}",
+            f"http://localhost:{port}",
+            f"http://evil.example:{port}",
+        ):
             assert page.evaluate(TRIES, address) == [0] * 6, address
         page.goto(f"http://evil.example:{port}/page")
         assert page.evaluate(TRIES, "") == [421] * 6

@@ -162,7 +162,11 @@ def test_the_usual_server_has_the_documented_limits(served):
     assert found["leave"] == (2.0, "abort")
     assert (found["Connections.most"], found["Connections.count"]) == (99, "count")
     assert (found["Connections.header_seconds"], found["Connections.stalled_seconds"]) == (10, 30)
-    assert (found["Config.http"], found["Config.ws"], found["Config.timeout_keep_alive"]) == ("make", "none", 30)
+    assert (found["Config.http"], found["Config.ws"], found["Config.timeout_keep_alive"]) == (
+        "make",
+        "none",
+        30,
+    )
     assert (found["limits.seconds"], found["limits.waiting"]) == (600, 512)
     assert found["limits.new_tokens"] == 4096
     assert (found["limits.tokens"], found["limits.body_bytes"]) == (200_000, 12 * 200_000)
@@ -196,7 +200,9 @@ def test_keys_of_which_there_are_none_are_an_error(monkeypatch, keys):
     """They look as if the server needed a key."""
     monkeypatch.setenv("TXL_API_KEYS", keys)
     code, _, errors = programs.run("experiments.serve", USUAL)
-    assert code == 1 and "TXL_API_KEYS" in errors and repr(keys) in errors and errors.count("\n") == 1
+    assert (
+        code == 1 and "TXL_API_KEYS" in errors and repr(keys) in errors and errors.count("\n") == 1
+    )
 
 
 def test_small_parts_of_answers_are_sent_at_once():
@@ -207,10 +213,14 @@ def test_small_parts_of_answers_are_sent_at_once():
     async def option():
         accepted = asyncio.get_running_loop().create_future()
         with serve._bind("127.0.0.1", 0) as bound:
-            listening = await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=bound)
+            listening = await asyncio.start_server(
+                lambda _, writer: accepted.set_result(writer), sock=bound
+            )
             _, client = await asyncio.open_connection(*bound.getsockname())
             writer = await accepted
-            found = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            found = writer.get_extra_info("socket").getsockopt(
+                socket.IPPROTO_TCP, socket.TCP_NODELAY
+            )
             for each in (client, writer, listening):
                 each.close()
         return found
@@ -218,7 +228,9 @@ def test_small_parts_of_answers_are_sent_at_once():
     assert asyncio.run(option()) == 1
 
 
-@pytest.mark.parametrize(("files", "most"), [(96, 38), (1024, 966), (1 << 20, 1032), (resource.RLIM_INFINITY, 1032)])
+@pytest.mark.parametrize(
+    ("files", "most"), [(96, 38), (1024, 966), (1 << 20, 1032), (resource.RLIM_INFINITY, 1032)]
+)
 def test_connections_leave_files_for_the_rest(monkeypatch, files, most):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (files, files))
     monkeypatch.setattr(connections.os, "listdir", lambda path: ["0"] * 10)
@@ -254,7 +266,11 @@ def test_sigterm_lets_requests_end(run, compiled):
 @pytest.mark.full
 def test_what_takes_too_long_is_cut_off(run, compiled):
     server = Program(
-        run, "--drain_seconds=0.5", "--max_new_tokens=100000000", "--max_request_tokens=200000000", **compiled
+        run,
+        "--drain_seconds=0.5",
+        "--max_new_tokens=100000000",
+        "--max_request_tokens=200000000",
+        **compiled,
     )
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         found = pool.submit(complete, server.port, prompt="the", max_tokens=100_000_000)
@@ -277,7 +293,9 @@ def test_an_answer_that_is_written_is_cut_off(run, compiled):
     body = {"prompt": "the cat " * 100, "n": 100, "max_tokens": 0, "echo": True, "logprobs": 5}
     with concurrent.futures.ThreadPoolExecutor(1) as pool, stalled_client(server.port):
         found = pool.submit(ask, server.port, "/v1/completions", body)
-        wait_until(lambda: metrics(server.port).get('txl_choices_ended_total{reason="length"}') == 100)
+        wait_until(
+            lambda: metrics(server.port).get('txl_choices_ended_total{reason="length"}') == 100
+        )
         began = time.monotonic()
         assert server.end(signal.SIGTERM)[0] == 0
         seconds = time.monotonic() - began
@@ -301,7 +319,12 @@ def test_what_cannot_be_served_is_refused(run):
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = f"--port={used.getsockname()[1]}"
         few = ("--max_session_gib=1e-9", "--max_session_gib")
-        for flag, named in (("--host=0.0.0.0", "API_KEYS"), (port, "--port"), ("--rows=999999999", "KV cache"), few):
+        for flag, named in (
+            ("--host=0.0.0.0", "API_KEYS"),
+            (port, "--port"),
+            ("--rows=999999999", "KV cache"),
+            few,
+        ):
             code, _, errors = programs.run("experiments.serve", f"--model={run}", flag)
             assert code == 1 and named in errors and errors.count("\n") == 1
 
@@ -314,4 +337,8 @@ def test_a_dead_engine_ends_the_program(run, compiled):
     server = Program(run, change=change, **compiled)
     assert complete(server.port, prompt="the")[0] == 503
     output, errors = server.process.communicate(timeout=SECONDS)
-    assert server.process.returncode == 1 and "ZeroDivisionError" in errors and output.splitlines()[-1] == "stopped"
+    assert (
+        server.process.returncode == 1
+        and "ZeroDivisionError" in errors
+        and output.splitlines()[-1] == "stopped"
+    )

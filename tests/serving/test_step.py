@@ -39,7 +39,20 @@ def read(step, weights, rings, row, tokens, *, position=0):
     return rings, position, found
 
 
-def write(step, weights, rings, row, last, position, length, *, others=None, seed=5, temperature=1.0, top_p=1.0):
+def write(
+    step,
+    weights,
+    rings,
+    row,
+    last,
+    position,
+    length,
+    *,
+    others=None,
+    seed=5,
+    temperature=1.0,
+    top_p=1.0,
+):
     """The rings, `length` tokens that the row draws, and their nats; `others` changes the arguments
     of other rows.
     """
@@ -48,8 +61,16 @@ def write(step, weights, rings, row, last, position, length, *, others=None, see
         rows = Rows.idle(ROWS)
         if others is not None:
             others(rows)
-        values = {"last": tokens[-1] if tokens else last, "position": position + len(tokens), "number": len(tokens)}
-        values |= {"steps": min(step.block, length - len(tokens)), "key": row_key(seed), "scored": True}
+        values = {
+            "last": tokens[-1] if tokens else last,
+            "position": position + len(tokens),
+            "number": len(tokens),
+        }
+        values |= {
+            "steps": min(step.block, length - len(tokens)),
+            "key": row_key(seed),
+            "scored": True,
+        }
         for name, value in (values | {"temperature": temperature, "top_p": top_p}).items():
             getattr(rows, name)[row] = value
         rings, drawn, scores = step.write(weights, rings, rows)
@@ -59,7 +80,9 @@ def write(step, weights, rings, row, last, position, length, *, others=None, see
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="matrices are transposed on a CPU")
-@pytest.mark.parametrize(("rows", "dtype", "kind"), [(2, None, Transposed), (1, None, jax.Array), (2, "int8", Int8)])
+@pytest.mark.parametrize(
+    ("rows", "dtype", "kind"), [(2, None, Transposed), (1, None, jax.Array), (2, "int8", Int8)]
+)
 def test_several_rows_have_transposed_matrices(rows, dtype, kind):
     model = tiny_model.make(eval__weight_dtype=dtype and WeightDType(dtype))
     layer = Step(model.components, batch_size=rows).prepare_params(model.params).token.layers[0]
@@ -95,14 +118,20 @@ def test_int8_has_the_scores_of_the_library():
     step, weights, model = programs(eval__weight_dtype=WeightDType.INT8)
     assert step.init_cache(weights).keys[0].dtype == "float32"
     _, _, found = read(step, weights, step.init_cache(weights), 2, PROMPT)
-    nats, plain = np.concatenate([scores.nats for scores in found]), programs()[2].score([PROMPT], per_token=True)[0]
+    nats, plain = (
+        np.concatenate([scores.nats for scores in found]),
+        programs()[2].score([PROMPT], per_token=True)[0],
+    )
     np.testing.assert_allclose(nats, model.score([PROMPT], per_token=True)[0], rtol=0, atol=5e-3)
     assert np.abs(nats - plain).max() > 0.02
     step, weights, _ = programs(eval__cache_dtype=CacheDType.INT8)
     rings, position, found = read(step, weights, step.init_cache(weights), 1, PROMPT)
     rings, drawn, nats = write(step, weights, rings, 1, PROMPT[-1], position, 12, temperature=0.0)
     # And scales.
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(step.take(rings, 1).keys)} == {"int8", "float32"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(step.take(rings, 1).keys)} == {
+        "int8",
+        "float32",
+    }
     whole = programs()[2].score([np.concatenate([PROMPT, drawn])], per_token=True)[0]
     assert 1e-4 < np.abs(np.concatenate([*(each.nats for each in found), nats]) - whole).max() < 0.2
 
@@ -113,7 +142,11 @@ def test_a_row_is_the_same_to_the_last_bit_whatever_the_others_do():
     def busy(rows):
         for row in range(ROWS):
             rows.last[row], rows.position[row], rows.steps[row] = row, 3 + 7 * row, step.block - row
-            rows.key[row], rows.temperature[row], rows.top_p[row] = row_key(row), row / 2, 1 - row / 5
+            rows.key[row], rows.temperature[row], rows.top_p[row] = (
+                row_key(row),
+                row / 2,
+                1 - row / 5,
+            )
 
     found = []
     for row, others in ((0, None), (3, None), (1, busy), (2, busy)):
@@ -132,11 +165,19 @@ def test_a_row_that_goes_back_draws_the_same_again():
     step, weights, _ = programs(eval__mem_len=11, eval__same_length=False)
     assert step.capacity == step.mem_len + step.block
     rings, position, _ = read(step, weights, step.init_cache(weights), 0, PROMPT)
-    rings, first, nats = write(step, weights, rings, 0, PROMPT[-1], position, step.block, temperature=0.0)
+    rings, first, nats = write(
+        step, weights, rings, 0, PROMPT[-1], position, step.block, temperature=0.0
+    )
     others = Rows.idle(ROWS)
-    others.last[0], others.position[0], others.steps[1] = first[-1], position + step.block, step.block
+    others.last[0], others.position[0], others.steps[1] = (
+        first[-1],
+        position + step.block,
+        step.block,
+    )
     rings, _, _ = step.write(weights, rings, others)
-    _, second, again = write(step, weights, rings, 0, first[0], position + 1, step.block - 1, temperature=0.0)
+    _, second, again = write(
+        step, weights, rings, 0, first[0], position + 1, step.block - 1, temperature=0.0
+    )
     assert first[1:] == second and nats[1:] == again
 
 

@@ -26,14 +26,25 @@ from txl_jax.sharding import axes
 from txl_jax.sharding import mesh as mesh_module
 from txl_jax.sharding.activations import constrain
 from txl_jax.sharding.axes import num_batch_shards, num_vocab_shards, vocab_axis
-from txl_jax.sharding.mesh import abstract_mesh, ambient_mesh, bind_mesh, make_mesh, num_slices, use_mesh
+from txl_jax.sharding.mesh import (
+    abstract_mesh,
+    ambient_mesh,
+    bind_mesh,
+    make_mesh,
+    num_slices,
+    use_mesh,
+)
 
 
 @pytest.mark.parametrize(
     ("mesh", "changes", "numbers"),
     [
         ({"fsdp": 2, "tensor": 2}, {"train__batch_size": 6}, r"train\.batch_size\D*\b4\b.*\b6\b"),
-        ({"fsdp": 2, "tensor": 2}, {"train__grad_accum_steps": 8}, r"\b32\b.*\b8\b.*train\.grad_accum_steps\b"),
+        (
+            {"fsdp": 2, "tensor": 2},
+            {"train__grad_accum_steps": 8},
+            r"\b32\b.*\b8\b.*train\.grad_accum_steps\b",
+        ),
         ({"fsdp": 3}, {}, r"\b3 x 1\b.*\b8\b"),
         ({"data": 3, "fsdp": 2, "tensor": 2}, {}, r"\b3 x 2 x 2\b.*\b8\b"),
         ({"tensor": 4}, {"model__n_head": 2}, r"model\.n_head\D*mesh\.tensor\D*\b4\b\D*\b2\b"),
@@ -70,7 +81,11 @@ def named_pairs(runs):
     devices.
     """
     split = {name: name.split(", ") for name in runs}
-    return [(mesh, runs[f"{kind}, one"], runs[name]) for name, (kind, mesh) in split.items() if mesh != "one"]
+    return [
+        (mesh, runs[f"{kind}, one"], runs[name])
+        for name, (kind, mesh) in split.items()
+        if mesh != "one"
+    ]
 
 
 SIZES = {"data": [8, 1, 1], "mixed": [2, 2, 2], "fsdp": [1, 8, 1], "tensor": [1, 1, 8]}
@@ -83,7 +98,9 @@ def test_a_mesh_trains_as_one_device_does(pairs):
     """
     assert len(pairs) in (2, 8)
     for name, one, many in pairs:
-        assert list(one["mesh"].values()) == [1, 1, 1] and list(many["mesh"].values()) == SIZES[name]
+        assert (
+            list(one["mesh"].values()) == [1, 1, 1] and list(many["mesh"].values()) == SIZES[name]
+        )
         for numbers in ("losses", "grad_norms"):
             np.testing.assert_allclose(many[numbers], one[numbers], rtol=1e-10, err_msg=name)
         np.testing.assert_allclose(many["params"], one["params"], rtol=0, atol=1e-10, err_msg=name)
@@ -102,7 +119,9 @@ def test_a_run_goes_on_from_its_checkpoint_on_other_devices_or_in_parts_of_its_r
     np.testing.assert_allclose(chunks["params"], one["params"], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("rest", marks=FULL), pytest.param("exact", marks=EVERY_CASE)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("rest", marks=FULL), pytest.param("exact", marks=EVERY_CASE)]
+)
 def test_rows_are_scored_on_eight_devices(computed, kind):
     found = [each for each in named_pairs(computed(kind)["runs"]) if "score" in each[2]]
     assert len(found) == {"rest": 1, "exact": 4}[kind]
@@ -159,7 +178,9 @@ def test_what_is_gathered_is_one_matrix_of_a_layer_or_one_cluster_at_a_time(pair
         in_layers = [each for each in many["gathered"] if each["in_stack"]]
         # Forward and again backward; without fsdp none.
         assert len(in_layers) >= 12 if SIZES[name][1] > 1 else not in_layers, name
-        assert not any(each["shape"][-2:] == [9, 16] for each in many["gathered"]), f"{name}: the memory"
+        assert not any(each["shape"][-2:] == [9, 16] for each in many["gathered"]), (
+            f"{name}: the memory"
+        )
 
 
 @pytest.mark.nightly(part="long")
@@ -201,7 +222,9 @@ FEW_PATHS = ("mixed", "reference", "tiled", "stored", "tpu")
 ALL_PATHS = ("data", "mixed", "tensor", "reference", "tiled", "stored", "tpu")
 
 
-@pytest.mark.parametrize("parts", [FEW_PATHS, pytest.param(ALL_PATHS, marks=EVERY_CASE)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "parts", [FEW_PATHS, pytest.param(ALL_PATHS, marks=EVERY_CASE)], ids=["few", "all"]
+)
 def test_a_mesh_attends_as_one_device_does(parts, on_eight_devices):
     """Values and six gradients, with the dropout mask of the whole batch; kernels are
     interpreted.
@@ -229,7 +252,11 @@ class Chip:
 def chips(num_slices):
     """Chips of 4 x 4 slices, with those of different slices mixed."""
     places = [(index, (index % 4, index // 4, 0)) for index in reversed(range(16))]
-    return [Chip(16 * number + index, number, place) for index, place in places for number in range(num_slices)]
+    return [
+        Chip(16 * number + index, number, place)
+        for index, place in places
+        for number in range(num_slices)
+    ]
 
 
 def grid(devices, **sizes):
@@ -244,7 +271,9 @@ def test_within_a_slice_the_mesh_is_that_of_one_slice():
     two = grid(of_two, fsdp=8)
     places = np.vectorize(lambda chip: chip.coords[:2], otypes=[object])
     for index, part in enumerate((two[:2], two[2:])):
-        assert (places(part) == places(one)).all() and {chip.slice_index for chip in part.flat} == {index}
+        assert (places(part) == places(one)).all() and {chip.slice_index for chip in part.flat} == {
+            index
+        }
 
 
 def test_chips_that_are_left_idle_and_are_no_box_are_those_of_each_slice():
@@ -275,7 +304,11 @@ def constrained(function, *arguments):
     arrays.
     """
     found = tiny.equations(jax.make_jaxpr(function)(*arguments))
-    specs = (each.params["sharding"].spec for each in found if each.primitive.name == "sharding_constraint")
+    specs = (
+        each.params["sharding"].spec
+        for each in found
+        if each.primitive.name == "sharding_constraint"
+    )
     return collections.Counter(map(tuple, specs))
 
 
@@ -283,7 +316,11 @@ def expected(rows, *, outputs=1, heads=4, inner=1):
     """Outputs [B, L, D]; queries, keys, values and what is attended [B, H, L, E]; inner states [B,
     L, F].
     """
-    return {(rows, None, None): outputs, (rows, "tensor", None, None): heads, (rows, None, "tensor"): inner}
+    return {
+        (rows, None, None): outputs,
+        (rows, "tensor", None, None): heads,
+        (rows, None, "tensor"): inner,
+    }
 
 
 @pytest.mark.parametrize(("batch_size", "rows"), [(8, ("data", "fsdp")), (6, None)])
@@ -291,7 +328,10 @@ def test_layers_of_training_and_of_inference(batch_size, rows):
     """Rows that do not divide, as the one row of a published evaluation, are replicated."""
     model, tokens = tiny.make(), jnp.zeros((batch_size, 2), jnp.int32)
     with use_mesh(MESH):
-        variables, memory = tiny.variables(model), model.init_memory(batch_size=batch_size, mem_len=4)
+        variables, memory = (
+            tiny.variables(model),
+            model.init_memory(batch_size=batch_size, mem_len=4),
+        )
         found = constrained(lambda *both: model.apply(variables, *both, **FLAGS), tokens, memory)
         assert found == expected(rows)  # In the loop over layers.
         weights = prepare_params(variables["params"], model, segment_len=2, mem_len=4, clamp_len=0)

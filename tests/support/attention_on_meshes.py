@@ -19,7 +19,11 @@ from txl_jax.ops.attention import CachedVisibility, Dropout, Visibility, attenti
 from txl_jax.ops.attention.problem import Implementation, Tile
 from txl_jax.sharding.mesh import make_mesh, use_mesh
 
-MESHES = {"data": MeshConfig(), "mixed": MeshConfig(data=2, fsdp=2, tensor=2), "tensor": MeshConfig(tensor=8)}
+MESHES = {
+    "data": MeshConfig(),
+    "mixed": MeshConfig(data=2, fsdp=2, tensor=2),
+    "tensor": MeshConfig(tensor=8),
+}
 IMPLEMENTATIONS = {
     "reference": Implementation("reference"),
     "tiled": Implementation("tiled", tile=Tile(4, 8)),
@@ -50,7 +54,11 @@ def inference(implementation):
     def values(given):
         query, key, value, keys, stored, position_query, position_key = given
         position, cache = (position_query, position_key, None), (keys, stored)
-        return [cached_attention(query, key, value, cache, position, visibility, implementation=implementation)]
+        return [
+            cached_attention(
+                query, key, value, cache, position, visibility, implementation=implementation
+            )
+        ]
 
     return values
 
@@ -60,7 +68,15 @@ def normal(shape):
 
 
 VISIBILITY = Visibility(jnp.asarray([M, 0, 3, M, 7, 1, M, 2]), L, M, 12)
-OF_CACHE = ((B, H, L, E), (B, H, L, E), (B, H, L, E), (B, H, E, R), (B, H, R, E), (B, H, L, E), (H, E, R + L))
+OF_CACHE = (
+    (B, H, L, E),
+    (B, H, L, E),
+    (B, H, L, E),
+    (B, H, E, R),
+    (B, H, R, E),
+    (B, H, L, E),
+    (H, E, R + L),
+)
 CALLS = {
     "training": (training, draw(VISIBILITY, H, E, names=NAMES[:6])),
     "inference": (inference, [*map(normal, OF_CACHE)]),
@@ -74,6 +90,12 @@ if __name__ == "__main__":
         for mesh_name in filter(MESHES.get, sys.argv):
             with use_mesh(make_mesh(MESHES[mesh_name])):
                 for name in filter(IMPLEMENTATIONS.get, sys.argv):
-                    pairs = zip(expected, jax.device_get(jax.jit(make(IMPLEMENTATIONS[name]))(given)), strict=True)
-                    found[f"{call} {mesh_name} {name}"] = [float(np.abs(a - b).max()) for a, b in pairs]
+                    pairs = zip(
+                        expected,
+                        jax.device_get(jax.jit(make(IMPLEMENTATIONS[name]))(given)),
+                        strict=True,
+                    )
+                    found[f"{call} {mesh_name} {name}"] = [
+                        float(np.abs(a - b).max()) for a, b in pairs
+                    ]
     print(json.dumps(found))

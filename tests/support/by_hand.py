@@ -21,7 +21,11 @@ def tensors(params: dict, config: ModelConfig, format: Format) -> dict[str, np.n
         found |= _embedding(params, config)
         found = {f"transformer.{name}": value for name, value in found.items()}
         return found | _softmax(params, config, tails_in_order=True)
-    return found | _embedding(params, config) | _softmax(params, config, tails_in_order=format is Format.TENSORFLOW)
+    return (
+        found
+        | _embedding(params, config)
+        | _softmax(params, config, tails_in_order=format is Format.TENSORFLOW)
+    )
 
 
 def _of_layer(layers: dict, layer: int, config: ModelConfig) -> dict[str, np.ndarray]:
@@ -29,7 +33,9 @@ def _of_layer(layers: dict, layer: int, config: ModelConfig) -> dict[str, np.nda
 
     Queries, keys and values are stacked in this order, with the heads of each together.
     """
-    attention = {name: value[layer] for name, value in layers["attention"].items() if name != "positions"}
+    attention = {
+        name: value[layer] for name, value in layers["attention"].items() if name != "positions"
+    }
 
     def heads_first(name: str) -> np.ndarray:
         kernel = attention[name]  # [D, H, E]
@@ -110,7 +116,9 @@ def _softmax(params: dict, config: ModelConfig, *, tails_in_order: bool) -> dict
     for cluster in range(n_table):
         tables = embedding if config.tie_weight else softmax
         found[f"crit.out_layers.{cluster}.weight"] = tables[f"table_{cluster}"]
-        found[f"crit.out_layers.{cluster}.bias"] = softmax["bias"][bounds[cluster] : bounds[cluster + 1]]
+        found[f"crit.out_layers.{cluster}.bias"] = softmax["bias"][
+            bounds[cluster] : bounds[cluster + 1]
+        ]
     has_projections = "projection_0" in embedding
     for cluster in range(len(config.cutoffs) + 1 if has_projections else 0):
         is_tied = bool(config.tie_projs) and config.tie_projs[cluster]

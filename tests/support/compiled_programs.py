@@ -15,7 +15,9 @@ def key() -> str:
     """
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+    features = next(
+        (line for line in lines if line.startswith(("flags", "Features"))), platform.machine()
+    )
     parts = [jax.__version__, jax.lib.__version__, os.environ["XLA_FLAGS"], features]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 

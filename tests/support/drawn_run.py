@@ -16,7 +16,9 @@ from txl_jax.runs.run import Run
 from txl_jax.runtime.checkpoint import Checkpointer
 
 STEP = 7
-SENTENCE = b"the cat sat on a mat and saw the dog run . it ran to the cat , which ran away from it too"
+SENTENCE = (
+    b"the cat sat on a mat and saw the dog run . it ran to the cat , which ran away from it too"
+)
 TEXT = b"\n".join(b" ".join(SENTENCE.split()[k % 7 : k % 7 + 5 + k % 11]) for k in range(300))
 # wt103_large's structure, scaled down: three tails of width d_embed / 4**c, all projections but the
 # head's shared.
@@ -46,7 +48,10 @@ def of_words(folder: Path, *, tokenizer=Tokenizer.WORD, **changes: Any) -> Run:
     """Returns a workdir on `TEXT`, which lies beside it; settings are changed as by `on_text`."""
     beside = folder.with_name(f"{folder.name}-text")
     beside.mkdir()
-    own = {"eval": EvalConfig(segment_len=5, mem_len=9, clamp_len=6), "data.tokenizer.kind": tokenizer}
+    own = {
+        "eval": EvalConfig(segment_len=5, mem_len=9, clamp_len=6),
+        "data.tokenizer.kind": tokenizer,
+    }
     return make(folder, *on_text(beside, TEXT, **own, **changes))[0]
 
 

@@ -57,9 +57,21 @@ def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
     sizes = {"n_layer": 3, "d_model": 16, "n_head": 8, "d_head": 5, "d_inner": 24}
     base = {f"model__{name}": size for name, size in sizes.items()}
     base |= {"model__dropout__rate": 0.2, "model__dtype": jnp.result_type(float).name, "mesh": mesh}
-    base |= {f"train__{name}": STEPS for name in ("steps", "log_every", "eval_every", "checkpoint_every")}
-    base |= {"train__batch_size": B, "train__segment_len": L, "train__mem_len": 9, "train__segments_per_call": PER_CALL}
-    base |= {"eval__batch_size": 1, "eval__segment_len": 4, "eval__mem_len": 11, "eval__clamp_len": None}
+    base |= {
+        f"train__{name}": STEPS for name in ("steps", "log_every", "eval_every", "checkpoint_every")
+    }
+    base |= {
+        "train__batch_size": B,
+        "train__segment_len": L,
+        "train__mem_len": 9,
+        "train__segments_per_call": PER_CALL,
+    }
+    base |= {
+        "eval__batch_size": 1,
+        "eval__segment_len": 4,
+        "eval__mem_len": 11,
+        "eval__clamp_len": None,
+    }
     return tiny.changed(ExperimentConfig(), **base | changes)
 
 
@@ -88,14 +100,18 @@ def run(parts: Built, *, scores: bool) -> dict:
     found = {
         "losses": losses,
         "grad_norms": norms,
-        "params": np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(state.params))]).tolist(),
+        "params": np.concatenate(
+            [np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(state.params))]
+        ).tolist(),
         "mesh": dict(parts.mesh.shape),
         "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)),
         "bytes_per_device": on_one_device(state.params),
         "moment_bytes_per_device": on_one_device(state.opt_state),
         "query_per_device": shard_of(state.params["stack"]["layers"]["attention"]["query"]),
         "tables_per_device": [
-            shard_of(table) for name, table in sorted(state.params["embedding"].items()) if name.startswith("table")
+            shard_of(table)
+            for name, table in sorted(state.params["embedding"].items())
+            if name.startswith("table")
         ],
         "memory_per_device": shard_of(state.memory.hidden),
         "gathered": gathered(train_step.as_text()),
@@ -117,7 +133,9 @@ def gathered(text: str) -> list[dict]:
 
 
 def on_one_device(tree: Any) -> int:
-    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree) if leaf.ndim)
+    return sum(
+        leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree) if leaf.ndim
+    )
 
 
 def shard_of(array: jax.Array) -> tuple[int, ...]:
@@ -152,7 +170,9 @@ def score(parts: Built, params: Any, n_target: int = 49) -> tuple[Totals, tuple[
     span, weights = parts.config.eval, parts.prepare_params(params)
     memory = parts.init_memory(weights)
     keys_per_device = shard_of(jax.tree.leaves(memory.keys[0])[0])  # Before the memory is donated.
-    reader = evaluation_segments(TOKENS[: n_target + 1], batch_size=span.batch_size, segment_len=span.segment_len)
+    reader = evaluation_segments(
+        TOKENS[: n_target + 1], batch_size=span.batch_size, segment_len=span.segment_len
+    )
     return evaluate(parts.eval_step, weights, memory, reader, place=parts.place), keys_per_device
 
 
@@ -186,7 +206,10 @@ def moved() -> list[float]:
     """
     losses, steps = [], (range(8), range(8, 14), range(14, STEPS))
     meshes = ("fsdp", MeshConfig(data=1, fsdp=2, tensor=2), "one")
-    with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2, log=print) as checkpoints:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Checkpointer(folder, keep=2, log=print) as checkpoints,
+    ):
         for mesh, these in zip(meshes, steps, strict=True):
             parts = build_run("adaptive", mesh)
             restored = checkpoints.restore(parts.abstract_state)
@@ -207,11 +230,15 @@ def tail_work() -> dict:
     tails = adaptive_softmax.TailEntries(array((1, 6)), array((1,)))
 
     def loss(clusters: Any, tails: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        nll = adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, (10,), chunk_size=16)
+        nll = adaptive_softmax.negative_log_likelihood(
+            hidden, targets, clusters, tails, (10,), chunk_size=16
+        )
         return nll.sum()
 
     gradients = bind_mesh(mesh, jax.jit(jax.grad(loss, argnums=(0, 2))))
-    lowered = gradients.lower(clusters, tails, array((16, 32, 6)), jax.ShapeDtypeStruct((16, 32), "int32"))
+    lowered = gradients.lower(
+        clusters, tails, array((16, 32, 6)), jax.ShapeDtypeStruct((16, 32), "int32")
+    )
     text = lowered.compile().as_text()
     products = re.findall(r"= f32\[([0-9,]+)\]\S* dot\(", text)
     of_tail = [[int(n) for n in found.split(",")] for found in products]
@@ -245,7 +272,10 @@ def optimizers() -> dict[str, Any]:
         changes = sizes | {"optimizer__name": kind, "optimizer__weight_decay": 0.1}
         one, mixed = (updated(build_run("adaptive", mesh, **changes)) for mesh in ("one", "mixed"))
         error = jax.tree.map(
-            lambda a, b, before: np.abs(a - b).max() / np.abs(a - before).max(), one[1], mixed[1], one[0]
+            lambda a, b, before: np.abs(a - b).max() / np.abs(a - before).max(),
+            one[1],
+            mixed[1],
+            one[0],
         )
         found[kind] = {
             "error": max(jax.tree.leaves(error)),
@@ -262,7 +292,9 @@ def updated(parts: Built) -> tuple[Any, Any, Any]:
     abstract, rng = parts.abstract_state, np.random.default_rng(0)
 
     def draw() -> Any:
-        return jax.tree.map(lambda leaf: jax.device_put(rng.normal(size=leaf.shape), leaf.sharding), abstract.params)
+        return jax.tree.map(
+            lambda leaf: jax.device_put(rng.normal(size=leaf.shape), leaf.sharding), abstract.params
+        )
 
     def update(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
         updates, opt_state = parts.optimizer.update(grads, opt_state, params)
@@ -315,7 +347,12 @@ def warm_start() -> list[dict]:
     words, folder = [f"w{i}" for i in range(9)], Path(tempfile.mkdtemp())
     clusters = {"cutoffs": (3, 7), "div_val": 2, "tie_projs": (False,) * 3}
     sizes = ModelConfig(n_layer=2, d_model=16, n_head=4, d_head=5, d_inner=24, **clusters)
-    changes = {"model": sizes, "data__tokenizer__kind": "word", "train__batch_size": 16, "mesh": MESHES["one"]}
+    changes = {
+        "model": sizes,
+        "data__tokenizer__kind": "word",
+        "train__batch_size": 16,
+        "mesh": MESHES["one"],
+    }
     texts = []
     for name, of_text in (("old", words), ("new", [*words[::-1], "x", "y"])):
         (folder / name).mkdir()
@@ -334,7 +371,13 @@ def warm_start() -> list[dict]:
     return found
 
 
-KINDS = {"few": few, "rest": rest, "exact": lambda: {"runs": runs()}, "host time": host_time, "warm start": warm_start}
+KINDS = {
+    "few": few,
+    "rest": rest,
+    "exact": lambda: {"runs": runs()},
+    "host time": host_time,
+    "warm start": warm_start,
+}
 
 if __name__ == "__main__":
     print(json.dumps(KINDS[sys.argv[1]]()))

@@ -25,10 +25,25 @@ def in_blocks(content, size=4, *, name="some.txt", offset=0):
     return File(name, len(content), blocks, offset)
 
 
-def text_of(train=b"the cat\nsat\n", valid=b"cat\n", test=b"sat", *, digest="d", block=5, closed_alphabet=False):
-    contents = [[split] if isinstance(split, bytes | str) else split for split in (train, valid, test)]
-    encoded = [[one.encode() if isinstance(one, str) else one for one in split] for split in contents]
-    splits = {name: tuple(in_blocks(one, block) for one in split) for name, split in zip(SPLITS, encoded, strict=True)}
+def text_of(
+    train=b"the cat\nsat\n",
+    valid=b"cat\n",
+    test=b"sat",
+    *,
+    digest="d",
+    block=5,
+    closed_alphabet=False,
+):
+    contents = [
+        [split] if isinstance(split, bytes | str) else split for split in (train, valid, test)
+    ]
+    encoded = [
+        [one.encode() if isinstance(one, str) else one for one in split] for split in contents
+    ]
+    splits = {
+        name: tuple(in_blocks(one, block) for one in split)
+        for name, split in zip(SPLITS, encoded, strict=True)
+    }
     return Text("own text", "made up", digest, splits, closed_alphabet)
 
 

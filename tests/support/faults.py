@@ -26,7 +26,12 @@ from txl_jax.runtime import checkpoint
 
 STEPS = 24
 # Evaluations and checkpoints at steps of their own; at 24 all meet. Dropout, for its keys.
-FLAGS = [*programs.TINY, *programs.steps(STEPS, every=4), "--train.eval_every=8", "--train.checkpoint_every=6"]
+FLAGS = [
+    *programs.TINY,
+    *programs.steps(STEPS, every=4),
+    "--train.eval_every=8",
+    "--train.checkpoint_every=6",
+]
 FLAGS += ["--model.dropout.rate=0.2", "--optimizer.learning_rate=0.1", "--eval.batch_size=16"]
 # A resumed run continues the mean of the weights, begun after an evaluation that is not the best.
 FLAGS += ["--average.start_step=16", "--average.ema_decay=0.9", "--average.lr_scale=0.5"]
@@ -44,7 +49,10 @@ NIGHTLY = pytest.mark.nightly(part="faults")
 
 def few_or_all(few, every):
     """A test's two forms: with a few of its faults, and nightly with all of them."""
-    return [pytest.param(few, id="few", marks=pytest.mark.full), pytest.param(every, id="all", marks=NIGHTLY)]
+    return [
+        pytest.param(few, id="few", marks=pytest.mark.full),
+        pytest.param(every, id="all", marks=NIGHTLY),
+    ]
 
 
 class Victim:
@@ -53,11 +61,20 @@ class Victim:
     def __init__(self, place, *flags, faults, program="ptb"):
         self._marks, marks = os.pipe()
         # As a user starts it: jax, which is imported here, sets this for itself.
-        inherited = {name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"}
+        inherited = {
+            name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"
+        }
         victim = str(Path(__file__).with_name("victim.py"))
         command = [sys.executable, victim, str(marks), json.dumps(faults), program, *flags]
-        pipes = {"pass_fds": [marks], "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        self._process = subprocess.Popen(command, cwd=ROOT, env=inherited | place.environment, **pipes)
+        pipes = {
+            "pass_fds": [marks],
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+        }
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=inherited | place.environment, **pipes
+        )
         os.close(marks)
         self.pid = self._process.pid
         self._received = b""
@@ -77,7 +94,9 @@ class Victim:
             out, err = self._process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             self._process.send_signal(signal.SIGABRT)  # It prints the stack of each thread.
-            raise AssertionError(f"it did not end in {PATIENCE} s: {self._process.communicate()}") from None
+            raise AssertionError(
+                f"it did not end in {PATIENCE} s: {self._process.communicate()}"
+            ) from None
         os.close(self._marks)
         return subprocess.CompletedProcess(self._process.args, self._process.returncode, out, err)
 
@@ -95,15 +114,23 @@ class Place:
         """
         members = ("--data.corpus=ptb", *(f"--ensemble_member={member}" for member in MEMBERS))
         more = members if program == "ensemble" else ()
-        return self._start(name, *FLAGS, *more, faults=[*faults, *([fault] if fault else [])], program=program)
+        return self._start(
+            name, *FLAGS, *more, faults=[*faults, *([fault] if fault else [])], program=program
+        )
 
     def score(self, name, **fault):
         return self._start(name, "--mode=eval", faults=[fault] if fault else [])
 
     def _start(self, name, *flags, **more):
         """Each run has a cache of its own, so that each prepares its text."""
-        folders = {"data_dir": self.folder / "data", "cache_dir": self.cache(name), "workdir": self.workdir(name)}
-        return Victim(self, *flags, *(f"--{flag}={folder}" for flag, folder in folders.items()), **more)
+        folders = {
+            "data_dir": self.folder / "data",
+            "cache_dir": self.cache(name),
+            "workdir": self.workdir(name),
+        }
+        return Victim(
+            self, *flags, *(f"--{flag}={folder}" for flag, folder in folders.items()), **more
+        )
 
     def workdir(self, name):
         return self.folder / name / "run"
@@ -121,7 +148,12 @@ def finished(victim):
 def command_of_two(folder, workdir):
     """Words for Python that start a run, or resume it, on the words.txt of a directory."""
     folders = {"data.file": folder / "words.txt", "cache_dir": folder, "workdir": workdir}
-    return ["-m", "experiments.text", *FLAGS_OF_TWO, *(f"--{flag}={path}" for flag, path in folders.items())]
+    return [
+        "-m",
+        "experiments.text",
+        *FLAGS_OF_TWO,
+        *(f"--{flag}={path}" for flag, path in folders.items()),
+    ]
 
 
 def result(workdir, name="results.json"):
@@ -149,7 +181,9 @@ def assert_equal_runs(workdir, undisturbed):
     names = sorted(str(path.relative_to(undisturbed)) for path in folders)
     assert len(names) > 1, "no best parameters"
     for folder in names:
-        (step, found), (expected_step, expected) = (arrays(each / folder) for each in (workdir, undisturbed))
+        (step, found), (expected_step, expected) = (
+            arrays(each / folder) for each in (workdir, undisturbed)
+        )
         assert step == expected_step and found.keys() == expected.keys() != set()
         for name, array in expected.items():
             assert found[name].tobytes() == array.tobytes(), f"{folder} {name}"

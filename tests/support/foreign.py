@@ -27,8 +27,18 @@ CONFIGS = {
     "d_embed": {"d_embed": 8},
     "div_val 1": {"cutoffs": CUTOFFS, "d_embed": 8, "tie_projs": (False, True, True)},
     "div_val 1, no projections": {"cutoffs": CUTOFFS, "untie_r": True},
-    "div_val 2": {"cutoffs": CUTOFFS, "div_val": 2, "tie_projs": (False, True, True), "untie_r": True},
-    "div_val 4, nothing tied": {"cutoffs": CUTOFFS, "d_embed": 16, "div_val": 4, "tie_weight": False},
+    "div_val 2": {
+        "cutoffs": CUTOFFS,
+        "div_val": 2,
+        "tie_projs": (False, True, True),
+        "untie_r": True,
+    },
+    "div_val 4, nothing tied": {
+        "cutoffs": CUTOFFS,
+        "d_embed": 16,
+        "div_val": 4,
+        "tie_weight": False,
+    },
 }
 LENGTHS = EvalConfig(mem_len=7, clamp_len=5, same_length=True)
 WORDS = ("<eos>", "the", "<unk>", "of", ",", "a", "Ünder", "@-@", "b", "c", "d", "e", "f")
@@ -36,7 +46,9 @@ WORDS = ("<eos>", "the", "<unk>", "of", ",", "a", "Ünder", "@-@", "b", "c", "d"
 
 def to_tree(found: leaves.Leaves) -> dict:
     """Reads all leaves into nested parameters."""
-    return flax.traverse_util.unflatten_dict({path: leaf.read() for path, leaf in found.items()}, sep="/")
+    return flax.traverse_util.unflatten_dict(
+        {path: leaf.read() for path, leaf in found.items()}, sep="/"
+    )
 
 
 def to_flax(tensors: dict[str, np.ndarray], config: ModelConfig, **options) -> dict:
@@ -57,13 +69,20 @@ def check(found: Model, config: ModelConfig, params: dict) -> None:
     `compat`.
     """
     assert_equal(to_tree(found.leaves), params)
-    drawn, inferred = {"dropout", "init_std", "projection_init_std", "compat"}, found.info.config.model
+    drawn, inferred = (
+        {"dropout", "init_std", "projection_init_std", "compat"},
+        found.info.config.model,
+    )
     for field in dataclasses.fields(ModelConfig):
-        assert field.name in drawn or getattr(inferred, field.name) == getattr(config, field.name), field.name
+        assert field.name in drawn or getattr(inferred, field.name) == getattr(
+            config, field.name
+        ), field.name
     assert found.info.vocabulary.size == V
 
 
-def huggingface_folder(folder: Path, config: ModelConfig, params: dict, *, write=torch_bytes.write_legacy) -> Path:
+def huggingface_folder(
+    folder: Path, config: ModelConfig, params: dict, *, write=torch_bytes.write_legacy
+) -> Path:
     """The folder of `save_pretrained`, with its weights as torch writes them; shared tensors share
     storages.
     """
@@ -79,18 +98,33 @@ def huggingface_folder(folder: Path, config: ModelConfig, params: dict, *, write
 def facts_of(config: ModelConfig) -> dict:
     """The keyword arguments of MemTransformerLM, with two that we do not know."""
     lengths = dataclasses.replace(LENGTHS, segment_len=3)
-    return original.arguments_of(config, lengths, vocab_size=V) | {"dtype": None, "sample_softmax": -1}
+    return original.arguments_of(config, lengths, vocab_size=V) | {
+        "dtype": None,
+        "sample_softmax": -1,
+    }
 
 
 def pickled_module(config: ModelConfig, params: dict) -> torch_bytes.Object:
     """The module that the release pickles to model.pt, with the attributes that it keeps."""
     facts = facts_of(config)
-    kept = ("n_token", "d_embed", "d_model", "n_head", "d_head", "n_layer", "tgt_len", "mem_len", "ext_len")
+    kept = (
+        "n_token",
+        "d_embed",
+        "d_model",
+        "n_head",
+        "d_head",
+        "n_layer",
+        "tgt_len",
+        "mem_len",
+        "ext_len",
+    )
     root: dict = {name: facts[name] for name in (*kept, "attn_type", "same_length", "clamp_len")}
     clusters = {"cutoffs": [*config.cutoffs, V], "div_val": config.div_val, "n_token": V}
     tree = {"word_emb": dict(clusters), "crit": dict(clusters), "layers": {}} | root
     for layer in range(config.n_layer):
-        tree["layers"][str(layer)] = {"dec_attn": {"pre_lnorm": facts["pre_lnorm"], "n_head": config.n_head}}
+        tree["layers"][str(layer)] = {
+            "dec_attn": {"pre_lnorm": facts["pre_lnorm"], "n_head": config.n_head}
+        }
     for name, tensor in original.from_flax(params, config).items():
         *path, last = name.split(".")
         part = tree
@@ -101,10 +135,18 @@ def pickled_module(config: ModelConfig, params: dict) -> torch_bytes.Object:
 
 
 def _module(tree: dict) -> torch_bytes.Object:
-    parts = {name: _module(value) for name, value in tree.items() if isinstance(value, dict) and name[0] != "_"}
+    parts = {
+        name: _module(value)
+        for name, value in tree.items()
+        if isinstance(value, dict) and name[0] != "_"
+    }
     rest = {name: value for name, value in tree.items() if not isinstance(value, dict)}
     return torch_bytes.module(
-        "mem_transformer.Part", parameters=tree.get("_parameters"), buffers=tree.get("_buffers"), **parts, **rest
+        "mem_transformer.Part",
+        parameters=tree.get("_parameters"),
+        buffers=tree.get("_buffers"),
+        **parts,
+        **rest,
     )
 
 
@@ -115,7 +157,9 @@ def nvidia_checkpoint(config, params) -> dict:
     for name, value in tensors.items():
         _, _, kind = name.rpartition(".")
         if name.startswith("crit.out_layers.") and name not in shared:
-            state[f"crit.out_layers_{'biases' if kind == 'bias' else 'weights'}.{name.split('.')[2]}"] = value
+            state[
+                f"crit.out_layers_{'biases' if kind == 'bias' else 'weights'}.{name.split('.')[2]}"
+            ] = value
         elif name not in shared:
             state[name] = value
         if name.startswith("word_emb.emb_projs."):
@@ -126,7 +170,9 @@ def nvidia_checkpoint(config, params) -> dict:
         {"special": ["<eos>"], "lower_case": False, "idx2sym": list(WORDS), "unk_idx": 2},
     )
     return {
-        "args": torch_bytes.Object(torch_bytes.Name("argparse", "Namespace"), {"lr": 0.01, "n_head": 99}),
+        "args": torch_bytes.Object(
+            torch_bytes.Name("argparse", "Namespace"), {"lr": 0.01, "n_head": 99}
+        ),
         "model_config": facts_of(config),
         "model_state": state,
         "optimizer_state": {"state": {0: {"exp_avg": np.zeros((2, 2), np.float32)}}},

@@ -68,7 +68,9 @@ Seed = tuple[Path, Reader]  # A file that is whole, and what reads it.
 
 
 def read_model(path: Path) -> None:
-    for leaf in formats.read(path if path.suffix in (".bin", ".pt") else path.parent).leaves.values():
+    for leaf in formats.read(
+        path if path.suffix in (".bin", ".pt") else path.parent
+    ).leaves.values():
         assert leaf.read().shape == leaf.shape
 
 
@@ -97,7 +99,9 @@ def read_foreign_vocabulary(path: Path) -> None:
     if found := (
         foreign_vocabulary._of_text(path)
         if path.suffix == ".txt"
-        else foreign_vocabulary.of_object(foreign_vocabulary.torch_files.read(path).root, name=str(path))
+        else foreign_vocabulary.of_object(
+            foreign_vocabulary.torch_files.read(path).root, name=str(path)
+        )
     ).vocabulary:
         use(found)
 
@@ -163,14 +167,18 @@ def _models(folder: Path) -> list[Path]:
         config, params = foreign.make("hf", **changes)
         made = foreign.huggingface_folder(folder / name, config, params)
         (made / "vocab.txt").write_text("\n".join(foreign.WORDS))
-        zipped = foreign.huggingface_folder(folder / f"{name}-zip", config, params, write=torch_bytes.write_zip)
+        zipped = foreign.huggingface_folder(
+            folder / f"{name}-zip", config, params, write=torch_bytes.write_zip
+        )
         found += [made / "pytorch_model.bin", zipped / "pytorch_model.bin"]
     config, params = foreign.make("pytorch", untie_r=True)
     (folder / "original").mkdir()
     torch_bytes.write_zip(folder / "original" / "model.pt", foreign.pickled_module(config, params))
     config, params = foreign.make("pytorch", **foreign.CONFIGS["div_val 1"])
     (folder / "nvidia").mkdir()
-    torch_bytes.write_legacy(folder / "nvidia" / "checkpoint_best.pt", foreign.nvidia_checkpoint(config, params))
+    torch_bytes.write_legacy(
+        folder / "nvidia" / "checkpoint_best.pt", foreign.nvidia_checkpoint(config, params)
+    )
     return [*found, folder / "original" / "model.pt", folder / "nvidia" / "checkpoint_best.pt"]
 
 
@@ -184,26 +192,42 @@ def headers(folder: Path) -> list[Seed]:
     found = formats.read(theirs)
     convert_quietly(theirs, folder / "original", to_format=TargetFormat.ORIGINAL)
     safetensors.write(theirs / "model.safetensors", found.leaves)
-    return [(theirs / "model.safetensors", read_tensors), (folder / "original" / "model.safetensors", read_tensors)]
+    return [
+        (theirs / "model.safetensors", read_tensors),
+        (folder / "original" / "model.safetensors", read_tensors),
+    ]
 
 
 def vocabularies(folder: Path) -> list[Seed]:
-    ours = [ByteVocabulary(b"\n abc"), CharacterVocabulary("ab c\N{REPLACEMENT CHARACTER}"), IdVocabulary(size=5)]
+    ours = [
+        ByteVocabulary(b"\n abc"),
+        CharacterVocabulary("ab c\N{REPLACEMENT CHARACTER}"),
+        IdVocabulary(size=5),
+    ]
     ours += [WordVocabulary(foreign.WORDS)]
     kinds = ("byte_level", "word_pieces", "meta_space", "whole_words", "few_letters")
     tokenizers = [getattr(hf_tokenizers, kind)() for kind in kinds]
     files: dict[str, tuple[bytes, Reader]] = {}
     for number, each in enumerate([*ours, *map(subwords.SubwordVocabulary, tokenizers)]):
         content = vocabulary.dumps(each).encode()
-        files[f"ours{number}/vocabulary.txt"] = content, lambda path: use(portable.read_vocabulary(path))
+        files[f"ours{number}/vocabulary.txt"] = (
+            content,
+            lambda path: use(portable.read_vocabulary(path)),
+        )
     for number, each in enumerate(tokenizers):
-        files[f"given{number}/tokenizer.json"] = each.encode(), lambda path: use(subwords.given_tokenizer(str(path)))
+        files[f"given{number}/tokenizer.json"] = (
+            each.encode(),
+            lambda path: use(subwords.given_tokenizer(str(path))),
+        )
     lists = [list(foreign.WORDS), ["101", "10", "97"], ["_", "a", "b"]]
     for number, words in enumerate(lists):
         files[f"words{number}/vocab.txt"] = ("\n".join(words).encode(), read_foreign_vocabulary)
         value = {"dataset": "enwik8", "vocab": {"idx2sym": words, "lower_case": False}}
         files[f"pickle{number}/cache.pkl"] = (pickle.dumps(value, 2), read_foreign_vocabulary)
-        files[f"torch{number}/vocab.bin"] = (pickle.dumps(value["vocab"], 4), read_foreign_vocabulary)
+        files[f"torch{number}/vocab.bin"] = (
+            pickle.dumps(value["vocab"], 4),
+            read_foreign_vocabulary,
+        )
     return [(_write(folder / name, content), reader) for name, (content, reader) in files.items()]
 
 
@@ -216,8 +240,15 @@ def manifests(folder: Path) -> list[Seed]:
     convert_quietly(workdir, folder / "theirs", to_format=TargetFormat.HUGGINGFACE)
     finished = recorded_run.make(folder / "finished")
     ensemble = recorded_run.make(folder / "ensemble", member_settings=[{"seed": 1}, {"seed": 2}])
-    start = {"path": "x", "step": 3, "sha256": "0" * 64, "tokens": {"kept": 1, "new": 2, "moved": 0, "dropped": 0}}
-    record = json.loads((ensemble / "config.json").read_text()) | {"attention": {"training": "tiled 8x8"}}
+    start = {
+        "path": "x",
+        "step": 3,
+        "sha256": "0" * 64,
+        "tokens": {"kept": 1, "new": 2, "moved": 0, "dropped": 0},
+    }
+    record = json.loads((ensemble / "config.json").read_text()) | {
+        "attention": {"training": "tiled 8x8"}
+    }
     (ensemble / "config.json").write_text(json.dumps(record | {"warm_start": start}))
     step = next((workdir / "checkpoints" / "best").iterdir())
     names = ("config.json", "results.json", "metrics.jsonl")
@@ -230,12 +261,27 @@ def manifests(folder: Path) -> list[Seed]:
     found += [(path.with_name("config.json"), read_model) for path in models[:2]]
     with contextlib.redirect_stdout(None):
         export.run(export.Plan(from_=str(workdir), to=str(folder / "exported")), None)
-    found += [(folder / "exported" / name, read_exported) for name in ("manifest.json", "score.jax_export")]
+    found += [
+        (folder / "exported" / name, read_exported)
+        for name in ("manifest.json", "score.jax_export")
+    ]
     store = next((folder / "run-text").rglob("store.json"))
-    found += [(store, lambda path: token_store._is_whole(path.parent) and token_store._load(path.parent))]
-    found += [(_write(folder / "own" / "a.jsonl", b'{"text": "a"}\n{"text": "b\\u00e9"}\n'), read_json_lines)]
+    found += [
+        (store, lambda path: token_store._is_whole(path.parent) and token_store._load(path.parent))
+    ]
+    found += [
+        (
+            _write(folder / "own" / "a.jsonl", b'{"text": "a"}\n{"text": "b\\u00e9"}\n'),
+            read_json_lines,
+        )
+    ]
     np.save(folder / "own" / "a.npy", np.arange(9, dtype=np.uint16))
-    found += [(folder / "own" / "a.npy", lambda path: ready_ids._scan(ready_ids._open("file", [str(path)]), "file"))]
+    found += [
+        (
+            folder / "own" / "a.npy",
+            lambda path: ready_ids._scan(ready_ids._open("file", [str(path)]), "file"),
+        )
+    ]
     return found
 
 
@@ -266,12 +312,30 @@ def _write(path: Path, content: bytes) -> Path:
 # Changes of a file beside libFuzzer's own
 
 ODD: list[Any] = [None, True, -1, 0, 1, 2**31, 2**63, 10**400, 1e308, 1.5]
-ODD += ["", "a", "..", "../../x", "/dev/zero", "a\0b", "\ud800", "9" * 5000, "NaN", "tiled 8x8", "\u00e9"]
+ODD += [
+    "",
+    "a",
+    "..",
+    "../../x",
+    "/dev/zero",
+    "a\0b",
+    "\ud800",
+    "9" * 5000,
+    "NaN",
+    "tiled 8x8",
+    "\u00e9",
+]
 ODD += [[], {}, [1], {"a": 1}, [[]], float("nan"), float("inf"), [None] * 50]
 
 
 def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         found.append((value, key))
         _places(inner, found)
@@ -297,7 +361,9 @@ def change_json(data: bytes, draw: random.Random) -> bytes:
                 container[str(draw.choice(ODD))] = container.pop(key)
             case 3:
                 for _ in range(draw.choice([3, 200])):
-                    container[key] = [container[key]] if draw.randrange(2) else {"a": container[key]}
+                    container[key] = (
+                        [container[key]] if draw.randrange(2) else {"a": container[key]}
+                    )
             case _:
                 container[key] = draw.choice(ODD)
     return json.dumps(value).encode()
@@ -326,7 +392,9 @@ def change(data: bytes, limit: int, seed: int) -> bytes:
             path = _SEEDS[start[0] % len(_SEEDS)][0]
             first, last = json_in(path, rest, draw)
             changed = change_json(rest[first:last], draw)
-            before = struct.pack("<Q", len(changed)) if path.suffix == ".safetensors" else rest[:first]
+            before = (
+                struct.pack("<Q", len(changed)) if path.suffix == ".safetensors" else rest[:first]
+            )
             return start + before + changed + rest[last:]
     return start + atheris.Mutate(rest, limit - 1)
 
@@ -336,8 +404,24 @@ def change(data: bytes, limit: int, seed: int) -> bytes:
 _SEEDS: list[Seed] = []
 _CONTENTS: list[bytes] = []
 _BUSY: list[Path] = []  # The directory that an example may write in, while it runs.
-_FORBIDDEN = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect", "pickle.find_class")
-_WRITING = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree")
+_FORBIDDEN = (
+    "subprocess.Popen",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "socket.connect",
+    "pickle.find_class",
+)
+_WRITING = (
+    "os.mkdir",
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+    "shutil.rmtree",
+)
 
 
 class ForbiddenError(BaseException):
@@ -347,7 +431,11 @@ class ForbiddenError(BaseException):
 def watch(event: str, args: tuple[Any, ...]) -> None:
     if not _BUSY:
         return
-    is_written = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    is_written = (
+        event == "open"
+        and isinstance(args[2], int)
+        and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    )
     outside = not str(args[0] if args else "").startswith(str(_BUSY[0]))
     if event in _FORBIDDEN or (outside and (event in _WRITING or is_written)):
         raise ForbiddenError(f"{event} {args}")
@@ -388,9 +476,16 @@ def main(target: str, folder: Path, seconds: str, *flags: str) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, resource.RLIM_INFINITY))
     longest = 2 * max(map(len, _CONTENTS)) + 10_000
-    options = [f"-max_total_time={seconds}", f"-artifact_prefix={folder}/", f"-max_len={longest}", "-len_control=0"]
+    options = [
+        f"-max_total_time={seconds}",
+        f"-artifact_prefix={folder}/",
+        f"-max_len={longest}",
+        "-len_control=0",
+    ]
     options += ["-timeout=120", "-rss_limit_mb=0", "-print_final_stats=1", *flags, str(corpus)]
-    atheris.Setup([sys.argv[0], *options], example, custom_mutator=lambda *given: change(*given)[: given[1]])
+    atheris.Setup(
+        [sys.argv[0], *options], example, custom_mutator=lambda *given: change(*given)[: given[1]]
+    )
     gc.freeze()
     atheris.Fuzz()
 

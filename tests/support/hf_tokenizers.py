@@ -8,17 +8,26 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 SIZE = 290
-TEXT = ["one two three\n", "the end of the text, once upon a time\n", "two and three are five\n"] * 20
+TEXT = [
+    "one two three\n",
+    "the end of the text, once upon a time\n",
+    "two and three are five\n",
+] * 20
 
 
 @functools.cache
-def byte_level(*, special: tuple[str, ...] = ("<|endoftext|>",), size: int = SIZE, pretty: bool = False) -> str:
+def byte_level(
+    *, special: tuple[str, ...] = ("<|endoftext|>",), size: int = SIZE, pretty: bool = False
+) -> str:
     """Byte pair encoding over bytes, as GPT-2's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=ALPHABET, special_tokens=list(special), show_progress=False
+        vocab_size=size,
+        initial_alphabet=ALPHABET,
+        special_tokens=list(special),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT, trainer)
     return tokenizer.to_str(pretty=pretty)
@@ -27,7 +36,9 @@ def byte_level(*, special: tuple[str, ...] = ("<|endoftext|>",), size: int = SIZ
 def word_pieces() -> str:
     """Pieces of words, as BERT's."""
     names = ("[UNK]", "ban", "##ana", "do", "##do")
-    tokenizer = Tokenizer(models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]")
+    )
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -41,11 +52,20 @@ def meta_space() -> str:
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     merges = [(space, "b"), ("a", "n"), (f"{space}b", "an")]
     tokenizer = Tokenizer(
-        models.BPE({name: i for i, name in enumerate(names)}, merges, unk_token="<unk>", byte_fallback=True)
+        models.BPE(
+            {name: i for i, name in enumerate(names)}, merges, unk_token="<unk>", byte_fallback=True
+        )
     )
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(space), normalizers.Replace(" ", space)])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(space), normalizers.Replace(" ", space)]
+    )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace(space, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return tokenizer.to_str()
 

@@ -41,11 +41,16 @@ class Hosts:
             self._ip("server", f"address add {SERVER}/24 dev bridge")
             self._ip("server", "link set bridge up")
             for number, address in enumerate(ADDRESSES):
-                self._ip("server", f"link add link{number} type veth peer eth0 netns {self._name}{number}")
+                self._ip(
+                    "server",
+                    f"link add link{number} type veth peer eth0 netns {self._name}{number}",
+                )
                 self._ip("server", f"link set link{number} master bridge up")
                 self._ip(number, f"address add {address}/24 dev eth0")
                 self._ip(number, "link set eth0 up")
-                (self._folder / f"hosts-{number}").write_text(f"127.0.0.1 localhost\n{address} host-{number}\n")
+                (self._folder / f"hosts-{number}").write_text(
+                    f"127.0.0.1 localhost\n{address} host-{number}\n"
+                )
             self._stack = stack.pop_all()
         return self
 
@@ -76,15 +81,31 @@ class Hosts:
         """Starts Python with these words on both hosts, as two processes of one run with a CPU
         device each.
         """
-        several = {"JAX_COORDINATOR_ADDRESS": f"{ADDRESSES[0]}:7000", "JAX_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
+        several = {
+            "JAX_COORDINATOR_ADDRESS": f"{ADDRESSES[0]}:7000",
+            "JAX_NUM_PROCESSES": "2",
+            "JAX_PLATFORMS": "cpu",
+        }
         several |= {"XLA_FLAGS": xla_flags(devices=1)} | variables
         started = []
         for number in range(2):
             names = ["sh", str(self._folder / f"hosts-{number}"), f"host-{number}"]
-            command = [*self._inside(number), "unshare", "--mount", "--uts", "sh", "-c", _ENTER, *names, sys.executable]
+            command = [
+                *self._inside(number),
+                "unshare",
+                "--mount",
+                "--uts",
+                "sh",
+                "-c",
+                _ENTER,
+                *names,
+                sys.executable,
+            ]
             environment = os.environ | ON_PATH | several | {"JAX_PROCESS_ID": str(number)}
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            started.append(subprocess.Popen([*command, *map(str, words)], env=environment, cwd=ROOT, **pipes))
+            started.append(
+                subprocess.Popen([*command, *map(str, words)], env=environment, cwd=ROOT, **pipes)
+            )
         return started
 
     def cut(self, number):

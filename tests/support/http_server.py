@@ -45,12 +45,21 @@ def server(
     `most` and `times` are those of `Connections`.
     """
     # A client of a busy machine may take long to its next request.
-    options = {"timeout_keep_alive": SECONDS, "timeout_graceful_shutdown": 5, "port": 0, "log_level": "warning"}
+    options = {
+        "timeout_keep_alive": SECONDS,
+        "timeout_graceful_shutdown": 5,
+        "port": 0,
+        "log_level": "warning",
+    }
     times = {"header_seconds": SECONDS, "stalled_seconds": SECONDS, "sweep_seconds": 0.05} | times
-    with engine(store=make_store(limit=sessions, limit_per_owner=sessions), limits=limits, start=False) as made:
+    with engine(
+        store=make_store(limit=sessions, limit_per_owner=sessions), limits=limits, start=False
+    ) as made:
         application = make_app(made, "tiny", hosts=hosts, keys=keys)
         connections = Connections(most, count=application.state.count, **times)
-        running = uvicorn.Server(uvicorn.Config(application, http=connections.make, ws="none", **options))
+        running = uvicorn.Server(
+            uvicorn.Config(application, http=connections.make, ws="none", **options)
+        )
         thread = threading.Thread(target=lambda: asyncio.run(running.serve()), daemon=True)
         thread.start()
         wait_until(lambda: (running.started and made.ready) or not thread.is_alive(), SECONDS)
@@ -65,13 +74,19 @@ def complete(port: int, **body: Any) -> tuple[int, Any]:
     return ask(port, "/v1/completions", {"prompt": "abc", **body})
 
 
-def ask(port: int, path: str, body: Any = None, *, method=None, key=None, headers=None) -> tuple[int, Any]:
+def ask(
+    port: int, path: str, body: Any = None, *, method=None, key=None, headers=None
+) -> tuple[int, Any]:
     """Status and body of a response, as JSON where it is; a body that is no bytes is sent as
     JSON.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    sent = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}) | (headers or {})
+    sent = (
+        {"Content-Type": "application/json"}
+        | ({"Authorization": f"Bearer {key}"} if key else {})
+        | (headers or {})
+    )
     connection.request(method or ("GET" if body is None else "POST"), path, raw, sent)
     response = connection.getresponse()
     content = response.read()
@@ -84,7 +99,9 @@ def ask(port: int, path: str, body: Any = None, *, method=None, key=None, header
 def left(port: int, body: Any) -> Iterator[http.client.HTTPConnection]:
     """The connection of a request for a text whose client leaves at the end."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
     yield connection
     connection.sock.close()
     connection.close()
@@ -110,7 +127,10 @@ def joined(parts: list[Any]) -> list[tuple[str, str, list[Any]]]:
 
 def metrics(port: int) -> dict[str, float]:
     lines = ask(port, "/metrics")[1].splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+    return {
+        name: float(value)
+        for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    }
 
 
 def wait_idle(port: int) -> None:
@@ -119,17 +139,25 @@ def wait_idle(port: int) -> None:
     def idle() -> bool:
         found = metrics(port)
         sessions = ask(port, "/v1/sessions")[1]["data"]
-        return not (found["txl_rows_busy"] or found["txl_choices_waiting"] or any(each["busy"] for each in sessions))
+        return not (
+            found["txl_rows_busy"]
+            or found["txl_choices_waiting"]
+            or any(each["busy"] for each in sessions)
+        )
 
     wait_until(idle, SECONDS)
 
 
 @contextlib.contextmanager
-def in_its_own_process(*, num_sessions: int, limits: Limits) -> Iterator[tuple[int, subprocess.Popen]]:
+def in_its_own_process(
+    *, num_sessions: int, limits: Limits
+) -> Iterator[tuple[int, subprocess.Popen]]:
     given = [str(num_sessions), json.dumps(dataclasses.asdict(limits))]
     command = [sys.executable, "-m", "support.http_server", *given]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | ON_PATH, stdin=pipe, stdout=pipe, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | ON_PATH, stdin=pipe, stdout=pipe, text=True
+    )
     assert process.stdout is not None
     try:
         yield int(process.stdout.readline()), process
@@ -146,7 +174,9 @@ class Program:
         code = f"{change}\nimport runpy\nrunpy.run_module('experiments.serve', run_name='__main__', alter_sys=True)"
         command = [sys.executable, "-c", code, f"--model={model}", "--port=0", "--rows=2", *flags]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | ON_PATH | variables, **pipes)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | ON_PATH | variables, **pipes
+        )
         address = next((line for line in self.process.stdout if line.startswith("listening")), None)
         assert address, self.process.stderr.read()
         self.port = int(address.rpartition(":")[2])
@@ -170,7 +200,9 @@ def check_as_before(process: subprocess.Popen, before: tuple[int, int]) -> None:
     """
     wait_until(lambda: resources(process)[1] <= before[1])
     memory, files = resources(process)
-    print(f"the server's memory {before[0]} MiB, then {memory} MiB; open files {before[1]}, then {files}")
+    print(
+        f"the server's memory {before[0]} MiB, then {memory} MiB; open files {before[1]}, then {files}"
+    )
     assert memory <= 1.05 * before[0]
 
 

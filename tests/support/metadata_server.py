@@ -50,7 +50,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._answer(503, "")
         key = url.path.removeprefix(ROOT)
         with server.changed:
-            server.changed.wait_for(lambda: f"etag-{server.values.get(key)}" != query.get("last_etag"), timeout=20)
+            server.changed.wait_for(
+                lambda: f"etag-{server.values.get(key)}" != query.get("last_etag"), timeout=20
+            )
             value = server.values.get(key)
         return self._answer(404, "") if value is None else self._answer(200, value)
 

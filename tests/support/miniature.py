@@ -43,7 +43,9 @@ def texts(name: CorpusName) -> dict[str, bytes]:
     # Both WikiTexts share what they are tested on.
     seed = "wikitext" if make is _wikitext else name
     found = {split: make(random.Random(f"{seed} {split}"), lines) for split, lines in sizes.items()}
-    return found | ({"train": _wikitext(random.Random(name), 2_000)} if name is CorpusName.WIKITEXT2 else {})
+    return found | (
+        {"train": _wikitext(random.Random(name), 2_000)} if name is CorpusName.WIKITEXT2 else {}
+    )
 
 
 @functools.cache
@@ -58,9 +60,15 @@ def files(name: CorpusName) -> dict[str, bytes]:
     if name is CorpusName.PTB:
         folder = "./simple-examples/"
         wanted = {f"{folder}data/ptb.{split}.txt": text for split, text in by_split.items()}
-        return {f"{folder}data/README": b"read me\n", **wanted, f"{folder}data/ptb.char.train.txt": b"a b c\n"}
+        return {
+            f"{folder}data/README": b"read me\n",
+            **wanted,
+            f"{folder}data/ptb.char.train.txt": b"a b c\n",
+        }
     if name is CorpusName.LM1B:
-        heldout, training = (f"{R13}/{part}-monolingual.tokenized.shuffled" for part in ("heldout", "training"))
+        heldout, training = (
+            f"{R13}/{part}-monolingual.tokenized.shuffled" for part in ("heldout", "training")
+        )
         one, two, three = shards(by_split["train"])
         return {
             f"{R13}/README": b"read me\n",
@@ -91,7 +99,9 @@ def archive(file: str, members: dict[str, bytes]) -> bytes:
             info = tarfile.TarInfo(name)
             info.size = len(content)
             tarred.addfile(info, io.BytesIO(content))
-    return buffer.getvalue() if file.endswith(".tar") else gzip.compress(buffer.getvalue(), 1, mtime=0)
+    return (
+        buffer.getvalue() if file.endswith(".tar") else gzip.compress(buffer.getvalue(), 1, mtime=0)
+    )
 
 
 @functools.cache
@@ -108,7 +118,9 @@ def corpus(name: CorpusName, url: str = NOWHERE) -> PublishedCorpus:
         layouts = tuple(dict(layout, train=layout["train"][:3]) for layout in row.layouts)
         row = dataclasses.replace(row, layouts=layouts)
     source = remote(OFFICIAL[name], official(name), url)
-    return dataclasses.replace(row, facts=facts(name), cuts=CUTS if row.cuts else {}, sources=((source,),))
+    return dataclasses.replace(
+        row, facts=facts(name), cuts=CUTS if row.cuts else {}, sources=((source,),)
+    )
 
 
 def remote(file: str, content: bytes, url: str = NOWHERE) -> Remote:
@@ -119,11 +131,19 @@ def remote(file: str, content: bytes, url: str = NOWHERE) -> Remote:
 def facts(name: CorpusName) -> dict[str, Facts]:
     """Facts of the miniature's parts, of the kinds that are known of the corpus's own."""
     by_split, row, found = texts(name), _SHIPPED[name], {}
-    for part, text in ({published.WHOLE: b"".join(by_split.values())} if row.cuts else by_split).items():
+    for part, text in (
+        {published.WHOLE: b"".join(by_split.values())} if row.cuts else by_split
+    ).items():
         lines, known = text.count(b"\n"), dataclasses.asdict(row.facts[part])
-        every: dict[str, Any] = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest(), "lines": lines}
+        every: dict[str, Any] = {
+            "size": len(text),
+            "sha256": hashlib.sha256(text).hexdigest(),
+            "lines": lines,
+        }
         every["tokens"] = len(text.split()) + lines
-        found[part] = Facts(**{fact: value for fact, value in every.items() if known[fact] is not None})
+        found[part] = Facts(
+            **{fact: value for fact, value in every.items() if known[fact] is not None}
+        )
     return found
 
 
@@ -137,14 +157,19 @@ def _ptb(rng: random.Random, lines: int) -> bytes:
 
 
 def _wikitext(rng: random.Random, lines: int) -> bytes:
-    kinds = (lambda: b"", lambda: b"= Title = ", lambda: _words(rng, "text <unk> @-@ , München .".encode()) + b" ")
+    kinds = (
+        lambda: b"",
+        lambda: b"= Title = ",
+        lambda: _words(rng, "text <unk> @-@ , München .".encode()) + b" ",
+    )
     # As the original, it ends in lines that hold a space.
     return b"".join(b" " + rng.choice(kinds)() + b"\n" for _ in range(lines)) + b" \n \n"
 
 
 def _sentences(rng: random.Random, lines: int) -> bytes:
     return b"".join(
-        _words(rng, "The U.S. said on Monday that café prices rose .".encode()) + b"\n" for _ in range(lines)
+        _words(rng, "The U.S. said on Monday that café prices rose .".encode()) + b"\n"
+        for _ in range(lines)
     )
 
 
@@ -160,7 +185,17 @@ def place(folder: Path, members: dict[str, bytes]) -> None:
 
 
 # Ways in which a corpus's files may lie in the data directory.
-ARRANGEMENTS = ("official", "downloads/manual", "unpacked", "flat", "by split", "zip", "tar.gz", "tgz", "tar")
+ARRANGEMENTS = (
+    "official",
+    "downloads/manual",
+    "unpacked",
+    "flat",
+    "by split",
+    "zip",
+    "tar.gz",
+    "tgz",
+    "tar",
+)
 
 
 def arrange(tmp_path: Path, name: CorpusName, how: str = "official") -> None:
@@ -175,9 +210,15 @@ def arrange(tmp_path: Path, name: CorpusName, how: str = "official") -> None:
             members = by_name
         case "flat":  # Without the archive's folders.
             keep = 2 if name is CorpusName.LM1B else 1
-            members = {"/".join([name, *file.split("/")[-keep:]]): content for file, content in by_name.items()}
+            members = {
+                "/".join([name, *file.split("/")[-keep:]]): content
+                for file, content in by_name.items()
+            }
         case "by split":
-            members = {f"{_SHIPPED[name].folders[-1]}/{split}.txt": text for split, text in texts(name).items()}
+            members = {
+                f"{_SHIPPED[name].folders[-1]}/{split}.txt": text
+                for split, text in texts(name).items()
+            }
         case suffix:
             members = {f"{name}/{name}.{suffix}": archive(f".{suffix}", by_name)}
     place(tmp_path / "data", members)

@@ -41,7 +41,11 @@ def _read_upload(handler, query):
     _, metadata, content = body.removesuffix(b"\n" + boundary + b"--").split(boundary, 2)
     header, _, content = content.partition(b"\n\n")
     kind = header.decode().partition("Content-Type: ")[2]
-    return {"meta": json.loads(metadata.partition(b"\n\n")[2]), "content": content, "content-type": kind}
+    return {
+        "meta": json.loads(metadata.partition(b"\n\n")[2]),
+        "content": content,
+        "content-type": kind,
+    }
 
 
 emulator._read_data = _read_upload
@@ -72,13 +76,19 @@ class _Handler(emulator.RequestHandler):
         """Adds the generation of what is read, which TensorStore relies on and the emulator leaves
         out.
         """
-        if self.command == "GET" and (match := _OBJECT.fullmatch(urlsplit(self.path).path)) and match[2]:
+        if (
+            self.command == "GET"
+            and (match := _OBJECT.fullmatch(urlsplit(self.path).path))
+            and match[2]
+        ):
             self.send_header("x-goog-generation", self.server.generation(unquote(match[2])))
         super().end_headers()
 
 
 def _served(method):
-    return lambda handler: handler._handle(method, getattr(super(_Handler, handler), f"do_{method}"))
+    return lambda handler: handler._handle(
+        method, getattr(super(_Handler, handler), f"do_{method}")
+    )
 
 
 for _method in ("GET", "POST", "PUT", "DELETE", "PATCH"):

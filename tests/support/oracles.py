@@ -22,7 +22,9 @@ def sinusoid(distance: float, d_model: int) -> np.ndarray:
     return code
 
 
-def attention_mask(valid, *, segment_len: int, mem_len: int, window=None, causal=True, lengths=None) -> np.ndarray:
+def attention_mask(
+    valid, *, segment_len: int, mem_len: int, window=None, causal=True, lengths=None
+) -> np.ndarray:
     """Visible pairs, bool [B, L, K]; `lengths` are the tokens of each row's segment, the rest is
     padding.
     """
@@ -39,7 +41,15 @@ def attention_mask(valid, *, segment_len: int, mem_len: int, window=None, causal
 
 
 def relative_attention(
-    query, key, value, position_key, content_bias, position_bias, mask, position_score=None, factor=None
+    query,
+    key,
+    value,
+    position_key,
+    content_bias,
+    position_bias,
+    mask,
+    position_score=None,
+    factor=None,
 ) -> np.ndarray:
     """[B, H, L, E], [B, H, K, E] twice, [H, P, E] (distances K - 1, ..), [H, E] twice, [B, L, K] ->
     [B, H, L, E].
@@ -62,7 +72,9 @@ def relative_attention(
                 weights[j] = np.exp((sum(a_b_c_d) + more) / np.sqrt(width))
         if weights.any():
             probabilities = weights / weights.sum()
-            attended[b, h, i] = (probabilities if factor is None else probabilities * factor[b, h, i]) @ value[b, h]
+            attended[b, h, i] = (
+                probabilities if factor is None else probabilities * factor[b, h, i]
+            ) @ value[b, h]
     return attended
 
 
@@ -97,24 +109,34 @@ def cluster_of(token: int, cutoffs: Sequence[int]) -> tuple[int, int]:
     return cluster, token - start
 
 
-def embed(tokens: np.ndarray, clusters: Sequence[Cluster], cutoffs: Sequence[int], d_model: int) -> np.ndarray:
+def embed(
+    tokens: np.ndarray, clusters: Sequence[Cluster], cutoffs: Sequence[int], d_model: int
+) -> np.ndarray:
     """Int [B, L] -> [B, L, D], not scaled."""
     vectors = np.zeros((*tokens.shape, d_model))
     for where in np.ndindex(*tokens.shape):
         c, row = cluster_of(tokens[where], cutoffs)
         vector = clusters[c].table[row]
-        vectors[where] = vector if clusters[c].projection is None else vector @ clusters[c].projection
+        vectors[where] = (
+            vector if clusters[c].projection is None else vector @ clusters[c].projection
+        )
     return vectors
 
 
-def adaptive_nll(hidden, targets, clusters: Sequence[Cluster], tail_table, tail_bias, cutoffs) -> np.ndarray:
+def adaptive_nll(
+    hidden, targets, clusters: Sequence[Cluster], tail_table, tail_bias, cutoffs
+) -> np.ndarray:
     """Nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
     nll = np.zeros(targets.shape)
     for where in np.ndindex(*targets.shape):
         c, row = cluster_of(targets[where], cutoffs)
         head = _logits(hidden[where], clusters[0])
         if tail_table is not None:
-            inner = hidden[where] if clusters[0].projection is None else clusters[0].projection @ hidden[where]
+            inner = (
+                hidden[where]
+                if clusters[0].projection is None
+                else clusters[0].projection @ hidden[where]
+            )
             head = np.append(head, tail_table @ inner + tail_bias)
         log_p = _log_softmax(head)
         if c == 0:

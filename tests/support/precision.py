@@ -10,12 +10,57 @@ import jax.numpy as jnp
 from support import tiny
 
 # Primitives that call an inner program, whose equations are looked at themselves.
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "shard_map", "pallas_call"}
-_CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "scan", "while", "cond", "platform_index"}
+_CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat",
+    "remat2",
+    "checkpoint",
+    "shard_map",
+    "pallas_call",
+}
+_CALLS |= {
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "scan",
+    "while",
+    "cond",
+    "platform_index",
+}
 # Primitives that put numbers elsewhere, or choose among them, and round nothing.
-_MOVES = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "concatenate", "stack"}
-_MOVES |= {"slice", "dynamic_slice", "dynamic_update_slice", "gather", "scatter", "select_n", "split", "stop_gradient"}
-_MOVES |= {"bitcast_convert_type", "optimization_barrier", "iota", "get", "swap", "masked_load", "copy_p", "roll"}
+_MOVES = {
+    "broadcast_in_dim",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "expand_dims",
+    "rev",
+    "concatenate",
+    "stack",
+}
+_MOVES |= {
+    "slice",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "gather",
+    "scatter",
+    "select_n",
+    "split",
+    "stop_gradient",
+}
+_MOVES |= {
+    "bitcast_convert_type",
+    "optimization_barrier",
+    "iota",
+    "get",
+    "swap",
+    "masked_load",
+    "copy_p",
+    "roll",
+}
 _MOVES |= {"load", "masked_swap", "empty", "broadcast", "pad", "copy"}
 ROUNDED = "convert_element_type"  # To fewer bits. It is the last step of what is stored in 16 bits.
 

@@ -23,15 +23,29 @@ from txl_jax.cli import flag_tree
 from txl_jax.config import ExperimentConfig
 
 TINY = [  # A run of seconds.
-    *("--model.n_layer=2", "--model.d_model=16", "--model.n_head=2", "--model.d_head=8", "--model.d_inner=32"),
-    *("--train.batch_size=4", "--train.segment_len=16", "--train.mem_len=16", "--train.segments_per_call=2"),
+    *(
+        "--model.n_layer=2",
+        "--model.d_model=16",
+        "--model.n_head=2",
+        "--model.d_head=8",
+        "--model.d_inner=32",
+    ),
+    *(
+        "--train.batch_size=4",
+        "--train.segment_len=16",
+        "--train.mem_len=16",
+        "--train.segments_per_call=2",
+    ),
     *("--eval.batch_size=4", "--eval.segment_len=16", "--eval.mem_len=32", "--eval.clamp_len=none"),
 ]
 
 
 def steps(count: int, *, every: int) -> list[str]:
     """Returns the flags of a run of so many steps that logs, evaluates and saves every so many."""
-    return [f"--train.steps={count}", *(f"--train.{name}_every={every}" for name in ("log", "eval", "checkpoint"))]
+    return [
+        f"--train.steps={count}",
+        *(f"--train.{name}_every={every}" for name in ("log", "eval", "checkpoint")),
+    ]
 
 
 def write_words(folder: Path, count: int) -> Path:
@@ -41,7 +55,9 @@ def write_words(folder: Path, count: int) -> Path:
     return folder / "words.txt"
 
 
-def config_of(defaults: ExperimentConfig, *words: str, base: ExperimentConfig | None = None) -> ExperimentConfig:
+def config_of(
+    defaults: ExperimentConfig, *words: str, base: ExperimentConfig | None = None
+) -> ExperimentConfig:
     """Returns the config that a command line makes of a program's defaults, or of a base instead of
     them.
     """
@@ -66,7 +82,11 @@ def run(module: str, *words: object) -> tuple[int, str, str]:
         patch.setattr(sys, "argv", [module, *map(str, words)])
         patch.setenv("NO_GCE_CHECK", "true")  # A notice would stop the tests as well.
         try:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+            with (
+                contextlib.redirect_stdout(out),
+                contextlib.redirect_stderr(err),
+                pytest.raises(SystemExit) as ended,
+            ):
                 runpy.run_path(spec.origin, run_name="__main__")
         finally:
             signal.signal(signal.SIGPIPE, sigpipe)  # --help changes it.
@@ -75,12 +95,19 @@ def run(module: str, *words: object) -> tuple[int, str, str]:
 
 def on_eight_devices(*words: str, **variables: str) -> str:
     """Returns the output of Python with these words, on a host with eight CPU devices."""
-    environment = os.environ | ON_PATH | {"XLA_FLAGS": xla_flags(devices=8), "JAX_PLATFORMS": "cpu"} | variables
+    environment = (
+        os.environ
+        | ON_PATH
+        | {"XLA_FLAGS": xla_flags(devices=8), "JAX_PLATFORMS": "cpu"}
+        | variables
+    )
     # Programs of eight CPU devices that jaxlib 0.10.2 reads from its cache write where they must
     # not: five of seven processes ended in "corrupted size vs. prev_size". Those that it compiles
     # do not.
     environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-    result = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr[-5000:]
     # XLA found no way between two shardings but through all of the array.
     assert "full rematerialization" not in result.stderr
@@ -104,5 +131,7 @@ def own_flags() -> Iterator[None]:
 def _forget_flags_of_programs() -> None:
     for name in set(flags.FLAGS):
         # Their own are under a path.
-        if flags.FLAGS.find_module_defining_flag(name).startswith(("experiments", "txl_jax.cli", "/")):
+        if flags.FLAGS.find_module_defining_flag(name).startswith(
+            ("experiments", "txl_jax.cli", "/")
+        ):
             delattr(flags.FLAGS, name)

@@ -23,23 +23,37 @@ def make(folder: Path, *, done: int | None = None, member_settings=(), **setting
     ensemble differs in.
     """
     defaults = ExperimentConfig(data=DataConfig(corpus=CorpusName.PTB))
-    config = tiny.changed(defaults, **{"train__steps": STEPS, "train__eval_every": EVAL_EVERY} | settings)
+    config = tiny.changed(
+        defaults, **{"train__steps": STEPS, "train__eval_every": EVAL_EVERY} | settings
+    )
     text = TextInfo("ptb", "Penn Treebank, 3 files", "d" * 64, VOCABULARY, data_dir="/data")
     members = list(runs.record(folder, config, text, member_settings).member_names) or [None]
     last = STEPS if done is None else done
-    of_members = [list(_records(config.seed + 17 * number, last, name)) for number, name in enumerate(members)]
-    (folder / METRICS).write_text("".join(json.dumps(record) + "\n" for records in of_members for record in records))
+    of_members = [
+        list(_records(config.seed + 17 * number, last, name)) for number, name in enumerate(members)
+    ]
+    (folder / METRICS).write_text(
+        "".join(json.dumps(record) + "\n" for records in of_members for record in records)
+    )
     if done is None:
         scores = dict(zip(members, map(_scores, of_members), strict=True))
         own = {"members": scores} if member_settings else scores[None]
-        (folder / RESULTS).write_text(json.dumps({"steps": STEPS, "eval": config_tree.to_dict(config.eval)} | own))
+        (folder / RESULTS).write_text(
+            json.dumps({"steps": STEPS, "eval": config_tree.to_dict(config.eval)} | own)
+        )
     return folder
 
 
 def _records(seed, last, member):
     rng, own = np.random.default_rng(seed), {"member": member} if member else {}
     for step in range(LOG_EVERY, last + 1, LOG_EVERY):
-        yield {"kind": "train", "step": step, **own, **_measures(rng), "tokens_per_second": 9e3 + 100 * rng.random()}
+        yield {
+            "kind": "train",
+            "step": step,
+            **own,
+            **_measures(rng),
+            "tokens_per_second": 9e3 + 100 * rng.random(),
+        }
         if step % EVAL_EVERY == 0:
             yield {"kind": "valid", "step": step, **own, **_measures(rng)}
 

@@ -50,13 +50,19 @@ def stop_after(calls: int) -> Callable[[], bool]:
 def numbers(run):
     """Returns the records of a run in order, without measured times and rates."""
     left_out = {"time", *MEASURED}
-    return [{k: v for k, v in record.items() if k not in left_out} for record in read_metrics(_path(run))]
+    return [
+        {k: v for k, v in record.items() if k not in left_out}
+        for record in read_metrics(_path(run))
+    ]
 
 
 def log_lines(path):
     """Returns the lines of a log.txt, or of its bytes, without date and time."""
     text = path if isinstance(path, bytes) else Path(path).read_bytes()
-    return [re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  (.*)", line)[1] for line in text.decode().splitlines()]
+    return [
+        re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  (.*)", line)[1]
+        for line in text.decode().splitlines()
+    ]
 
 
 def _path(run: Any) -> Any:

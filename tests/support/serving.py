@@ -43,7 +43,9 @@ def engine(model=None, *, store=None, limits=None, start=True) -> Iterator[Engin
     is false.
     """
     model = model or tiny_model.make()
-    made = Engine(step_of(model), model.params, model.vocabulary, store or make_store(), limits or Limits())
+    made = Engine(
+        step_of(model), model.params, model.vocabulary, store or make_store(), limits or Limits()
+    )
     if start:
         made.start()
     yield made
@@ -76,7 +78,12 @@ class Result:
 
     def tokens(self, *, prompt: bool = False) -> list[int]:
         """The tokens that were written, or those of the prompt that came back."""
-        return [int(token) for piece in self.pieces if piece.is_prompt is prompt for token in piece.tokens]
+        return [
+            int(token)
+            for piece in self.pieces
+            if piece.is_prompt is prompt
+            for token in piece.tokens
+        ]
 
     def scores(self, *, prompt: bool = False) -> Scores:
         """The scores of `tokens`; of a prompt's without the first that follows nothing."""
@@ -84,17 +91,27 @@ class Result:
         return Scores(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
 
-def submit_all(made: Engine, prompt: Prompt, session: Session | None = None, *, seconds=SECONDS, start=True):
+def submit_all(
+    made: Engine, prompt: Prompt, session: Session | None = None, *, seconds=SECONDS, start=True
+):
     """The job of a prompt, and the result of each sample to wait for."""
     results = [Result() for _ in range(prompt.n)]
     state = session.state if session else EMPTY
-    job = Job(prompt, lambda sample, event: results[sample].sink(event), time.monotonic() + seconds, session, state)
+    job = Job(
+        prompt,
+        lambda sample, event: results[sample].sink(event),
+        time.monotonic() + seconds,
+        session,
+        state,
+    )
     if start:
         made.submit([job])
     return job, results
 
 
-def submit(made: Engine, prompt: Prompt, session: Session | None = None, **options: Any) -> tuple[Job, Result]:
+def submit(
+    made: Engine, prompt: Prompt, session: Session | None = None, **options: Any
+) -> tuple[Job, Result]:
     job, [result] = submit_all(made, prompt, session, **options)
     return job, result
 
@@ -120,7 +137,12 @@ def gate(owner, name, *, call=1):
 
     Yields two events: the call has begun, and it may continue.
     """
-    function, reached, through, calls = getattr(owner, name), threading.Event(), threading.Event(), itertools.count(1)
+    function, reached, through, calls = (
+        getattr(owner, name),
+        threading.Event(),
+        threading.Event(),
+        itertools.count(1),
+    )
 
     def wait_and_call(*arguments, **named):
         if next(calls) == call:

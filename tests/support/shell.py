@@ -8,7 +8,11 @@ from pathlib import Path
 
 
 def findings(script: str) -> str:
-    command = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    command = shutil.which(
+        "shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
     assert command, "shellcheck is missing; pip install '.[test-full]' brings it"
-    done = subprocess.run([command, "--shell=bash", "-"], input=script, text=True, capture_output=True, check=False)
+    done = subprocess.run(
+        [command, "--shell=bash", "-"], input=script, text=True, capture_output=True, check=False
+    )
     return done.stdout + done.stderr

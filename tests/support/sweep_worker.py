@@ -110,7 +110,11 @@ def install(patch=setattr):
         made = real(self, values)
         if not holds_run(made.folder):
             with contextlib.suppress(UserError):  # Another worker records it at this moment.
-                runs.record(made.folder, made.config, TextInfo("ptb", "PTB", "d" * 64, recorded_run.VOCABULARY))
+                runs.record(
+                    made.folder,
+                    made.config,
+                    TextInfo("ptb", "PTB", "d" * 64, recorded_run.VOCABULARY),
+                )
         words = [made.folder, str(made.config.train.steps), str(loss_of(made.config))]
         fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
         return Run(**fields | {"command": (sys.executable, "-ISc", TRAINING, *words)})
@@ -135,7 +139,9 @@ def end_running_trials(url):
     Returns their numbers.
     """
     found = opened(url)
-    running = [trial.number for trial in found.trials if trial.state is optuna.trial.TrialState.RUNNING]
+    running = [
+        trial.number for trial in found.trials if trial.state is optuna.trial.TrialState.RUNNING
+    ]
     for number in running:
         found.tell(number, state=optuna.trial.TrialState.FAIL)
     return running
@@ -156,8 +162,12 @@ def check_each_trained_once(out, count, steps=20):
     """
     assert len(folders(out)) == count
     for folder in folders(out):
-        recorded = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert recorded == list(range(1, steps + 1)) and (folder / "ends").read_text() == "x\n", folder
+        recorded = [
+            json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert recorded == list(range(1, steps + 1)) and (folder / "ends").read_text() == "x\n", (
+            folder
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from txl_jax.modules.transformer_xl import TransformerXL
 B, D, H, E, F, V, N = 3, 6, 4, 5, 10, 13, 2
 # Weights that are large enough for every path to leave a mark.
 _SIZES = {"n_layer": N, "d_model": D, "n_head": H, "d_head": E, "d_inner": F}
-CONFIG = ModelConfig(**_SIZES, init_std=0.4, projection_init_std=0.4, dropout=DropoutConfig(rate=0.0))
+CONFIG = ModelConfig(
+    **_SIZES, init_std=0.4, projection_init_std=0.4, dropout=DropoutConfig(rate=0.0)
+)
 # A context of float64. jax 0.7 has it in jax.experimental only, jax 0.12 in jax only.
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 
@@ -36,7 +38,9 @@ def changed(config, **changes):
     """A config with some settings changed: `dropout__attention` for dropout.attention, and so
     on.
     """
-    return config_tree.replace(config, {name.replace("__", "."): value for name, value in changes.items()})
+    return config_tree.replace(
+        config, {name.replace("__", "."): value for name, value in changes.items()}
+    )
 
 
 def compat_config(preset: str) -> CompatConfig:
@@ -74,7 +78,11 @@ def text(length: int, *, rows: int = B, seed: int = 0) -> np.ndarray:
 
 
 def encoder(
-    model: TransformerXL, *, clamp_len: int | None = None, same_length: bool = False, deterministic: bool = True
+    model: TransformerXL,
+    *,
+    clamp_len: int | None = None,
+    same_length: bool = False,
+    deterministic: bool = True,
 ):
     """(variables, tokens, memory, rngs) -> (hidden, memory), compiled."""
     options = {"clamp_len": clamp_len, "same_length": same_length, "deterministic": deterministic}
@@ -98,7 +106,9 @@ def stream(encode, variables, tokens: np.ndarray, lengths: list[int], memory) ->
 
 def prepared(model: TransformerXL, variables: dict, *, same_length: bool = False, **lengths):
     window = model.config.compat.window(lengths["mem_len"], same_length=same_length)
-    prepare = functools.partial(prepare_params, model=model, window=window, **{"clamp_len": None} | lengths)
+    prepare = functools.partial(
+        prepare_params, model=model, window=window, **{"clamp_len": None} | lengths
+    )
     return jax.jit(prepare)(variables["params"])
 
 
@@ -125,7 +135,9 @@ def equations(jaxpr):
     """Yields the equations of a program and of all that it calls."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation
-        for part in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+        for part in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
+        ):
             if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
                 yield from equations(part)
 

@@ -36,7 +36,10 @@ def alone(model: LanguageModel, tokens: np.ndarray) -> np.ndarray:
     nats = np.zeros(len(tokens), np.promote_types(np.float32, components.config.model.dtype))
     if len(tokens) < 2:
         return np.zeros(0)
-    weights, segment_len = components.prepare_params(model.params), components.config.eval.segment_len
+    weights, segment_len = (
+        components.prepare_params(model.params),
+        components.config.eval.segment_len,
+    )
     reader = evaluation_segments(np.asarray(tokens), batch_size=1, segment_len=segment_len)
     memory = components.init_memory(weights)
     evaluate(components.eval_step, weights, memory, reader, place=components.place, token_nats=nats)

@@ -70,7 +70,9 @@ def params(model: TransformerXL) -> Any:
 
 
 def generator(model: TransformerXL, eval_config: EvalConfig) -> Generator:
-    return Generator(jax.jit(make_scorer(model, eval_config).prepare_params)(params(model)), eval_config)
+    return Generator(
+        jax.jit(make_scorer(model, eval_config).prepare_params)(params(model)), eval_config
+    )
 
 
 def state(made: Built) -> TrainState:
@@ -86,7 +88,9 @@ def text(*, seed: int = 0) -> SegmentReader:
     return training_segments(tokens, batch_size=B, segment_len=L)
 
 
-def call(made: Built, step: TrainStep, state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
+def call(
+    made: Built, step: TrainStep, state: TrainState, segments: Segments
+) -> tuple[TrainState, UpdateMetrics]:
     """One call of the step, from host to host; the given state stays usable."""
     return jax.device_get(step(jax.device_put(state), made.place(segments)))
 
@@ -98,16 +102,22 @@ def train(updates: int, **changes: Any) -> tuple[TrainState, UpdateMetrics]:
     for first in range(0, updates, per_call):
         after, metrics = call(made, step, after, text().segments(first, per_call))
         collected.append(metrics)
-    return after, UpdateMetrics(*(np.concatenate(of_calls) for of_calls in zip(*collected, strict=True)))
+    return after, UpdateMetrics(
+        *(np.concatenate(of_calls) for of_calls in zip(*collected, strict=True))
+    )
 
 
 def assert_equal(found: Any, expected: Any) -> None:
     """Equality bit for bit of two trees, naming the first leaf that differs."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), jax.tree_util.keystr(path)
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
 
 
 def assert_close(found: Any, expected: Any, *, rtol: float = 0, atol: float = 0) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), found, expected
+    )

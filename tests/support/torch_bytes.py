@@ -14,8 +14,14 @@ import numpy as np
 import pytest
 
 STORAGES = {np.dtype(ml_dtypes.bfloat16): "BFloat16Storage", np.dtype(np.bool_): "BoolStorage"}
-STORAGES |= {np.dtype(f"f{size}"): f"{kind}Storage" for size, kind in ((8, "Double"), (4, "Float"), (2, "Half"))}
-STORAGES |= {np.dtype(name): f"{kind}Storage" for name, kind in (("i8", "Long"), ("i4", "Int"), ("u1", "Byte"))}
+STORAGES |= {
+    np.dtype(f"f{size}"): f"{kind}Storage"
+    for size, kind in ((8, "Double"), (4, "Float"), (2, "Half"))
+}
+STORAGES |= {
+    np.dtype(name): f"{kind}Storage"
+    for name, kind in (("i8", "Long"), ("i4", "Int"), ("u1", "Byte"))
+}
 
 
 @dataclasses.dataclass
@@ -49,10 +55,15 @@ class Persistent:
 
 
 def parameter(array: np.ndarray) -> Call:
-    return Call(Name("torch._utils", "_rebuild_parameter"), (array, True, Call(Name("collections", "OrderedDict"), ())))
+    return Call(
+        Name("torch._utils", "_rebuild_parameter"),
+        (array, True, Call(Name("collections", "OrderedDict"), ())),
+    )
 
 
-def module(cls: str, *, parameters: dict | None = None, buffers: dict | None = None, **attributes: Any) -> Object:
+def module(
+    cls: str, *, parameters: dict | None = None, buffers: dict | None = None, **attributes: Any
+) -> Object:
     """A module: its submodules are the attributes that are modules; `cls` is "module.Name"."""
     children = {name: value for name, value in attributes.items() if isinstance(value, Object)}
     rest = {name: value for name, value in attributes.items() if name not in children}
@@ -92,7 +103,11 @@ class Writer:
             case Persistent(key=key):
                 return self.code(key) + pickle.BINPERSID
             case dict():
-                return b"}(" + b"".join(self.code(k) + self.code(v) for k, v in value.items()) + pickle.SETITEMS
+                return (
+                    b"}("
+                    + b"".join(self.code(k) + self.code(v) for k, v in value.items())
+                    + pickle.SETITEMS
+                )
             case list():
                 return b"](" + b"".join(map(self.code, value)) + pickle.APPENDS
             case tuple():
@@ -105,12 +120,17 @@ class Writer:
         while isinstance(base.base, np.ndarray):
             base = base.base
         key, base = self.storages.setdefault(id(base), (str(len(self.storages)), base))
-        begin = (array.__array_interface__["data"][0] - base.__array_interface__["data"][0]) // array.itemsize
+        begin = (
+            array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+        ) // array.itemsize
         storage = ("storage", Name("torch", STORAGES[array.dtype]), key, "cpu", base.size)
         strides = tuple(stride // array.itemsize for stride in array.strides)
         hooks = Call(Name("collections", "OrderedDict"), ())
         storage_id = Persistent((*storage, None) if self.legacy else storage)
-        return Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage_id, begin, array.shape, strides, False, hooks))
+        return Call(
+            Name("torch._utils", "_rebuild_tensor_v2"),
+            (storage_id, begin, array.shape, strides, False, hooks),
+        )
 
 
 def write_zip(path: Path, value: Any) -> Path:
@@ -127,7 +147,11 @@ def write_zip(path: Path, value: Any) -> Path:
 
 def write_legacy(path: Path, value: Any) -> Path:
     writer = Writer(legacy=True)
-    machine = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
+    machine = {
+        "protocol_version": 1001,
+        "little_endian": True,
+        "type_sizes": {"short": 2, "int": 4, "long": 4},
+    }
     parts = [writer.pickled(part) for part in (0x1950A86A20F9469CFC6C, 1001, machine, value)]
     parts.append(writer.pickled([key for key, _ in writer.storages.values()]))
     for _, base in writer.storages.values():

@@ -75,7 +75,11 @@ class AuditHook:
         self.left = plan.get("count", 1)
 
     def __call__(self, event: str, args: tuple) -> None:
-        if self.left and (operation := operation_of(event, args)) and fnmatch.fnmatch(operation, self.plan["at"]):
+        if (
+            self.left
+            and (operation := operation_of(event, args))
+            and fnmatch.fnmatch(operation, self.plan["at"])
+        ):
             self.left -= 1
             if not self.left:
                 getattr(self, self.plan["fault"])()
@@ -101,7 +105,10 @@ class AuditHook:
         go on do not.
         """
         for name in ("time", "time_ns"):
-            real, jump = getattr(time, name), self.plan["jump"] * (10**9 if name == "time_ns" else 1)
+            real, jump = (
+                getattr(time, name),
+                self.plan["jump"] * (10**9 if name == "time_ns" else 1),
+            )
             mock.patch.object(time, name, lambda real=real, jump=jump: real() + jump).start()
         for path in sorted(workdir().rglob("*")):
             with contextlib.suppress(FileNotFoundError):  # Saving goes on in another thread.
@@ -118,7 +125,9 @@ def operation_of(event: str, args: tuple) -> str | None:
     if event == "open":
         path, _, flags = args
         return f"open {text(path)}" if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) else None
-    paths = {"os.rename": 2, "os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "shutil.rmtree": 1}.get(event)
+    paths = {"os.rename": 2, "os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "shutil.rmtree": 1}.get(
+        event
+    )
     return " ".join([event, *map(text, args[:paths])]) if paths else None
 
 

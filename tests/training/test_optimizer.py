@@ -32,7 +32,9 @@ PEAK, WARMUP, STEPS, MIN_RATIO = 0.5, 8, 20, 0.1
 
 def config_of(steps: int = STEPS, others: dict | None = None, **own) -> ExperimentConfig:
     """A config with the optimizer's own settings, and groups of `others`."""
-    return ExperimentConfig(optimizer=OptimizerConfig(**own), train=TrainConfig(steps=steps), **(others or {}))
+    return ExperimentConfig(
+        optimizer=OptimizerConfig(**own), train=TrainConfig(steps=steps), **(others or {})
+    )
 
 
 # It is frozen.
@@ -43,7 +45,9 @@ def rates(*, multiple=1.0, average=AverageConfig(), **own) -> list[float]:  # no
     return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(STEPS + 2))).tolist()
 
 
-def rate_by_hand(count: int, *, warmup: int = WARMUP, first: int = WARMUP, last: int = STEPS, peak: float = PEAK):
+def rate_by_hand(
+    count: int, *, warmup: int = WARMUP, first: int = WARMUP, last: int = STEPS, peak: float = PEAK
+):
     """A line from 0 to the peak, then a cosine whose peak is at `first` and whose minimum is at
     `last` and after it.
     """
@@ -59,7 +63,10 @@ def rate_by_hand(count: int, *, warmup: int = WARMUP, first: int = WARMUP, last:
         ({}, {}),
         ({"schedule_offset": ScheduleOffset.ORIGINAL}, {"first": 0}),
         ({"warmup_steps": 0}, {"warmup": 0, "first": 0}),
-        ({"warmup_steps": 0, "schedule_offset": ScheduleOffset.ORIGINAL}, {"warmup": 0, "first": 0}),
+        (
+            {"warmup_steps": 0, "schedule_offset": ScheduleOffset.ORIGINAL},
+            {"warmup": 0, "first": 0},
+        ),
         ({"decay_steps": 14}, {"last": 14}),
         ({"multiple": 3.0}, {"peak": 3 * PEAK}),  # The minimum is the same.
     ],
@@ -76,7 +83,9 @@ def test_a_linear_warm_up_and_a_cosine(changes, by_hand):
 def test_a_linear_warm_up_and_a_line(multiple):
     corners = [0, WARMUP, STEPS], [0, multiple * PEAK, MIN_RATIO * PEAK]
     expected = np.interp(range(STEPS + 2), *corners)
-    np.testing.assert_allclose(rates(schedule=Schedule.LINEAR, multiple=multiple), expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        rates(schedule=Schedule.LINEAR, multiple=multiple), expected, rtol=1e-6
+    )
 
 
 def test_the_rate_is_multiplied_while_weights_are_averaged():
@@ -93,7 +102,9 @@ def test_updates_are_those_of_a_numpy_adam_after_clipping(l2, x64):
     rng = np.random.default_rng(0)
     params = {"matrix": rng.normal(size=(2, 3)), "vector": rng.normal(size=4)}
     state = optimizer.init(jax.tree.map(jnp.asarray, params))
-    first, second = ({name: np.zeros(value.shape) for name, value in params.items()} for _ in range(2))
+    first, second = (
+        {name: np.zeros(value.shape) for name, value in params.items()} for _ in range(2)
+    )
     clipped = 0
     for count, size in enumerate((5.0, 0.05, 0.6, 1.0), start=1):
         gradient = {name: size * rng.normal(size=value.shape) for name, value in params.items()}
@@ -112,11 +123,15 @@ def test_updates_are_those_of_a_numpy_adam_after_clipping(l2, x64):
 
 
 def test_the_embedding_has_a_rate_of_its_own():
-    optimizer = make_optimizer(config_of(learning_rate=0.1, clip_norm=1e9, embedding_lr_multiplier=3.0))
+    optimizer = make_optimizer(
+        config_of(learning_rate=0.1, clip_norm=1e9, embedding_lr_multiplier=3.0)
+    )
     params = jax.tree.map(jnp.ones_like, drawn(0))
     updates, _ = optimizer.update(params, optimizer.init(params), params)
     for path, leaf in flax.traverse_util.flatten_dict(updates, sep="/").items():
-        np.testing.assert_allclose(leaf, -0.3 if path == "embedding/table_0" else -0.1, rtol=1e-4, err_msg=path)
+        np.testing.assert_allclose(
+            leaf, -0.3 if path == "embedding/table_0" else -0.1, rtol=1e-4, err_msg=path
+        )
 
 
 # Rules that treat each layer's matrices by themselves. Their state on meshes:
@@ -142,12 +157,18 @@ def drawn(seed, *, scale=1.0):
     """A tree of numbers of `SHAPES`, in the type of the test."""
     rng = np.random.default_rng(seed)
     is_leaf = {"is_leaf": lambda leaf: isinstance(leaf, tuple)}
-    return jax.tree.map(lambda shape: jnp.asarray(scale * rng.normal(size=shape), float), SHAPES, **is_leaf)
+    return jax.tree.map(
+        lambda shape: jnp.asarray(scale * rng.normal(size=shape), float), SHAPES, **is_leaf
+    )
 
 
 def unstacked(tree):
     """The tensors by name, one for each layer, and attention's as matrices."""
-    found = {"table": tree["embedding"]["table_0"], "bias": tree["softmax"]["bias"], "u": tree["stack"]["biases"]}
+    found = {
+        "table": tree["embedding"]["table_0"],
+        "bias": tree["softmax"]["bias"],
+        "u": tree["stack"]["biases"],
+    }
     for i in range(N):
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], tree["stack"]["layers"])
         attention = layer["attention"]
@@ -176,7 +197,8 @@ def is_decayed(params):
     """Mask of the decay, in the tree of `unstacked`: matrices."""
     of_kernels = {"inner_kernel": True, "inner_bias": False}
     return {
-        name: of_kernels if "feed_forward" in name else name.split()[0] not in ("bias", "u", "norm") for name in params
+        name: of_kernels if "feed_forward" in name else name.split()[0] not in ("bias", "u", "norm")
+        for name in params
     }
 
 
@@ -184,7 +206,11 @@ def muon():
     """Muon for the layers' matrices in the tree of `unstacked`, and Adam for the rest."""
 
     def rule(path, leaf):
-        return "muon" if path[0].key.startswith(("query", "output")) or path[-1].key == "inner_kernel" else "adam"
+        return (
+            "muon"
+            if path[0].key.startswith(("query", "output")) or path[-1].key == "inner_kernel"
+            else "adam"
+        )
 
     adam = optax.adamw(RATE, weight_decay=0.3, mask=is_decayed)
     rules = {"muon": optax.contrib.muon(RATE, consistent_rms=0.2, weight_decay=0.3), "adam": adam}
@@ -193,7 +219,9 @@ def muon():
 
 PEERS = {
     OptimizerName.LAMB: lambda: optax.lamb(RATE, eps=1e-8, weight_decay=0.3, mask=is_decayed),
-    OptimizerName.ADAFACTOR: lambda: optax.adafactor(RATE, weight_decay_rate=0.3 * RATE, weight_decay_mask=is_decayed),
+    OptimizerName.ADAFACTOR: lambda: optax.adafactor(
+        RATE, weight_decay_rate=0.3 * RATE, weight_decay_mask=is_decayed
+    ),
     OptimizerName.LION: lambda: optax.lion(RATE, weight_decay=0.3, mask=is_decayed),
     OptimizerName.MUON: muon,
 }
@@ -203,7 +231,9 @@ PEERS = {
 def test_updates_are_those_of_optax_on_each_layers_matrices(name, x64):
     params = drawn(0)
     params["softmax"]["bias"] *= 0  # As it begins.
-    constant = config_of(10, name=name, learning_rate=RATE, min_lr_ratio=1.0, clip_norm=1e9, weight_decay=0.3)
+    constant = config_of(
+        10, name=name, learning_rate=RATE, min_lr_ratio=1.0, clip_norm=1e9, weight_decay=0.3
+    )
     found = updated(make_optimizer(constant), params)
     expected = updated(PEERS[name](), unstacked(params))
     tiny_run.assert_close([*map(unstacked, found)], expected, rtol=1e-9, atol=1e-12)
@@ -225,7 +255,11 @@ def exponential(least: float) -> list[float]:
     [
         # After two updates: the third weight is the first that counts; before that, the weights
         # themselves.
-        ({"start_step": 2}, None, [1.0, 5.0, 2.0, np.mean([2, 8]), np.mean([2, 8, 4]), np.mean([2, 8, 4, 6])]),
+        (
+            {"start_step": 2},
+            None,
+            [1.0, 5.0, 2.0, np.mean([2, 8]), np.mean([2, 8, 4]), np.mean([2, 8, 4, 6])],
+        ),
         ({"start_step": 0, "ema_decay": 0.75}, None, exponential(0.25)),
         ({"nt_asgd_patience": 5}, 4, [1.0, 5.0, 2.0, 8.0, 4.0, 5.0]),
     ],
@@ -238,14 +272,18 @@ def test_means_by_hand(settings, begin_at, expected):
     for step, weight in enumerate(WEIGHTS):
         if step == begin_at:
             average = weight_averaging.begin(average, step)
-        average = weight_averaging.add(average, {"w": jnp.asarray(weight)}, jnp.asarray(step), config)
+        average = weight_averaging.add(
+            average, {"w": jnp.asarray(weight)}, jnp.asarray(step), config
+        )
         found.append(average.params["w"])
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_a_mean_begins_once_and_of_an_ensemble_one_members():
     average = weight_averaging.init({"w": jnp.zeros(())}, AverageConfig(nt_asgd_patience=5))
-    assert not weight_averaging.has_begun(average) and weight_averaging.has_begun(weight_averaging.begin(average, 0))
+    assert not weight_averaging.has_begun(average) and weight_averaging.has_begun(
+        weight_averaging.begin(average, 0)
+    )
     both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), average)
     begun = weight_averaging.begin(both, 7, 1)
     assert not weight_averaging.has_begun(begun, 0) and weight_averaging.has_begun(begun, 1)
@@ -268,5 +306,7 @@ def test_the_step_keeps_the_mean_of_its_updates():
     # Each update's parameters, from a run that stops there.
     each = [tiny_run.train(updates, average__start_step=4)[0].params for updates in range(5, 8)]
     expected = np.mean([params["embedding"]["table_0"] for params in each], axis=0)
-    np.testing.assert_allclose(state.average.params["embedding"]["table_0"], expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        state.average.params["embedding"]["table_0"], expected, rtol=1e-5, atol=1e-7
+    )
     assert np.abs(expected - state.params["embedding"]["table_0"]).max() > 1e-4

@@ -24,7 +24,9 @@ class Log:
         self.records, self.lines = [], []
 
     def record(self, kind, step, values, *, member=None):
-        self.records.append({"kind": kind, "step": step, **({} if member is None else {"member": member}), **values})
+        self.records.append(
+            {"kind": kind, "step": step, **({} if member is None else {"member": member}), **values}
+        )
 
     def print(self, line):
         self.lines.append(line)
@@ -33,14 +35,24 @@ class Log:
 def metrics(*steps: int, **changes) -> UpdateMetrics:
     step = np.asarray(steps, np.float32)
     found = UpdateMetrics(
-        nats=60 + step, tokens=20 + 0 * step, grad_norm=1 / (1 + step), learning_rate=0.1 - step / 1000
+        nats=60 + step,
+        tokens=20 + 0 * step,
+        grad_norm=1 / (1 + step),
+        learning_rate=0.1 - step / 1000,
     )
-    return found._replace(**{name: np.asarray(value, np.float32) for name, value in changes.items()})
+    return found._replace(
+        **{name: np.asarray(value, np.float32) for name, value in changes.items()}
+    )
 
 
 def progress(log, *, now=(100.0,), **changes) -> Progress:
     """Progress by a clock that shows `now[0]`."""
-    given = {"steps": STEPS, "log_every": LOG_EVERY, "cost": StepCost(TOKENS), "clock": lambda: now[0]}
+    given = {
+        "steps": STEPS,
+        "log_every": LOG_EVERY,
+        "cost": StepCost(TOKENS),
+        "clock": lambda: now[0],
+    }
     return Progress(log, **given | changes)
 
 
@@ -57,7 +69,11 @@ def test_a_line_sums_up_its_updates():
         made.add(first, metrics(first, first + 1))
     first, second = log.records
     loss = (60 + 61 + 62 + 63) / 80
-    expected = {"loss": loss, "bpc": loss / math.log(2), "grad_norm": (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4}
+    expected = {
+        "loss": loss,
+        "bpc": loss / math.log(2),
+        "grad_norm": (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4,
+    }
     # The rate is the last one.
     expected |= {"learning_rate": 0.1 - 3 / 1000, "tokens_per_second": 4 * TOKENS / 1.0}
     assert (first["kind"], first["step"], second["step"]) == ("train", 4, 8)
@@ -66,7 +82,9 @@ def test_a_line_sums_up_its_updates():
     assert re.search(r"\b4/8\b.*\b0:00:01$", log.lines[0])
     short = Log()
     add(progress(short, steps=3, log_every=2), range(3))
-    assert [record["step"] for record in short.records] == [2, 3], "the last update is reported between multiples"
+    assert [record["step"] for record in short.records] == [2, 3], (
+        "the last update is reported between multiples"
+    )
     assert short.records[1]["loss"] == pytest.approx(62 / 20)
 
 
@@ -77,7 +95,10 @@ def test_a_resumed_run_writes_the_same_records(stopped_after):
     add(progress(expected), range(STEPS))
     before = progress(resumed)
     add(before, range(stopped_after))
-    add(progress(resumed, running_totals=json.loads(json.dumps(before.state()))), range(stopped_after, STEPS))
+    add(
+        progress(resumed, running_totals=json.loads(json.dumps(before.state()))),
+        range(stopped_after, STEPS),
+    )
 
     for record in (*expected.records, *resumed.records):
         for name in MEASURED:
@@ -100,7 +121,9 @@ def test_a_resumed_ensemble_continues_the_totals_of_each_member():
 
 def test_tokens_per_second_counts_this_process():
     log, now = Log(), [100.0]
-    made = progress(log, now=now, running_totals={"nats": 130.0, "tokens": 40.0, "grad_norm": 2.0, "updates": 2})
+    made = progress(
+        log, now=now, running_totals={"nats": 130.0, "tokens": 40.0, "grad_norm": 2.0, "updates": 2}
+    )
     for step in (2, 3):
         now[0] += 1.0
         made.add(step, metrics(step))
@@ -109,7 +132,11 @@ def test_tokens_per_second_counts_this_process():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"nats": [60, math.nan, math.inf]}, {"nats": [60, -math.inf, 60], "grad_norm": [1, 1, math.nan]}]
+    "changes",
+    [
+        {"nats": [60, math.nan, math.inf]},
+        {"nats": [60, -math.inf, 60], "grad_norm": [1, 1, math.nan]},
+    ],
 )
 def test_the_alarm_names_the_first_bad_update(changes):
     log = Log()
@@ -145,7 +172,11 @@ def test_what_a_record_measures():
     """A step of 2e12 operations in half a second on a peak of 16e12."""
     log = measured_run(flops=2e12, peak_flops=16e12)
     expected = {"tokens_per_second": TOKENS / 0.5, "step_seconds": 0.5, "host_wait_share": 0.2}
-    expected |= {"model_flops_per_second": 4e12, "peak_share": 0.25, "device_memory_bytes": 3_000_000_000}
+    expected |= {
+        "model_flops_per_second": 4e12,
+        "peak_share": 0.25,
+        "device_memory_bytes": 3_000_000_000,
+    }
     for record in log.records:
         assert {name: record[name] for name in MEASURED} == pytest.approx(expected)
     both = measured_run(names=("a", "b"), flops=2e12, peak_flops=16e12)  # They share the peak.
@@ -157,13 +188,21 @@ def test_the_time_of_a_run_is_forecast_by_its_first_steps():
     """The first update is left out, the next two take 4 s, and 997 are left; hooks take none of
     it.
     """
-    [line] = [line for line in measured_run(per_update=2.0, steps=1000).lines if line.startswith("time")]
+    [line] = [
+        line for line in measured_run(per_update=2.0, steps=1000).lines if line.startswith("time")
+    ]
     assert "2 s per step" in line and "0:33:14" in line and "997 steps" in line
     # Too short to time.
     assert not [line for line in measured_run(per_update=0.001).lines if line.startswith("time")]
 
 
 def test_durations():
-    assert [duration(seconds) for seconds in (59.6, 3723, 200_000)] == ["0:01:00", "1:02:03", "2d 7:33:20"]
+    assert [duration(seconds) for seconds in (59.6, 3723, 200_000)] == [
+        "0:01:00",
+        "1:02:03",
+        "2d 7:33:20",
+    ]
     assert duration(1e15) == duration(-1e300) == duration(math.inf)
-    assert duration(math.inf) == duration(math.nan) and not any(map(str.isdigit, duration(math.nan)))
+    assert duration(math.inf) == duration(math.nan) and not any(
+        map(str.isdigit, duration(math.nan))
+    )

@@ -44,8 +44,12 @@ def trained(usual_emitters):
 @pytest.mark.parametrize("per_call", full_but([5], [2, 5]))
 def test_updates_per_call_change_no_bit(trained, per_call):
     resets = tiny_run.text().segments(0, tiny_run.STEPS).reset[:, 0]
-    assert any(resets[step] for step in range(tiny_run.STEPS) if step % per_call), "no epoch begins inside a call"
-    tiny_run.assert_equal(tiny_run.train(tiny_run.STEPS, train__segments_per_call=per_call), trained)
+    assert any(resets[step] for step in range(tiny_run.STEPS) if step % per_call), (
+        "no epoch begins inside a call"
+    )
+    tiny_run.assert_equal(
+        tiny_run.train(tiny_run.STEPS, train__segments_per_call=per_call), trained
+    )
 
 
 def test_the_reported_loss_is_that_of_the_model():
@@ -55,14 +59,19 @@ def test_the_reported_loss_is_that_of_the_model():
     assert metrics.tokens == tiny_run.B * 4  # L = 7: positions 3, 4, 5, 6.
     np.testing.assert_allclose(metrics.learning_rate, made.schedule(0), rtol=1e-6)
     hidden, _ = tiny.encoder(made.model)({"params": state.params}, segments.inputs[0], state.memory)
-    nll = made.model.apply({"params": state.params}, hidden, segments.targets[0], method=made.model.nll)
+    nll = made.model.apply(
+        {"params": state.params}, hidden, segments.targets[0], method=made.model.nll
+    )
     np.testing.assert_allclose(metrics.nats[0], nll[:, tiny_run.L // 2 :].sum(), rtol=1e-5)
 
 
 def test_the_gradient_is_that_of_the_mean_over_scored_tokens():
     # Three equal rows have the mean of one; a sum, or a mean over all places, would not.
     segments = tiny_run.text().segments(0, 1)
-    repeated = {name: np.repeat(getattr(segments, name)[:, :1], tiny_run.B, axis=1) for name in ("inputs", "targets")}
+    repeated = {
+        name: np.repeat(getattr(segments, name)[:, :1], tiny_run.B, axis=1)
+        for name in ("inputs", "targets")
+    }
     equal_rows = segments._replace(**repeated)
     _, all_rows = one_update(segments=equal_rows, **HALF)
     _, one_row = one_update(segments=with_weights(equal_rows, np.s_[:, 1:], 0), **HALF)
@@ -76,7 +85,9 @@ def test_padding_contributes_nothing():
     padded = with_weights(segments, end, 0)
     state, metrics = one_update(segments=padded)
     assert metrics.tokens == tiny_run.B * tiny_run.L - 2
-    other = padded._replace(inputs=changed(padded.inputs, end), targets=changed(padded.targets, end))
+    other = padded._replace(
+        inputs=changed(padded.inputs, end), targets=changed(padded.targets, end)
+    )
     other_state, other_metrics = one_update(segments=other)
     tiny_run.assert_equal((other_state.params, other_metrics), (state.params, metrics))
     # The same change where it counts.
@@ -96,16 +107,23 @@ def test_ignored_targets_are_padding():
     state, metrics = one_update(segments=segments._replace(targets=targets))
     assert metrics.tokens == tiny_run.B * tiny_run.L - 2
     padded_state, padded_metrics = one_update(segments=with_weights(segments, end, 0))
-    tiny_run.assert_close((state.params, metrics), (padded_state.params, padded_metrics), rtol=1e-5, atol=1e-7)
+    tiny_run.assert_close(
+        (state.params, metrics), (padded_state.params, padded_metrics), rtol=1e-5, atol=1e-7
+    )
 
 
 def test_the_memory_reaches_the_next_segment_of_rows_that_are_not_reset():
     made, *_ = tiny_run.compiled()
     state, _ = one_update()
     assert state.memory.valid.tolist() == [tiny_run.L] * tiny_run.B
-    segments, forgetful = tiny_run.text().segments(1, 1), state.replace(memory=tiny_run.state(made).memory)
+    segments, forgetful = (
+        tiny_run.text().segments(1, 1),
+        state.replace(memory=tiny_run.state(made).memory),
+    )
     reset = segments._replace(reset=np.ones_like(segments.reset))
-    (_, expected), (_, found), (_, other) = map(one_update, (forgetful, state, state), (segments, reset, segments))
+    (_, expected), (_, found), (_, other) = map(
+        one_update, (forgetful, state, state), (segments, reset, segments)
+    )
     tiny_run.assert_equal(found, expected)
     assert other.nats != expected.nats
 
@@ -113,7 +131,12 @@ def test_the_memory_reaches_the_next_segment_of_rows_that_are_not_reset():
 def test_activation_penalties_by_hand():
     outputs = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
     square = sum(float(x) ** 2 for x in outputs.ravel()) / outputs.size
-    change = [float(outputs[b, i + 1, d] - outputs[b, i, d]) ** 2 for b in range(2) for i in range(3) for d in range(3)]
+    change = [
+        float(outputs[b, i + 1, d] - outputs[b, i, d]) ** 2
+        for b in range(2)
+        for i in range(3)
+        for d in range(3)
+    ]
     found = activation_penalty(jnp.asarray(outputs), activation=0.2, temporal=0.1)
     assert found == pytest.approx(0.2 * square + 0.1 * np.mean(change), rel=1e-5)
     assert activation_penalty(jnp.ones((2, 1, 3)), activation=0.0, temporal=1.0) == 0

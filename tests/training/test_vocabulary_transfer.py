@@ -72,7 +72,9 @@ def test_each_token_has_its_own_row_of_the_old_tables_or_a_new_one(div_val):
         table = f"table_{cluster}"
         for part in ("embedding", "softmax"):
             expected = old[part][table][old_row] if is_kept else initial[part][table][row]
-            np.testing.assert_array_equal(made[part][table][row], expected, f"{part} of token {token}")
+            np.testing.assert_array_equal(
+                made[part][table][row], expected, f"{part} of token {token}"
+            )
         bias = old["softmax"]["bias"][old_token] if is_kept else initial["softmax"]["bias"][token]
         assert made["softmax"]["bias"][token] == bias
     assert rows.counts["kept"] == kept == (10 if div_val == 1 else 7)

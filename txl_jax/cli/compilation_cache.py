@@ -37,7 +37,9 @@ def check_outside(named: str | None, runs: Iterable[str | None]) -> None:
     for run in filter(None, runs):
         if is_remote(run) == is_remote(named):
             inside = f"{_resolved(named)}/".startswith(f"{_resolved(run)}/")
-            wanted = f"the compilation cache must be outside of {run}, because code is loaded from it"
+            wanted = (
+                f"the compilation cache must be outside of {run}, because code is loaded from it"
+            )
             require(not inside, f"{wanted}, got {named}. Pass another directory.")
 
 
@@ -84,7 +86,10 @@ def keep_compiled(named: str | None = None, *, by_default: bool = True) -> None:
             _note_not_cached(f"{danger}, so its content may not be yours")
             return
         if danger is not None:
-            print(f"note      code is loaded from --compilation_cache={named}, but {danger}", flush=True)
+            print(
+                f"note      code is loaded from --compilation_cache={named}, but {danger}",
+                flush=True,
+            )
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
 
@@ -196,5 +201,7 @@ def _processor() -> str:
     """Returns a name for this machine's kind of processor and its instructions."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    features = next(
+        (line for line in lines if line.startswith(("flags", "Features"))), platform.processor()
+    )
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"

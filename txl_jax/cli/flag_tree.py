@@ -39,7 +39,9 @@ Settings = TypeVar("Settings")
 
 def define(defaults: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> None:
     """Defines one flag per setting, with `defaults` as default values, and the preset."""
-    flags.DEFINE_enum("compat", None, sorted(COMPAT_PRESETS), "Implementation to match.", flag_values=flag_values)
+    flags.DEFINE_enum(
+        "compat", None, sorted(COMPAT_PRESETS), "Implementation to match.", flag_values=flag_values
+    )
     for leaf in setting_leaves(ExperimentConfig):
         _define_leaf(leaf, config_tree.get(defaults, leaf.name), flag_values)
 
@@ -88,7 +90,9 @@ def build(base: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> Expe
         base = apply_preset(base, compat)
     # Of each flag the last value: one after --flagfile wins over the file's.
     chosen = given(flag_values)
-    return _with_absolute_paths(config_tree.replace(_for_other_text(base, chosen), chosen).resolved())
+    return _with_absolute_paths(
+        config_tree.replace(_for_other_text(base, chosen), chosen).resolved()
+    )
 
 
 def build_plan(plan: type[Settings]) -> Settings:
@@ -109,7 +113,11 @@ def _for_other_text(base: ExperimentConfig, chosen: dict[str, Any]) -> Experimen
 
     The files are dropped if other files are set, and the tokenizer if another kind is set.
     """
-    reset, data, files = [], base.data, [f"data.{name}" for name in ("file", "train", "valid", "test")]
+    reset, data, files = (
+        [],
+        base.data,
+        [f"data.{name}" for name in ("file", "train", "valid", "test")],
+    )
     if chosen.get("data.corpus", data.corpus) != data.corpus or chosen.keys() & set(files):
         reset += files
     if chosen.get("data.tokenizer.kind", data.tokenizer.kind) != data.tokenizer.kind:
@@ -117,7 +125,9 @@ def _for_other_text(base: ExperimentConfig, chosen: dict[str, Any]) -> Experimen
         reset += [leaf.name for leaf in leaves if leaf.setting.shapes_tokens] + ["data.order"]
     elif chosen.get("data.tokenizer.vocab_file"):
         reset.append("data.tokenizer.min_count")
-    return config_tree.replace(base, {name: config_tree.get(ExperimentConfig(), name) for name in reset})
+    return config_tree.replace(
+        base, {name: config_tree.get(ExperimentConfig(), name) for name in reset}
+    )
 
 
 def _with_absolute_paths(settings: Settings) -> Settings:
@@ -126,17 +136,25 @@ def _with_absolute_paths(settings: Settings) -> Settings:
     def absolute(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(absolute, value))
-        return as_path(value) if is_remote(value or "") else value and os.path.abspath(expand_home(value))
+        return (
+            as_path(value)
+            if is_remote(value or "")
+            else value and os.path.abspath(expand_home(value))
+        )
 
     paths = [leaf.name for leaf in config_tree.leaves(type(settings)) if leaf.setting.path]
-    return config_tree.replace(settings, {name: absolute(config_tree.get(settings, name)) for name in paths})
+    return config_tree.replace(
+        settings, {name: absolute(config_tree.get(settings, name)) for name in paths}
+    )
 
 
 # `words`, `places` and `flagfile` of a `cli.Job`.
 Parsed = tuple[list[str], dict[str, str], str | None]
 
 
-def parse(argv: Sequence[str], flag_values: flags.FlagValues = FLAGS, *, takes_words: bool = False) -> Parsed:
+def parse(
+    argv: Sequence[str], flag_values: flags.FlagValues = FLAGS, *, takes_words: bool = False
+) -> Parsed:
     """Parses a command line: (words, places, flagfile) of a `cli.Job`.
 
     Prints a note for each flag that a later flagfile overrides. Raises `UserError` if a flag is
@@ -179,7 +197,11 @@ class _Word(NamedTuple):
         if not (match := re.match(r"--?([\w.]+)", self.text)):
             return None
         name = match[1]
-        return name[2:] if name not in flag_values and name.startswith("no") and name[2:] in flag_values else name
+        return (
+            name[2:]
+            if name not in flag_values and name.startswith("no") and name[2:] in flag_values
+            else name
+        )
 
 
 def _expanded(
@@ -206,13 +228,17 @@ def _expanded(
         if (path := next(filter(_is_flagfile, paths), None)) is None:
             yield from _preset_words(name, word.where)
             continue
-        require(path not in inside, f"{word.where}the flagfile {path} includes itself. Remove the line.")
+        require(
+            path not in inside, f"{word.where}the flagfile {path} includes itself. Remove the line."
+        )
         many = f"{word.where}a command must read at most {_MOST_FLAGFILES} flagfiles, and {path} is one more"
         require(next(numbers) <= _MOST_FLAGFILES, f"{many}. Remove repeated lines.")
         try:
             lines = enumerate(storage.read_text(path).splitlines(), start=1)
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{word.where}the flagfile {path} cannot be read as text ({error})") from None
+            raise UserError(
+                f"{word.where}the flagfile {path} cannot be read as text ({error})"
+            ) from None
         found = (_Word(line.strip(), f"{path}, line {number}: ") for number, line in lines)
         kept = (line for line in found if line.text and not line.text.startswith(("#", "//")))
         yield from _expanded(kept, (*inside, path), numbers)
@@ -234,12 +260,19 @@ def _preset_words(name: str, where: str) -> Iterator[_Word]:
     compat = next(  # Its settings have no flags of their own.
         each
         for each in COMPAT_PRESETS
-        if all(leaf.setting.flag for leaf, *_ in config_tree.differences(config, apply_preset(config, each)))
+        if all(
+            leaf.setting.flag
+            for leaf, *_ in config_tree.differences(config, apply_preset(config, each))
+        )
     )
     # A flagfile does not list others either, so that a command's corpus, a record and a warm start
     # keep theirs.
     usual = apply_preset(ExperimentConfig(data=default_data(config.data.corpus)), compat)
-    changed = {leaf.name: value for leaf, value, _ in config_tree.differences(config, usual) if leaf.setting.flag}
+    changed = {
+        leaf.name: value
+        for leaf, value, _ in config_tree.differences(config, usual)
+        if leaf.setting.flag
+    }
     if config.data.corpus is not CorpusName.TEXT:
         changed["data.corpus"] = config.data.corpus
     if compat != "ours":
@@ -273,7 +306,9 @@ def naming_places(places: Mapping[str, str], base: str) -> Iterator[None]:
         yield
     except UserError as error:
         known = {leaf.name for leaf in config_tree.leaves(ExperimentConfig)}
-        named = dict.fromkeys(name.rstrip(".") for name in re.findall(r"[a-z_]+(?:\.\w+)+", str(error)))
+        named = dict.fromkeys(
+            name.rstrip(".") for name in re.findall(r"[a-z_]+(?:\.\w+)+", str(error))
+        )
         origins = []
         for name in named:
             place = places.get(name, base)
@@ -289,7 +324,9 @@ class SettingParser(flags.ArgumentParser, flags.ArgumentSerializer):
 
     def __init__(self, type: FieldType):
         self._type = type
-        self.enum_values = [each.value for each in type.kind] if issubclass(type.kind, enum.Enum) else []
+        self.enum_values = (
+            [each.value for each in type.kind] if issubclass(type.kind, enum.Enum) else []
+        )
 
     def parse(self, argument: Any) -> Any:
         """Returns the value, or a default as it is.
@@ -316,7 +353,9 @@ class SettingParser(flags.ArgumentParser, flags.ArgumentSerializer):
             expected = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind)
             if self.enum_values:
                 expected = f"one of {', '.join(self.enum_values)}"
-            raise ValueError(f"must be {expected}, got {text!r}{did_you_mean(text, self.enum_values)}") from None
+            raise ValueError(
+                f"must be {expected}, got {text!r}{did_you_mean(text, self.enum_values)}"
+            ) from None
 
 
 def _define_leaf(leaf: Leaf, default: Any, flag_values: flags.FlagValues) -> None:

@@ -30,7 +30,9 @@ def help_text(
     line above them, and `required` the flags that must be set.
     """
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
-    rows: dict[str, list[tuple[str, str]]] = {group: [] for group in (_PROGRAM, _HOSTS, *flag_tree.groups())}
+    rows: dict[str, list[tuple[str, str]]] = {
+        group: [] for group in (_PROGRAM, _HOSTS, *flag_tree.groups())
+    }
     if "seed" in flag_values:
         rows[_PROGRAM].append(_FLAGFILE)
     for name in own:

@@ -53,7 +53,14 @@ _SILENT_SECONDS = 10
 
 _METADATA_SECONDS, _METADATA_TRIES = 3, 3
 # Words in the errors of collectives when a process is gone: on CPUs, on GPUs, of JAX's own service.
-_SIGNS_OF_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "Connection closed", "Connection reset", "coordination service")
+_SIGNS_OF_LOSS = (
+    "Gloo",
+    "NCCL",
+    "UNAVAILABLE",
+    "Connection closed",
+    "Connection reset",
+    "coordination service",
+)
 
 _number = 0  # The index of this process, once it has joined the others.
 
@@ -75,8 +82,13 @@ def define_flags() -> None:
 
 def environment() -> dict[str, str]:
     """Returns the environment variables, overridden by the flags for them."""
-    found = {variable: flags.FLAGS[name] for name, variable in _VARIABLES.items() if name in flags.FLAGS}
-    return {**os.environ, **{variable: str(flag.value) for variable, flag in found.items() if flag.present}}
+    found = {
+        variable: flags.FLAGS[name] for name, variable in _VARIABLES.items() if name in flags.FLAGS
+    }
+    return {
+        **os.environ,
+        **{variable: str(flag.value) for variable, flag in found.items() if flag.present},
+    }
 
 
 def join(found: Several) -> None:
@@ -115,7 +127,10 @@ def join(found: Several) -> None:
     _number = jax.process_index()
     # Gloo gives up on processes that come to the first collective 30 s late, and to none after it.
     names = distributed.gather_texts(f"process {_number} on {socket.gethostname()}")
-    _watch(names, found.arguments.get("coordinator_address", f"{names[0].split()[-1]}:").rpartition(":")[0])
+    _watch(
+        names,
+        found.arguments.get("coordinator_address", f"{names[0].split()[-1]}:").rpartition(":")[0],
+    )
 
 
 def _outlast_cuts() -> None:
@@ -137,7 +152,10 @@ def _outlast_cuts() -> None:
         except OSError:  # It was closed meanwhile.
             continue
         with opened:
-            if opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.type != socket.SOCK_STREAM:
+            if (
+                opened.family not in (socket.AF_INET, socket.AF_INET6)
+                or opened.type != socket.SOCK_STREAM
+            ):
                 continue
             before = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
             if 0 < before < milliseconds:  # Connections without this limit are left as they are.
@@ -156,10 +174,16 @@ def _watch(names: list[str], host: str) -> None:
     own = socket.socket() if _number else socket.create_server(("", 0), backlog=len(names))
     # The connections of a server inherit its options.
     own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in {"KEEPIDLE": LOSS_SECONDS // 4, "KEEPINTVL": LOSS_SECONDS // 4, "KEEPCNT": 3}.items():
+    for option, value in {
+        "KEEPIDLE": LOSS_SECONDS // 4,
+        "KEEPINTVL": LOSS_SECONDS // 4,
+        "KEEPCNT": 3,
+    }.items():
         if hasattr(socket, f"TCP_{option}"):  # macOS lacks the first.
             own.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
-    port, key = distributed.broadcast_from_primary(lambda: (own.getsockname()[1], secrets.token_hex()))
+    port, key = distributed.broadcast_from_primary(
+        lambda: (own.getsockname()[1], secrets.token_hex())
+    )
     expected = {f"{key}{number}".encode(): number for number in range(1, len(names))}
     # Only the thread that ends this process acquires it.
     connections, ending = list[socket.socket](), threading.Lock()
@@ -200,7 +224,11 @@ def check_same(plan: Any) -> None:
     Settings of `ExperimentConfig` are compared when training or scoring begins.
     """
     leaves = [leaf for leaf in config_tree.leaves(type(plan)) if not leaf.setting.path]
-    values = {leaf.name: config_tree.get(plan, leaf.name) for leaf in leaves if leaf.name != "compilation_cache"}
+    values = {
+        leaf.name: config_tree.get(plan, leaf.name)
+        for leaf in leaves
+        if leaf.name != "compilation_cache"
+    }
     given = {f"--{name}": config_tree.format_value(value) for name, value in values.items()}
     distributed.assert_same_on_all(given, "start all processes with the same flags")
 
@@ -262,7 +290,11 @@ def announced(environment: Mapping[str, str]) -> Several | None:
 
 
 def _from_flags(environment: Mapping[str, str]) -> Several | None:
-    missing = [f"--{name} (or {variable})" for name, variable in _VARIABLES.items() if not environment.get(variable)]
+    missing = [
+        f"--{name} (or {variable})"
+        for name, variable in _VARIABLES.items()
+        if not environment.get(variable)
+    ]
     if len(missing) == len(_VARIABLES):
         return None
     announcing = "the three flags or variables that announce processes must be set together"
@@ -276,7 +308,11 @@ def _from_flags(environment: Mapping[str, str]) -> Several | None:
     )
     if int(count) == 1:
         return None
-    arguments = {"coordinator_address": coordinator, "num_processes": int(count), "process_id": int(number)}
+    arguments = {
+        "coordinator_address": coordinator,
+        "num_processes": int(count),
+        "process_id": int(number),
+    }
     # Else JAX reads Slurm's variables all the same, and takes one GPU of this host.
     arguments["cluster_detection_method"] = "deactivate"
     return Several(int(count), "--num_processes or JAX_NUM_PROCESSES", arguments)
@@ -316,7 +352,9 @@ def _from_tpu(environment: Mapping[str, str]) -> Several | None:
 
 def _has_tpu() -> bool:
     """Returns whether JAX can use a TPU here, without starting it."""
-    return importlib.util.find_spec("libtpu") is not None and bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*"))
+    return importlib.util.find_spec("libtpu") is not None and bool(
+        glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*")
+    )
 
 
 def _metadata(name: str, environment: Mapping[str, str]) -> str:
@@ -333,7 +371,9 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
         session.trust_env = False  # A proxy has another machine's metadata, or none.
         for _ in range(_METADATA_TRIES):
             try:
-                answer = session.get(url, headers={"Metadata-Flavor": "Google"}, timeout=_METADATA_SECONDS)
+                answer = session.get(
+                    url, headers={"Metadata-Flavor": "Google"}, timeout=_METADATA_SECONDS
+                )
             except requests.RequestException as error:
                 reason = first_line(error)
                 continue
@@ -342,4 +382,6 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
                 return answer.text if answer.ok else ""
             reason = f"HTTP {answer.status_code}"
     silent = f"this machine has a TPU, but the metadata server at {server} did not report its hosts ({reason})"
-    raise UserError(f"{silent}. Set TPU_WORKER_HOSTNAMES=localhost if it is the only host, or retry.")
+    raise UserError(
+        f"{silent}. Set TPU_WORKER_HOSTNAMES=localhost if it is the only host, or retry."
+    )

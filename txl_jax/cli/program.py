@@ -22,7 +22,14 @@ from absl import flags
 
 from txl_jax.cli import flag_tree, help, other_hosts
 from txl_jax.cli.compilation_cache import check_outside, keep_compiled
-from txl_jax.config import CacheDType, CorpusName, DataConfig, ExperimentConfig, WeightDType, config_tree
+from txl_jax.config import (
+    CacheDType,
+    CorpusName,
+    DataConfig,
+    ExperimentConfig,
+    WeightDType,
+    config_tree,
+)
 from txl_jax.config.config_tree import Config, require, setting
 from txl_jax.config.experiment import preset
 from txl_jax.data.byte_tokens import ByteVocabulary
@@ -117,7 +124,9 @@ class TrainedRun(TextPlan):
 class StoredTypes(Plan):
     """The dtypes of a trained model's weights and KV caches, for quantization."""
 
-    weight_dtype: WeightDType | None = setting(None, "Quantized dtype of the weights, instead of the saved one.")
+    weight_dtype: WeightDType | None = setting(
+        None, "Quantized dtype of the weights, instead of the saved one."
+    )
     cache_dtype: CacheDType | None = setting(None, "Dtype of KV caches, instead of the saved one.")
 
 
@@ -126,18 +135,27 @@ class WatchPlan(Plan):
     """Settings for watching a training run."""
 
     profile_steps: tuple[int, ...] = setting(
-        (), "First and last training step of a profile for TensorBoard in the workdir, such as 10,15."
+        (),
+        "First and last training step of a profile for TensorBoard in the workdir, such as 10,15.",
     )
     wandb_project: str | None = setting(None, "Weights & Biases project to log to as well.")
-    verbose: bool = setting(False, "Print details of attention and memory, which log.txt always contains.")
+    verbose: bool = setting(
+        False, "Print details of attention and memory, which log.txt always contains."
+    )
 
     def watch(self, run: Run) -> dict[str, Any]:
         """Returns arguments for training: sinks, profile_steps, verbose.
 
         Raises `UserError` if W&B is missing.
         """
-        sinks: list[Sink] = [WeightsAndBiases(self.wandb_project, run.path)] if self.wandb_project else []
-        return {"sinks": sinks, "profile_steps": self.profile_steps or None, "verbose": self.verbose}
+        sinks: list[Sink] = (
+            [WeightsAndBiases(self.wandb_project, run.path)] if self.wandb_project else []
+        )
+        return {
+            "sinks": sinks,
+            "profile_steps": self.profile_steps or None,
+            "verbose": self.verbose,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,26 +179,41 @@ class TimedPlan(Plan):
         if self.minutes is None:
             return config
         both = job.places.get("train.steps") == ""
-        require(not both, "--minutes and --train.steps both set how long to train. Leave one of them out.")
-        require(not distributed.is_multiprocess(), "--minutes works with one process only. Pass --train.steps instead.")
+        require(
+            not both,
+            "--minutes and --train.steps both set how long to train. Leave one of them out.",
+        )
+        require(
+            not distributed.is_multiprocess(),
+            "--minutes works with one process only. Pass --train.steps instead.",
+        )
         if run.is_new:
             return config
-        run.notes.append("train.steps stays as --minutes set it at the first start. Pass --train.steps to change it.")
+        run.notes.append(
+            "train.steps stays as --minutes set it at the first start. Pass --train.steps to change it."
+        )
         return config_tree.replace(config, {"train.steps": run.config.train.steps})
 
-    def fit_steps(self, config: ExperimentConfig, corpus: Corpus, job: "Job", run: Run) -> ExperimentConfig:
+    def fit_steps(
+        self, config: ExperimentConfig, corpus: Corpus, job: "Job", run: Run
+    ) -> ExperimentConfig:
         """Returns the config with as many steps as fit into --minutes, at the first start of a run.
 
         At most a tenth of the steps are warm-up, unless the warm-up is passed.
         """
         if self.minutes is None or not run.is_new:
             return config
-        print("speed     compiling, then timing some steps, to set train.steps by --minutes", flush=True)
+        print(
+            "speed     compiling, then timing some steps, to set train.steps by --minutes",
+            flush=True,
+        )
         steps, seconds = steps_in(60 * self.minutes, config, corpus)
         warmup = config.optimizer.warmup_steps
         if job.places.get(_WARMUP) != "":
             warmup = min(warmup, steps // 10)
-        run.notes.append(f"--minutes={self.minutes:g} gives {steps:,} steps of {seconds:.3g} s, {warmup} of warm-up")
+        run.notes.append(
+            f"--minutes={self.minutes:g} gives {steps:,} steps of {seconds:.3g} s, {warmup} of warm-up"
+        )
         return config_tree.replace(config, {"train.steps": steps, _WARMUP: warmup})
 
 
@@ -194,7 +227,17 @@ class Mode(enum.StrEnum):
 
 
 # Groups of settings that only training reads.
-_OF_TRAINING = ("seed", "init_", "minutes", "optimizer.", "train.", "regularization.", "average.", "profile_", "wandb_")
+_OF_TRAINING = (
+    "seed",
+    "init_",
+    "minutes",
+    "optimizer.",
+    "train.",
+    "regularization.",
+    "average.",
+    "profile_",
+    "wandb_",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,11 +251,19 @@ class TrainPlan(WatchPlan, TimedPlan, TextPlan):
         "runs/NAME, named after the flagfile or else the corpus.",
         path=True,
     )
-    ensemble_member: str | None = setting(None, "Name of the ensemble member to use. Not for training.")
-    out: str | None = setting(None, "Output directory of modes other than train. none means the workdir.", path=True)
-    input: str | None = setting(None, "File of documents to score (--mode=score) or to continue (--mode=generate).")
+    ensemble_member: str | None = setting(
+        None, "Name of the ensemble member to use. Not for training."
+    )
+    out: str | None = setting(
+        None, "Output directory of modes other than train. none means the workdir.", path=True
+    )
+    input: str | None = setting(
+        None, "File of documents to score (--mode=score) or to continue (--mode=generate)."
+    )
     input_format: InputFormat = setting(InputFormat.LINES, "What counts as a document in --input.")
-    per_token: bool = setting(False, "With --mode=score --input: write one record per token, not per document.")
+    per_token: bool = setting(
+        False, "With --mode=score --input: write one record per token, not per document."
+    )
 
     stopped: ClassVar[str] = "no scores were written"
 
@@ -231,7 +282,10 @@ def _train(plan: TrainPlan, job: "Job") -> int | None:
     """Trains a run to the end, or until a signal. Other modes use a trained run."""
     if not plan.trains:
         return _use_trained(plan, job)
-    require(plan.out is None, f"--out must not be set with --mode=train, which writes to the workdir, got {plan.out}")
+    require(
+        plan.out is None,
+        f"--out must not be set with --mode=train, which writes to the workdir, got {plan.out}",
+    )
     require(
         plan.ensemble_member is None,
         f"--ensemble_member must not be set with --mode=train, got {plan.ensemble_member!r}. To train it by itself, "
@@ -265,7 +319,10 @@ def _print_next(config: ExperimentConfig, workdir: str) -> None:
     commands = [f"python -m experiments.report {place}"]
     with contextlib.suppress(UserError):
         check_can_generate(config)
-        commands.insert(0, f"python -m experiments.{program_of(config.data.corpus)} --mode=generate --workdir={place}")
+        commands.insert(
+            0,
+            f"python -m experiments.{program_of(config.data.corpus)} --mode=generate --workdir={place}",
+        )
     print(f"files     log.txt, metrics.jsonl and checkpoints are in {workdir}")
     print("next      " + "\n          ".join(commands), flush=True)
 
@@ -346,11 +403,19 @@ def _parse(plan: type[Plan], groups: Collection[str] | None, takes_words: bool) 
     """Parses the command line. Exits with 2 after an error message, and with 0 after --help."""
     if asked := {"--help", "-h", "-help", "--helpfull"} & set(sys.argv[1:]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
-        own = [name for name in FLAGS if "txl_jax.cli" in str(FLAGS.find_module_defining_flag(name))]
-        required = [flag_tree.flag_name(leaf) for leaf in config_tree.leaves(plan) if leaf.setting.required]
+        own = [
+            name for name in FLAGS if "txl_jax.cli" in str(FLAGS.find_module_defining_flag(name))
+        ]
+        required = [
+            flag_tree.flag_name(leaf) for leaf in config_tree.leaves(plan) if leaf.setting.required
+        ]
         note = _TRAINED if issubclass(plan, TrainedRun) else ""
         groups = None if "--helpfull" in asked else groups
-        print(sys.modules["__main__"].__doc__ or "", help.help_text(own, groups, FLAGS, note, required), sep="\n")
+        print(
+            sys.modules["__main__"].__doc__ or "",
+            help.help_text(own, groups, FLAGS, note, required),
+            sep="\n",
+        )
         sys.exit(0)
     try:
         return flag_tree.parse(sys.argv, takes_words=takes_words)
@@ -391,18 +456,29 @@ class Job:
             if _names_no_sizes(base, self.places):
                 base = preset(SMALL)
                 but = " and the sizes of the weights" if asked.init_from else ""
-                notes.append(f"no flag sets a model size, so this run uses --flagfile={SMALL} with your flags{but}")
+                notes.append(
+                    f"no flag sets a model size, so this run uses --flagfile={SMALL} with your flags{but}"
+                )
             if asked.init_from is not None:
                 trained = warm_start.basis(asked.init_from, run)
-                base, weights = warm_start.with_trained_settings(base, trained, asked.init_vocabulary), trained.config
+                base, weights = (
+                    warm_start.with_trained_settings(base, trained, asked.init_vocabulary),
+                    trained.config,
+                )
             sized = {"train.batch_size", "train.segment_len"} & self.places.keys()
-            if not sized and asked.data.corpus is CorpusName.TEXT and base.train == ExperimentConfig().train:
+            if (
+                not sized
+                and asked.data.corpus is CorpusName.TEXT
+                and base.train == ExperimentConfig().train
+            ):
                 usual = f"{base.train.batch_size} x {base.train.segment_len} tokens per step"
                 notes.append(
                     f"settings without a flag are the paper's ({usual}). --flagfile={SMALL} suits one machine."
                 )
         config = distributed.run_on_all(
-            lambda: _config(base, self.places, is_recorded=recorded is not None, weights=weights, notes=notes)
+            lambda: _config(
+                base, self.places, is_recorded=recorded is not None, weights=weights, notes=notes
+            )
         )
         for note in notes:
             if run is None:
@@ -416,8 +492,13 @@ class Job:
 
         The settings on this command line are applied to it.
         """
-        typed = [f"--{leaf}={config_tree.format_value(value)}" for leaf, value in flag_tree.given().items()]
-        return config_of_words(self.defaults, ["flagfile", f"--flagfile={name}", *typed], by_corpus=True)
+        typed = [
+            f"--{leaf}={config_tree.format_value(value)}"
+            for leaf, value in flag_tree.given().items()
+        ]
+        return config_of_words(
+            self.defaults, ["flagfile", f"--flagfile={name}", *typed], by_corpus=True
+        )
 
     def config_of(self, trained: Run | Weights) -> ExperimentConfig:
         """Returns the flags applied to a trained model's settings.
@@ -430,7 +511,8 @@ class Job:
             refused = [
                 config_tree.describe_change(leaf, old, new)
                 for leaf, old, new in config_tree.differences(trained.config, config)
-                if (leaf.name.startswith("model.") and not leaf.setting.free_on_resume) or leaf.setting.shapes_tokens
+                if (leaf.name.startswith("model.") and not leaf.setting.free_on_resume)
+                or leaf.setting.shapes_tokens
             ]
             other = f"the run in {trained.path} was trained with another model or other tokens"
             require(not refused, f"{other}: {', '.join(refused)}. Omit these flags.")
@@ -452,7 +534,9 @@ class Job:
         check(config)
         return config, self.corpus(config, run), run
 
-    def corpus(self, config: ExperimentConfig, run: Run | None = None, vocabulary: Vocabulary | None = None) -> Corpus:
+    def corpus(
+        self, config: ExperimentConfig, run: Run | None = None, vocabulary: Vocabulary | None = None
+    ) -> Corpus:
         """Reads the text of a config, for a trained run with its vocabulary.
 
         A trained run may be a stranger's. So what is prepared in the directory that its record
@@ -467,7 +551,9 @@ class Job:
             if "data_dir" not in self.places:
                 recorded = run.text.cache_dir
         return distributed.run_on_all(
-            lambda: read_corpus(config.data, *folders, vocabulary=vocabulary, read_only_cache=recorded)
+            lambda: read_corpus(
+                config.data, *folders, vocabulary=vocabulary, read_only_cache=recorded
+            )
         )
 
 
@@ -515,11 +601,17 @@ def _with_recorded_folders(plan: Any, places: Mapping[str, str]) -> Any:
     workdir = getattr(plan, "workdir", None)
     if not workdir or not isinstance(plan, TextPlan) or not plan.trains or "data_dir" in places:
         return plan
-    return dataclasses.replace(plan, **{k: v for k, v in recorded_folders(workdir).items() if k not in places})
+    return dataclasses.replace(
+        plan, **{k: v for k, v in recorded_folders(workdir).items() if k not in places}
+    )
 
 
-def _defaults_of_corpus(defaults: ExperimentConfig, flag_values: flags.FlagValues) -> ExperimentConfig:
-    return dataclasses.replace(defaults, data=default_data(CorpusName(str(flag_values["data.corpus"].value))))
+def _defaults_of_corpus(
+    defaults: ExperimentConfig, flag_values: flags.FlagValues
+) -> ExperimentConfig:
+    return dataclasses.replace(
+        defaults, data=default_data(CorpusName(str(flag_values["data.corpus"].value)))
+    )
 
 
 def _names_no_sizes(defaults: ExperimentConfig, places: Mapping[str, str]) -> bool:
@@ -562,7 +654,9 @@ def _config(
 
     if weights is not None or (is_recorded and config.init_from is not None):
         sizes = warm_start.other_sizes(config, weights or base)
-        keep = typed | {name for name in sizes if name.startswith("model.compat.") and "compat" in typed}
+        keep = typed | {
+            name for name in sizes if name.startswith("model.compat.") and "compat" in typed
+        }
         theirs = {name: value for name, value in sizes.items() if name not in keep}
         config = use(theirs, "sizes come from the weights")
     end, warmup = config.optimizer.decay_steps or config.train.steps, config.optimizer.warmup_steps
@@ -582,7 +676,9 @@ def _config(
 def _use_trained(plan: TrainPlan, job: Job) -> int | None:
     """Scores or samples with a trained run."""
     if (workdir := plan.workdir) is None:
-        raise UserError("--workdir is required: the directory of checkpoints and logs. Pass --workdir=PATH.")
+        raise UserError(
+            "--workdir is required: the directory of checkpoints and logs. Pass --workdir=PATH."
+        )
     if plan.input is not None:
         return _read_input(plan, job, workdir)
     model = dataclasses.replace(open_weights(workdir, member=plan.ensemble_member), out=plan.out)
@@ -591,7 +687,11 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
         model = _with_text(model, job.defaults.data)
     config, own = job.config_of(model), job.defaults.data.corpus
     _note_unread(plan, job, config, model.config)
-    if run is not None and program_of(config.data.corpus) != program_of(own) and "data.corpus" not in job.places:
+    if (
+        run is not None
+        and program_of(config.data.corpus) != program_of(own)
+        and "data.corpus" not in job.places
+    ):
         print(f"corpus    {config.data.corpus}, as in training (this command's own is {own})")
     if plan.mode is Mode.GENERATE:
         with job.stop:
@@ -609,8 +709,12 @@ def _with_text(model: Weights, data: DataConfig) -> Weights:
 
     The portable model itself names no text.
     """
-    own = {"data.reset_at": model.config.data.reset_at} | warm_start.tokenizer_settings(model.vocabulary)
-    return dataclasses.replace(model, config=config_tree.replace(dataclasses.replace(model.config, data=data), own))
+    own = {"data.reset_at": model.config.data.reset_at} | warm_start.tokenizer_settings(
+        model.vocabulary
+    )
+    return dataclasses.replace(
+        model, config=config_tree.replace(dataclasses.replace(model.config, data=data), own)
+    )
 
 
 def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
@@ -620,7 +724,10 @@ def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
     require(has_records, f"--mode must be score or generate with --input, got {plan.mode}")
     redirect = "Records go to standard output, which you can redirect with > FILE"
     require(plan.out is None, f"--out must not be set with --input, got {plan.out}. {redirect}.")
-    require(not distributed.is_multiprocess(), "--input requires a single process. Start the command once.")
+    require(
+        not distributed.is_multiprocess(),
+        "--input requires a single process. Start the command once.",
+    )
     records = sys.stdout
     with contextlib.redirect_stdout(sys.stderr), job.stop:
 
@@ -638,14 +745,22 @@ def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
         weights = dataclasses.replace(weights, config=config)
         try:
             with score.open_input(plan.input) as file:
-                field, as_bytes = config.data.json_field, isinstance(weights.vocabulary, ByteVocabulary)
+                field, as_bytes = (
+                    config.data.json_field,
+                    isinstance(weights.vocabulary, ByteVocabulary),
+                )
                 texts = score.documents(file, plan.input_format, as_bytes=as_bytes)
                 if field is not None:
-                    texts = ((line, text.encode()) for line, text in json_texts(file, field, name=plan.input))
+                    texts = (
+                        (line, text.encode())
+                        for line, text in json_texts(file, field, name=plan.input)
+                    )
                 if plan.mode is Mode.GENERATE:
                     continue_prompts(weights, texts, name=plan.input, write=write)
                 else:
-                    score.score_documents(weights, texts, name=plan.input, per_token=plan.per_token, write=write)
+                    score.score_documents(
+                        weights, texts, name=plan.input, per_token=plan.per_token, write=write
+                    )
         except Interrupted:
             print(f"stopped   on request in {plan.input}, the records written are complete")
         except BrokenPipeError:  # The reader of the records has enough, as in `| head`.
@@ -653,13 +768,21 @@ def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
     return None
 
 
-def _note_unread(plan: TrainPlan, job: Job, config: ExperimentConfig, trained: ExperimentConfig) -> None:
+def _note_unread(
+    plan: TrainPlan, job: Job, config: ExperimentConfig, trained: ExperimentConfig
+) -> None:
     """Prints a note about typed flags without effect in this mode, unless they match the record."""
     unread = ["input_format", "per_token"] if plan.input is None else ["data.", "generate.prompt"]
     if plan.mode is not Mode.TRAIN:
         unread += [*_OF_TRAINING, "data." if plan.mode is Mode.GENERATE else "generate."]
-    new = {leaf.name for leaf, *_ in config_tree.differences(trained, config)} | flag_tree.given(cls=TrainPlan).keys()
-    typed = [name for name, place in job.places.items() if not place and name in new - {"data.json_field"}]
+    new = {leaf.name for leaf, *_ in config_tree.differences(trained, config)} | flag_tree.given(
+        cls=TrainPlan
+    ).keys()
+    typed = [
+        name
+        for name, place in job.places.items()
+        if not place and name in new - {"data.json_field"}
+    ]
     if found := ", ".join(f"--{name}" for name in typed if name.startswith(tuple(unread))):
         print(f"note      no effect with --mode={plan.mode}: {found}", flush=True)
 
@@ -699,7 +822,9 @@ def exit_code_for(error: BaseException) -> int | None:
         case Exception() if other_hosts.lost_another(error):
             # This process ends meanwhile if it is known which one.
             time.sleep(other_hosts.SECONDS_TO_NAME)
-            fail(f"another process of this run was lost ({first_line(error)}). {other_hosts.RESUME}.")
+            fail(
+                f"another process of this run was lost ({first_line(error)}). {other_hosts.RESUME}."
+            )
             return other_hosts.LOST
         case RemoteProcessError():
             if distributed.is_primary():  # The process that failed prints it too.
@@ -708,9 +833,13 @@ def exit_code_for(error: BaseException) -> int | None:
             fail(error)
         case OSError():
             fail(describe_system_error(error))
-        case RuntimeError() | AssertionError() if "xla_bridge" in str(traceback.extract_tb(error.__traceback__)[-1:]):
+        case RuntimeError() | AssertionError() if "xla_bridge" in str(
+            traceback.extract_tb(error.__traceback__)[-1:]
+        ):
             found = f"{first_line(error)}, JAX_PLATFORMS is {jax.config.values['jax_platforms'] or 'not set'}"
-            fail(f"jax cannot use the devices ({found}). Check JAX_PLATFORMS, and whether another process holds them.")
+            fail(
+                f"jax cannot use the devices ({found}). Check JAX_PLATFORMS, and whether another process holds them."
+            )
         case _:
             return None
     return 1

@@ -107,12 +107,20 @@ class FieldType(NamedTuple):
             require(isinstance(value, list | tuple), f"{name} must be a list, got {value!r}")
             return tuple(FieldType(self.kind).convert(name, entry) for entry in value)
         if issubclass(self.kind, enum.Enum):
-            require(value in list(self.kind), f"{name} must be one of {', '.join(self.kind)}, got {value!r}")
+            require(
+                value in list(self.kind),
+                f"{name} must be one of {', '.join(self.kind)}, got {value!r}",
+            )
             return self.kind(value)
-        require(type(value) is not int or abs(value) < 1 << 63, f"{name} must be below 2^63, got {value}")
+        require(
+            type(value) is not int or abs(value) < 1 << 63,
+            f"{name} must be below 2^63, got {value}",
+        )
         if self.kind is float and type(value) is int:
             return float(value)
-        require(type(value) is self.kind, f"{name} must be of type {self.kind.__name__}, got {value!r}")
+        require(
+            type(value) is self.kind, f"{name} must be of type {self.kind.__name__}, got {value!r}"
+        )
         return value
 
 
@@ -121,14 +129,19 @@ def field_types(cls: type) -> dict[str, Any]:
     """Returns the type of each field of a config: a `FieldType`, or the class of a group."""
     hints = typing.get_type_hints(cls)
     found = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-    return {name: hint if dataclasses.is_dataclass(hint) else _field_type(hint) for name, hint in found.items()}
+    return {
+        name: hint if dataclasses.is_dataclass(hint) else _field_type(hint)
+        for name, hint in found.items()
+    }
 
 
 def _field_type(hint: Any) -> FieldType:
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     [kind] = (option for option in options if option is not type(None))
     entries = typing.get_args(kind)  # Empty unless it is a tuple.
-    return FieldType(entries[0] if entries else kind, is_list=bool(entries), is_optional=len(options) > 1)
+    return FieldType(
+        entries[0] if entries else kind, is_list=bool(entries), is_optional=len(options) > 1
+    )
 
 
 class Config:
@@ -150,7 +163,10 @@ class Config:
                 object.__setattr__(self, name, kind.convert(name, value))
             else:
                 got, own = type(value).__name__, kind.__name__
-                require(isinstance(value, kind), f"{name} must be of type {own}, got {got}. Write {name}={own}(...).")
+                require(
+                    isinstance(value, kind),
+                    f"{name} must be of type {own}, got {got}. Write {name}={own}(...).",
+                )
 
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, has no effect or contradicts another."""
@@ -169,9 +185,13 @@ class Config:
             for other, readers in declared.only_with.items():
                 got, one_of = getattr(self, other), " or ".join(map(str, readers))
                 reason = f"for {self.prefix}{field.name}={format_value(value)}"
-                require(got in readers, f"{self.prefix}{other} must be {one_of} {reason}, got {got}")
+                require(
+                    got in readers, f"{self.prefix}{other} must be {one_of} {reason}, got {got}"
+                )
             for other in declared.not_with:
-                self.expect(not getattr(self, other), f"{field.name} {other}", "Set only one of them")
+                self.expect(
+                    not getattr(self, other), f"{field.name} {other}", "Set only one of them"
+                )
 
     def expect(self, holds: Any, names: str, advice: str) -> None:
         """Raises `UserError` unless the condition holds.
@@ -179,7 +199,10 @@ class Config:
         The error has the values of the settings in `names`, and the advice.
         """
         if not holds:
-            found = (f"{self.prefix}{name} is {format_value(get(self, name)) or 'empty'}" for name in names.split())
+            found = (
+                f"{self.prefix}{name} is {format_value(get(self, name)) or 'empty'}"
+                for name in names.split()
+            )
             raise UserError(f"{' and '.join(found)}. {advice}.")
 
 
@@ -238,7 +261,9 @@ def replace(config: Tree, values: Mapping[str, Any]) -> Tree:
 def to_dict(config: Any) -> dict[str, Any]:
     """Returns the JSON values of a tree, or of a group in it, by dotted name."""
     values = {leaf.name: get(config, leaf.name) for leaf in leaves(type(config))}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
+    }
 
 
 def from_dict(cls: type[Tree], values: Mapping[str, Any]) -> Tree:
@@ -250,7 +275,9 @@ def from_dict(cls: type[Tree], values: Mapping[str, Any]) -> Tree:
     for name in values:
         if name not in known:
             raise UserError(f"unknown setting {name!r}{did_you_mean(name, known)}")
-    return replace(cls(), {name: known[name].convert(name, value) for name, value in values.items()})
+    return replace(
+        cls(), {name: known[name].convert(name, value) for name, value in values.items()}
+    )
 
 
 def differences(old: Tree, new: Tree) -> list[tuple[Leaf, Any, Any]]:

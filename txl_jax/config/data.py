@@ -106,10 +106,16 @@ class TokenizerConfig(Config, prefix="data.tokenizer."):
 
     kind: Tokenizer = setting(Tokenizer.BYTE, "What a token is.", shapes_tokens=True)
     newlines: Newlines = setting(
-        Newlines.KEEP, "Byte tokens: keep or drop newlines.", shapes_tokens=True, only_with={"kind": (Tokenizer.BYTE,)}
+        Newlines.KEEP,
+        "Byte tokens: keep or drop newlines.",
+        shapes_tokens=True,
+        only_with={"kind": (Tokenizer.BYTE,)},
     )
     line_mark: LineMark = setting(
-        LineMark.EOS, "Word tokens: token that marks the end of a line.", shapes_tokens=True, only_with=_WORDS
+        LineMark.EOS,
+        "Word tokens: token that marks the end of a line.",
+        shapes_tokens=True,
+        only_with=_WORDS,
     )
     min_count: int = setting(
         1,
@@ -159,7 +165,8 @@ class DataConfig(Config, prefix="data."):
     valid: tuple[str, ...] = free_setting((), "Your own text: validation files.", path=True)
     test: tuple[str, ...] = free_setting((), "Your own text: test files.", path=True)
     json_field: str | None = free_setting(
-        None, "Read files and --input as JSON lines, with a document in this field. none reads them as text."
+        None,
+        "Read files and --input as JSON lines, with a document in this field. none reads them as text.",
     )
     tokenizer: TokenizerConfig = TokenizerConfig()
     reset_at: str | None = setting(
@@ -168,28 +175,47 @@ class DataConfig(Config, prefix="data."):
         shapes_tokens=True,
     )
     heldout: Heldout = setting(
-        Heldout.SEPARATE, "One Billion Word: held-out shard for validation.", only_with={"corpus": (CorpusName.LM1B,)}
+        Heldout.SEPARATE,
+        "One Billion Word: held-out shard for validation.",
+        only_with={"corpus": (CorpusName.LM1B,)},
     )
     order: Order = setting(Order.STREAM, "Order of the training split in an epoch.")
-    roll: Roll = setting(Roll.NONE, "Rotate the training split, or each row, by a random offset each epoch.")
+    roll: Roll = setting(
+        Roll.NONE, "Rotate the training split, or each row, by a random offset each epoch."
+    )
 
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
         super().validate()
         self._validate_files()
         holds = self.tokenizer.kind is not Tokenizer.ID or self.corpus is CorpusName.TEXT
-        self.expect(holds, "tokenizer.kind corpus", f"Ready-made ids require --data.corpus={CorpusName.TEXT}")
+        self.expect(
+            holds,
+            "tokenizer.kind corpus",
+            f"Ready-made ids require --data.corpus={CorpusName.TEXT}",
+        )
         if self.order is Order.SENTENCES:
-            has_marks = self.tokenizer.kind is Tokenizer.WORD and self.tokenizer.line_mark is not LineMark.NONE
-            self.expect(
-                has_marks, "order tokenizer.kind tokenizer.line_mark", "Sentences are found by the line marks of words"
+            has_marks = (
+                self.tokenizer.kind is Tokenizer.WORD
+                and self.tokenizer.line_mark is not LineMark.NONE
             )
-            self.expect(self.roll is Roll.NONE, "order roll", "Shuffled sentences need no roll. Set --data.roll=none")
+            self.expect(
+                has_marks,
+                "order tokenizer.kind tokenizer.line_mark",
+                "Sentences are found by the line marks of words",
+            )
+            self.expect(
+                self.roll is Roll.NONE,
+                "order roll",
+                "Shuffled sentences need no roll. Set --data.roll=none",
+            )
 
     def _validate_files(self) -> None:
         given = [f"data.{name}" for name in ("train", "valid", "test") if getattr(self, name)]
         if self.corpus is not CorpusName.TEXT:
-            require(not given, f"data.corpus must be text for {', '.join(given)}, got {self.corpus}")
+            require(
+                not given, f"data.corpus must be text for {', '.join(given)}, got {self.corpus}"
+            )
             return
         without_test = self.tokenizer.kind is Tokenizer.ID and given == ["data.train", "data.valid"]
         found = ", ".join([*(["data.file"] if self.file else []), *given]) or "none of them"

@@ -31,7 +31,9 @@ class EvalConfig(Recurrence, prefix="eval."):
     Its lengths usually differ from training's: short segments, a long memory.
     """
 
-    batch_size: int = free_setting(1, "B, streams read in parallel, each from an empty memory.", at_least=1)
+    batch_size: int = free_setting(
+        1, "B, streams read in parallel, each from an empty memory.", at_least=1
+    )
     segment_len: int = free_setting(80, "L, segment length: tokens per row and step.", at_least=1)
     mem_len: int = free_setting(2100, "M, memory length.", at_least=0)
     stride: int | None = free_setting(
@@ -40,50 +42,84 @@ class EvalConfig(Recurrence, prefix="eval."):
         at_least=1,
         not_with=("mem_len", "warmup_tokens", "weight_dtype"),
     )
-    clamp_len: int | None = free_setting(820, "Clamp distances to at most this. none disables clamping.", at_least=1)
+    clamp_len: int | None = free_setting(
+        820, "Clamp distances to at most this. none disables clamping.", at_least=1
+    )
     same_length: bool = free_setting(True, "Every query attends to the same number of keys.")
     cache_dtype: CacheDType | None = free_setting(
-        None, "Dtype of the KV cache: bfloat16 or int8 for 1/2 or 1/4 of float32's size. none keeps the compute dtype."
+        None,
+        "Dtype of the KV cache: bfloat16 or int8 for 1/2 or 1/4 of float32's size. none keeps the compute dtype.",
     )
     weight_dtype: WeightDType | None = free_setting(
-        None, "Quantization: int8 stores weights in 1/4 of float32's size, on one device. none disables it."
+        None,
+        "Quantization: int8 stores weights in 1/4 of float32's size, on one device. none disables it.",
     )
     average_checkpoints: int | None = free_setting(
-        None, "Checkpoint averaging: score the mean of the latest N checkpoints. none scores the best.", at_least=1
+        None,
+        "Checkpoint averaging: score the mean of the latest N checkpoints. none scores the best.",
+        at_least=1,
     )
-    temperature: float = free_setting(1.0, "Softmax temperature: divisor of the logits. Full softmax only.", above=0)
+    temperature: float = free_setting(
+        1.0, "Softmax temperature: divisor of the logits. Full softmax only.", above=0
+    )
     warmup_tokens: int = free_setting(
-        0, "Unscored tokens that fill the memory of each row except the first, to avoid a cold start.", at_least=0
+        0,
+        "Unscored tokens that fill the memory of each row except the first, to avoid a cold start.",
+        at_least=0,
     )
-    valid_tokens: int | None = free_setting(None, "Validation tokens scored in training. none scores all.", at_least=2)
+    valid_tokens: int | None = free_setting(
+        None, "Validation tokens scored in training. none scores all.", at_least=2
+    )
 
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
         super().validate()
-        self.expect(self.mem_len or not self.cache_dtype, "cache_dtype mem_len", "A cache requires a memory")
+        self.expect(
+            self.mem_len or not self.cache_dtype, "cache_dtype mem_len", "A cache requires a memory"
+        )
         # Distances are int32, and XLA ends the process if the size of an array overflows.
-        fits = self.batch_size * (self.segment_len + self.mem_len) < 1 << 40 and (self.clamp_len or 0) < 1 << 31
-        self.expect(fits, "batch_size segment_len mem_len clamp_len", "No device has memory for so many positions")
+        fits = (
+            self.batch_size * (self.segment_len + self.mem_len) < 1 << 40
+            and (self.clamp_len or 0) < 1 << 31
+        )
+        self.expect(
+            fits,
+            "batch_size segment_len mem_len clamp_len",
+            "No device has memory for so many positions",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig(Config, prefix="generate."):
     """Sampling of text."""
 
-    prompt: str | None = free_setting(None, "Text to continue, \\n for a newline. none starts from an empty memory.")
+    prompt: str | None = free_setting(
+        None, "Text to continue, \\n for a newline. none starts from an empty memory."
+    )
     prompt_file: str | None = free_setting(
-        None, "File whose whole text is the prompt. For many prompts, use --input.", path=True, not_with=("prompt",)
+        None,
+        "File whose whole text is the prompt. For many prompts, use --input.",
+        path=True,
+        not_with=("prompt",),
     )
     length: int = free_setting(500, "Number of tokens to generate.", at_least=1)
     stop: str | None = free_setting(
-        None, "Text that ends a sample and is included in it, with \\n for a newline. none generates the full length."
+        None,
+        "Text that ends a sample and is included in it, with \\n for a newline. none generates the full length.",
     )
     samples: int = free_setting(1, "Number of samples, generated in parallel.", at_least=1)
-    temperature: float = free_setting(1.0, "Softmax temperature: divisor of the logits. 0 means greedy.", at_least=0)
+    temperature: float = free_setting(
+        1.0, "Softmax temperature: divisor of the logits. 0 means greedy.", at_least=0
+    )
     top_k: int | None = free_setting(
-        40, "Top-k sampling from the k most likely tokens (40: the paper's appendix E). none means all.", at_least=1
+        40,
+        "Top-k sampling from the k most likely tokens (40: the paper's appendix E). none means all.",
+        at_least=1,
     )
     top_p: float = free_setting(
-        1.0, "Top-p (nucleus) sampling with this cumulative probability. 1 means all tokens.", above=0, at_most=1
+        1.0,
+        "Top-p (nucleus) sampling with this cumulative probability. 1 means all tokens.",
+        above=0,
+        at_most=1,
     )
     seed: int = free_setting(0, "Random seed for sampling.")

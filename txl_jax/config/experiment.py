@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from txl_jax.config.config_tree import Config, did_you_mean, from_dict, get, replace, require, setting
+from txl_jax.config.config_tree import (
+    Config,
+    did_you_mean,
+    from_dict,
+    get,
+    replace,
+    require,
+    setting,
+)
 from txl_jax.config.data import DataConfig
 from txl_jax.config.evaluation import EvalConfig, GenerateConfig
 from txl_jax.config.model import AttentionWindow, MemoryStart, ModelConfig, Network, ShawTerms
@@ -69,14 +77,17 @@ class InitVocabulary(enum.StrEnum):
 class ExperimentConfig(Config):
     """One run."""
 
-    seed: int = setting(1111, "Random seed for initial weights, dropout, and the order of the training split.")
+    seed: int = setting(
+        1111, "Random seed for initial weights, dropout, and the order of the training split."
+    )
     init_from: str | None = setting(
         None,
         "Warm start (fine-tuning): workdir or portable checkpoint to load initial weights from. none means random.",
         path=True,
     )
     init_vocabulary: InitVocabulary = setting(
-        InitVocabulary.OWN, "Warm start: use the text's own vocabulary, or keep the trained model's."
+        InitVocabulary.OWN,
+        "Warm start: use the text's own vocabulary, or keep the trained model's.",
     )
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -100,7 +111,11 @@ class ExperimentConfig(Config):
         expect, model, average, optimizer = self.expect, self.model, self.average, self.optimizer
         if model.network is not Network.TRANSFORMER_XL:
             for name in ("data.reset_at", "train.stride", "eval.weight_dtype", "eval.cache_dtype"):
-                expect(not get(self, name), f"{name} model.network", f"The former requires {Network.TRANSFORMER_XL}")
+                expect(
+                    not get(self, name),
+                    f"{name} model.network",
+                    f"The former requires {Network.TRANSFORMER_XL}",
+                )
         expect(
             self.data.reset_at is None or model.compat.memory_start is MemoryStart.MASKED,
             "data.reset_at model.compat.memory_start",
@@ -116,15 +131,24 @@ class ExperimentConfig(Config):
             for name in ("data.tokenizer.vocab_file", "data.tokenizer.hf_file"):
                 expect(not get(self, name), f"{name} init_vocabulary", "Set only one of them")
         steps, start = self.train.steps, average.start_step
-        expect(start is None or start < steps, "average.start_step train.steps", "Averaging would never start")
+        expect(
+            start is None or start < steps,
+            "average.start_step train.steps",
+            "Averaging would never start",
+        )
         expect(
             optimizer.min_lr_ratio <= optimizer.embedding_lr_multiplier,
             "optimizer.min_lr_ratio optimizer.embedding_lr_multiplier",
             "The embedding's peak would be below the minimum",
         )
-        end, name = optimizer.decay_steps or steps, "optimizer.decay_steps" if optimizer.decay_steps else "train.steps"
+        end, name = (
+            optimizer.decay_steps or steps,
+            "optimizer.decay_steps" if optimizer.decay_steps else "train.steps",
+        )
         expect(end <= steps, f"{name} train.steps", "The decay must not end after training")
-        wanted = f"optimizer.warmup_steps must be less than {name} ({end}), got {optimizer.warmup_steps}"
+        wanted = (
+            f"optimizer.warmup_steps must be less than {name} ({end}), got {optimizer.warmup_steps}"
+        )
         require(optimizer.warmup_steps < end, f"{wanted}. Lower --optimizer.warmup_steps.")
 
 
@@ -133,7 +157,11 @@ def apply_preset(config: ExperimentConfig, name: str) -> ExperimentConfig:
 
     Settings of other presets get their defaults.
     """
-    named = {setting: get(ExperimentConfig(), setting) for preset in COMPAT_PRESETS.values() for setting in preset}
+    named = {
+        setting: get(ExperimentConfig(), setting)
+        for preset in COMPAT_PRESETS.values()
+        for setting in preset
+    }
     return replace(config, named | dict(COMPAT_PRESETS[name]))
 
 
@@ -153,5 +181,7 @@ def preset(name: str) -> ExperimentConfig:
     12
     """
     if name not in (known := preset_names()):
-        raise UserError(f"the preset must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}")
+        raise UserError(
+            f"the preset must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}"
+        )
     return from_dict(ExperimentConfig, json.loads((_PRESETS / f"{name}.json").read_text()))

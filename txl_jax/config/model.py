@@ -7,7 +7,15 @@ adaptive softmax.
 import dataclasses
 import enum
 
-from txl_jax.config.config_tree import Config, free_setting, leaves, replace, require, setting, shape_setting
+from txl_jax.config.config_tree import (
+    Config,
+    free_setting,
+    leaves,
+    replace,
+    require,
+    setting,
+    shape_setting,
+)
 from txl_jax.errors import UserError
 
 __all__ = [
@@ -115,14 +123,25 @@ class DropoutConfig(Config, prefix="model.dropout."):
         at_least=0,
         below=1,
     )
-    attention: float = setting(0.0, "Dropout on the attention probabilities (dropatt).", at_least=0, below=1)
-    input: float | None = setting(
-        None, "Dropout on embedding and positions. none means model.dropout.rate.", at_least=0, below=1
+    attention: float = setting(
+        0.0, "Dropout on the attention probabilities (dropatt).", at_least=0, below=1
     )
-    output: float | None = setting(None, "Dropout before softmax. none means model.dropout.rate.", at_least=0, below=1)
-    locked: bool = setting(False, "Variational (locked) dropout: one mask for all positions of a row's segment.")
+    input: float | None = setting(
+        None,
+        "Dropout on embedding and positions. none means model.dropout.rate.",
+        at_least=0,
+        below=1,
+    )
+    output: float | None = setting(
+        None, "Dropout before softmax. none means model.dropout.rate.", at_least=0, below=1
+    )
+    locked: bool = setting(
+        False, "Variational (locked) dropout: one mask for all positions of a row's segment."
+    )
     qkv: float = setting(0.0, "Dropout on queries, keys and values.", at_least=0, below=1)
-    embedding: float = setting(0.0, "Embedding dropout: whole words dropped from a batch.", at_least=0, below=1)
+    embedding: float = setting(
+        0.0, "Embedding dropout: whole words dropped from a batch.", at_least=0, below=1
+    )
 
     @property
     def input_rate(self) -> float:
@@ -148,12 +167,20 @@ class CompatConfig(Config, prefix="model.compat."):
     same_length_window: AttentionWindow = setting(
         AttentionWindow.MEM_LEN, "Keys that a query attends to under same_length.", flag=False
     )
-    layer_norm_eps: float = setting(1e-5, "Layer norm epsilon: added to the variance.", above=0, flag=False)
+    layer_norm_eps: float = setting(
+        1e-5, "Layer norm epsilon: added to the variance.", above=0, flag=False
+    )
     shaw_terms: ShawTerms = setting(
-        ShawTerms.PAPER, "With model.encoding=shaw: terms of the score.", flag=False, shapes_params=True
+        ShawTerms.PAPER,
+        "With model.encoding=shaw: terms of the score.",
+        flag=False,
+        shapes_params=True,
     )
     final_norm: bool = setting(
-        True, "With model.layer_norm=pre: a layer norm after the last layer.", flag=False, shapes_params=True
+        True,
+        "With model.layer_norm=pre: a layer norm after the last layer.",
+        flag=False,
+        shapes_params=True,
     )
 
     def window(self, mem_len: int, *, same_length: bool) -> int | None:
@@ -178,17 +205,27 @@ class ModelConfig(Config, prefix="model."):
     Lengths are not here: the parameters do not depend on them.
     """
 
-    network: Network = shape_setting(Network.TRANSFORMER_XL, "Layers between embedding and softmax.")
+    network: Network = shape_setting(
+        Network.TRANSFORMER_XL, "Layers between embedding and softmax."
+    )
     n_layer: int = shape_setting(12, "N, number of layers.", at_least=1)
     d_model: int = shape_setting(512, "D, model size.", at_least=1, at_most=1 << 20)
-    n_head: int = shape_setting(8, "H, number of attention heads. H * E may differ from D.", at_least=1)
+    n_head: int = shape_setting(
+        8, "H, number of attention heads. H * E may differ from D.", at_least=1
+    )
     d_head: int = shape_setting(64, "E, size of an attention head.", at_least=1)
     d_inner: int = shape_setting(2048, "F, inner size of the feed-forward layers.", at_least=1)
-    d_embed: int | None = shape_setting(None, "Embedding size of the first cluster. none means d_model.", at_least=1)
+    d_embed: int | None = shape_setting(
+        None, "Embedding size of the first cluster. none means d_model.", at_least=1
+    )
     dropout: DropoutConfig = DropoutConfig()
-    layer_norm: NormPlace = shape_setting(NormPlace.POST, "Place of the layer norm: post- or pre-norm.")
+    layer_norm: NormPlace = shape_setting(
+        NormPlace.POST, "Place of the layer norm: post- or pre-norm."
+    )
     encoding: Encoding = shape_setting(
-        Encoding.RELATIVE, "Positional encoding: the paper's (relative) or a baseline's.", only_with=_TRANSFORMER
+        Encoding.RELATIVE,
+        "Positional encoding: the paper's (relative) or a baseline's.",
+        only_with=_TRANSFORMER,
     )
     num_positions: int | None = shape_setting(
         None,
@@ -198,7 +235,9 @@ class ModelConfig(Config, prefix="model."):
         only_with=_LEARNED,
     )
     untie_r: bool = shape_setting(
-        False, "Separate biases u and v (r_w_bias, r_r_bias) per layer instead of shared ones.", only_with=_RELATIVE
+        False,
+        "Separate biases u and v (r_w_bias, r_r_bias) per layer instead of shared ones.",
+        only_with=_RELATIVE,
     )
     tie_positions: bool = shape_setting(
         False,
@@ -206,24 +245,36 @@ class ModelConfig(Config, prefix="model."):
         only_with=_RELATIVE | _TRANSFORMER,
         not_with=("untie_r",),
     )
-    tie_weight: bool = shape_setting(True, "Weight tying: embedding and softmax share their tables.")
+    tie_weight: bool = shape_setting(
+        True, "Weight tying: embedding and softmax share their tables."
+    )
     cutoffs: tuple[int, ...] = shape_setting(
-        (), "First token of each tail cluster of the adaptive softmax. If empty, the softmax is full."
+        (),
+        "First token of each tail cluster of the adaptive softmax. If empty, the softmax is full.",
     )
     div_val: int = shape_setting(
-        1, "Adaptive embedding: cluster c has size d_embed // div_val**c.", at_least=1, at_most=1 << 20
+        1,
+        "Adaptive embedding: cluster c has size d_embed // div_val**c.",
+        at_least=1,
+        at_most=1 << 20,
     )
     tie_projs: tuple[bool, ...] = shape_setting(
         (), "For each cluster, whether softmax and embedding share a projection. If empty, none do."
     )
     init_std: float = setting(0.02, "Standard deviation of initial weights.", at_least=0)
     projection_init_std: float = setting(
-        0.01, "Standard deviation of initial projections of embedding and softmax.", at_least=0, flag=False
+        0.01,
+        "Standard deviation of initial projections of embedding and softmax.",
+        at_least=0,
+        flag=False,
     )
     dtype: DType = setting(DType.FLOAT32, "Compute dtype. Parameters stay float32.")
-    attention: AttentionPath = free_setting(AttentionPath.AUTO, "Attention implementation. All give the same results.")
+    attention: AttentionPath = free_setting(
+        AttentionPath.AUTO, "Attention implementation. All give the same results."
+    )
     remat: Remat = setting(
-        Remat.NONE, "Rematerialization (activation checkpointing): what the backward pass recomputes to save memory."
+        Remat.NONE,
+        "Rematerialization (activation checkpointing): what the backward pass recomputes to save memory.",
     )
     compat: CompatConfig = CompatConfig()
 
@@ -252,7 +303,9 @@ class ModelConfig(Config, prefix="model."):
         Raises `UserError` if it is None.
         """
         if self.num_positions is None:
-            missing = f"model.num_positions must be set for model.encoding={self.encoding}, got none"
+            missing = (
+                f"model.num_positions must be set for model.encoding={self.encoding}, got none"
+            )
             raise UserError(f"{missing}. Set it, or use ExperimentConfig.resolved().")
         return self.num_positions
 
@@ -273,31 +326,45 @@ class ModelConfig(Config, prefix="model."):
         The table size of a learned encoding follows from the training lengths again:
         `ExperimentConfig.resolved`.
         """
-        readers = ((leaf, leaf.setting.only_with.get("encoding", Encoding)) for leaf in leaves(ModelConfig))
-        unread = {leaf.name: leaf.default for leaf, encodings in readers if encoding not in encodings}
+        readers = (
+            (leaf, leaf.setting.only_with.get("encoding", Encoding)) for leaf in leaves(ModelConfig)
+        )
+        unread = {
+            leaf.name: leaf.default for leaf, encodings in readers if encoding not in encodings
+        }
         return replace(self, unread | {"encoding": encoding, "num_positions": None})
 
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
         # First, since the other messages print them, and sizes of clusters are powers of their
         # number.
-        many = f"model.cutoffs must have at most {_MAX_CUTOFFS:,} entries, got {len(self.cutoffs):,}"
+        many = (
+            f"model.cutoffs must have at most {_MAX_CUTOFFS:,} entries, got {len(self.cutoffs):,}"
+        )
         require(len(self.cutoffs) <= _MAX_CUTOFFS, many)
         super().validate()
-        self.expect(self.d_model % 2 == 0, "d_model", "It must be even, because sinusoids come in pairs")
+        self.expect(
+            self.d_model % 2 == 0, "d_model", "It must be even, because sinusoids come in pairs"
+        )
         self.expect(
             self.network is Network.TRANSFORMER_XL or not self.dropout.qkv,
             "dropout.qkv network",
             f"Queries, keys and values require --model.network={Network.TRANSFORMER_XL}",
         )
         is_increasing = list(self.cutoffs) == sorted(set(self.cutoffs))
-        self.expect(is_increasing and min(self.cutoffs, default=1) > 0, "cutoffs", "They must be positive and increase")
+        self.expect(
+            is_increasing and min(self.cutoffs, default=1) > 0,
+            "cutoffs",
+            "They must be positive and increase",
+        )
         require(
             len(self.tie_projs) in (0, self.n_cluster),
             f"model.tie_projs must be empty or have an entry for each of {self.n_cluster} clusters of model.cutoffs, "
             f"got {len(self.tie_projs)} entries",
         )
-        self.expect(self.div_val == 1 or self.cutoffs, "div_val cutoffs", "Smaller tails require cutoffs")
+        self.expect(
+            self.div_val == 1 or self.cutoffs, "div_val cutoffs", "Smaller tails require cutoffs"
+        )
         last = self.n_cluster - 1
         require(
             self.cluster_width(last) >= 1,

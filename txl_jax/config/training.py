@@ -59,7 +59,9 @@ class OptimizerName(enum.StrEnum):
 
 ADAM_B1 = 0.9  # Adam beta 1, of every rule: decay of the first moment.
 # Optimizers that hold Adam's two moments, of all parameters or of some.
-_WITH_ADAM = tuple(name for name in OptimizerName if name not in (OptimizerName.ADAFACTOR, OptimizerName.LION))
+_WITH_ADAM = tuple(
+    name for name in OptimizerName if name not in (OptimizerName.ADAFACTOR, OptimizerName.LION)
+)
 _WITH_DECAY = tuple(name for name in OptimizerName if name is not OptimizerName.ADAM)
 
 
@@ -67,7 +69,9 @@ _WITH_DECAY = tuple(name for name in OptimizerName if name is not OptimizerName.
 class OptimizerConfig(Config, prefix="optimizer."):
     """The optimizer, with linear warm-up, decay and clipping by global norm."""
 
-    name: OptimizerName = setting(OptimizerName.ADAM, "Optimizer. muon updates layers' matrices, and Adam the rest.")
+    name: OptimizerName = setting(
+        OptimizerName.ADAM, "Optimizer. muon updates layers' matrices, and Adam the rest."
+    )
     learning_rate: float = setting(2.5e-4, "Peak learning rate.", above=0)
     warmup_steps: int = setting(0, "Linear warm-up, in training steps.", at_least=0)
     schedule: Schedule = setting(Schedule.COSINE, "Decay of the learning rate after the warm-up.")
@@ -75,14 +79,24 @@ class OptimizerConfig(Config, prefix="optimizer."):
         ScheduleOffset.AFTER_WARMUP, "Step at which the decay starts.", flag=False
     )
     adam_b2: float = setting(
-        0.999, "Adam beta 2: decay of the second moment.", at_least=0, below=1, only_with={"name": _WITH_ADAM}
+        0.999,
+        "Adam beta 2: decay of the second moment.",
+        at_least=0,
+        below=1,
+        only_with={"name": _WITH_ADAM},
     )
-    adam_eps: float = setting(1e-8, "Adam epsilon: added to the root of the second moment.", above=0, flag=False)
+    adam_eps: float = setting(
+        1e-8, "Adam epsilon: added to the root of the second moment.", above=0, flag=False
+    )
     clip_norm: float = setting(0.25, "Gradient clipping: maximum global norm.", above=0)
     decay_steps: int | None = setting(
-        None, "Training steps after which the rate stays at its minimum. none means train.steps.", at_least=1
+        None,
+        "Training steps after which the rate stays at its minimum. none means train.steps.",
+        at_least=1,
     )
-    min_lr_ratio: float = setting(0.0, "Minimum learning rate, as a fraction of the peak.", at_least=0, at_most=1)
+    min_lr_ratio: float = setting(
+        0.0, "Minimum learning rate, as a fraction of the peak.", at_least=0, at_most=1
+    )
     l2: float = setting(
         0.0,
         "L2 penalty: this times the parameters is added to the clipped gradient (like PyTorch's Adam).",
@@ -96,7 +110,9 @@ class OptimizerConfig(Config, prefix="optimizer."):
         only_with={"name": _WITH_DECAY},
     )
     embedding_lr_multiplier: float = setting(
-        1.0, "Peak learning rate of the embedding, as a multiple of optimizer.learning_rate.", above=0
+        1.0,
+        "Peak learning rate of the embedding, as a multiple of optimizer.learning_rate.",
+        above=0,
     )
 
     def validate(self) -> None:
@@ -117,7 +133,9 @@ class MeshConfig(Config, prefix="mesh."):
         None, "Data-parallel replicas in each slice. none uses all remaining devices.", at_least=1
     )
     fsdp: int = free_setting(1, "FSDP: devices that shard the parameters of a replica.", at_least=1)
-    tensor: int = free_setting(1, "Tensor parallelism: devices that shard heads, F and the vocabulary.", at_least=1)
+    tensor: int = free_setting(
+        1, "Tensor parallelism: devices that shard heads, F and the vocabulary.", at_least=1
+    )
 
 
 class Recurrence(Config):
@@ -132,10 +150,14 @@ class Recurrence(Config):
         """Raises `UserError` if a setting is out of range, or lengths are incompatible."""
         super().validate()
         self.expect(
-            (self.stride or 1) <= self.segment_len, "stride segment_len", "The stride must be at most the latter"
+            (self.stride or 1) <= self.segment_len,
+            "stride segment_len",
+            "The stride must be at most the latter",
         )
         self.expect(
-            self.mem_len or not self.same_length, "same_length mem_len", f"Set --{self.prefix}same_length=false"
+            self.mem_len or not self.same_length,
+            "same_length mem_len",
+            f"Set --{self.prefix}same_length=false",
         )
 
 
@@ -146,10 +168,16 @@ class TrainConfig(Recurrence, prefix="train."):
     Intervals are in training steps, one per segment.
     """
 
-    steps: int = setting(400_000, "Number of training steps. A resumed run may get more.", at_least=1, may_grow=True)
+    steps: int = setting(
+        400_000, "Number of training steps. A resumed run may get more.", at_least=1, may_grow=True
+    )
     batch_size: int = setting(22, "B, batch size over all devices.", at_least=1)
-    grad_accum_steps: int = setting(1, "Gradient accumulation: microbatches per training step.", at_least=1)
-    segment_len: int = setting(512, "L, segment length: tokens per row and training step (tgt_len).", at_least=1)
+    grad_accum_steps: int = setting(
+        1, "Gradient accumulation: microbatches per training step.", at_least=1
+    )
+    segment_len: int = setting(
+        512, "L, segment length: tokens per row and training step (tgt_len).", at_least=1
+    )
     mem_len: int = setting(512, "M, memory length.", at_least=0)
     stride: int | None = setting(
         None,
@@ -157,19 +185,31 @@ class TrainConfig(Recurrence, prefix="train."):
         at_least=1,
         not_with=("mem_len",),
     )
-    clamp_len: int | None = setting(None, "Clamp distances to at most this. none disables clamping.", at_least=1)
+    clamp_len: int | None = setting(
+        None, "Clamp distances to at most this. none disables clamping.", at_least=1
+    )
     same_length: bool = setting(False, "Every query attends to the same number of keys.")
     loss: LossPart = setting(LossPart.FULL, "Scored positions of a segment.", flag=False)
-    segments_per_call: int = setting(1, "S, training steps per compiled call. It does not change results.", at_least=1)
+    segments_per_call: int = setting(
+        1, "S, training steps per compiled call. It does not change results.", at_least=1
+    )
     log_every: int = free_setting(200, "Training steps between progress lines.", at_least=1)
-    eval_every: int = free_setting(4000, "Training steps between evaluations on the validation split.", at_least=1)
+    eval_every: int = free_setting(
+        4000, "Training steps between evaluations on the validation split.", at_least=1
+    )
     checkpoint_every: int = free_setting(4000, "Training steps between checkpoints.", at_least=1)
-    keep_checkpoints: int = free_setting(2, "Number of latest checkpoints kept, in addition to the best.", at_least=1)
+    keep_checkpoints: int = free_setting(
+        2, "Number of latest checkpoints kept, in addition to the best.", at_least=1
+    )
     sample_every: int | None = free_setting(
-        None, "Training steps between text samples (see the generate settings). none disables them.", at_least=1
+        None,
+        "Training steps between text samples (see the generate settings). none disables them.",
+        at_least=1,
     )
     patience: int | None = free_setting(
-        None, "Stop after this many evaluations without improvement. none disables early stopping.", at_least=1
+        None,
+        "Stop after this many evaluations without improvement. none disables early stopping.",
+        at_least=1,
     )
 
     @property
@@ -181,17 +221,25 @@ class TrainConfig(Recurrence, prefix="train."):
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
         super().validate()
         self.expect(
-            not self.stride or self.loss is LossPart.FULL, "stride loss", "A stride selects the scored tokens itself"
+            not self.stride or self.loss is LossPart.FULL,
+            "stride loss",
+            "A stride selects the scored tokens itself",
         )
         self.expect(
-            self.batch_size % self.grad_accum_steps == 0, "batch_size grad_accum_steps", "The batch must divide evenly"
+            self.batch_size % self.grad_accum_steps == 0,
+            "batch_size grad_accum_steps",
+            "The batch must divide evenly",
         )
         for name in ("steps", "log_every", "eval_every", "checkpoint_every"):
             is_multiple = getattr(self, name) % self.segments_per_call == 0
             advice = f"Make {name} a multiple of segments_per_call"
             self.expect(is_multiple, f"{name} segments_per_call", advice)
-        comes_after = "Make sample_every a multiple of eval_every, because samples follow evaluations"
-        self.expect((self.sample_every or 0) % self.eval_every == 0, "sample_every eval_every", comes_after)
+        comes_after = (
+            "Make sample_every a multiple of eval_every, because samples follow evaluations"
+        )
+        self.expect(
+            (self.sample_every or 0) % self.eval_every == 0, "sample_every eval_every", comes_after
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +247,9 @@ class RegularizationConfig(Config, prefix="regularization."):
     """Penalties added to the loss."""
 
     activation_l2: float = setting(
-        0.0, "Activation regularization (AR): coefficient of the last layer's mean squared outputs.", at_least=0
+        0.0,
+        "Activation regularization (AR): coefficient of the last layer's mean squared outputs.",
+        at_least=0,
     )
     temporal_l2: float = setting(
         0.0,
@@ -216,16 +266,24 @@ class AverageConfig(Config, prefix="average."):
     """
 
     start_step: int | None = setting(
-        None, "Training steps before averaging starts. none disables it.", at_least=0, not_with=("nt_asgd_patience",)
+        None,
+        "Training steps before averaging starts. none disables it.",
+        at_least=0,
+        not_with=("nt_asgd_patience",),
     )
     nt_asgd_patience: int | None = setting(
         None,
         "NT-ASGD: start averaging after N evaluations without improvement (5 in AWD-LSTM). none disables it.",
         at_least=1,
     )
-    lr_scale: float = setting(1.0, "Factor on the learning rate from average.start_step on.", above=0)
+    lr_scale: float = setting(
+        1.0, "Factor on the learning rate from average.start_step on.", above=0
+    )
     ema_decay: float | None = setting(
-        None, "EMA decay per training step. none means a uniform mean since the start.", above=0, below=1
+        None,
+        "EMA decay per training step. none means a uniform mean since the start.",
+        above=0,
+        below=1,
     )
 
     @property
@@ -237,7 +295,9 @@ class AverageConfig(Config, prefix="average."):
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
         super().validate()
         self.expect(
-            self.start_step is not None or self.lr_scale == 1, "lr_scale start_step", "The factor requires a start step"
+            self.start_step is not None or self.lr_scale == 1,
+            "lr_scale start_step",
+            "The factor requires a start step",
         )
         self.expect(
             self.on or self.ema_decay is None,

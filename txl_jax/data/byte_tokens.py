@@ -34,7 +34,9 @@ class ByteVocabulary(Vocabulary):
 
     def __post_init__(self) -> None:
         if not self.symbols or len(set(self.symbols)) < len(self.symbols):
-            raise UserError(f"the symbols of a vocabulary must be distinct and not empty, got {list(self.symbols)}")
+            raise UserError(
+                f"the symbols of a vocabulary must be distinct and not empty, got {list(self.symbols)}"
+            )
 
     @classmethod
     def all_bytes(cls, newlines: Newlines = Newlines.KEEP) -> Self:
@@ -47,7 +49,9 @@ class ByteVocabulary(Vocabulary):
 
         Newlines are not included if they are dropped.
         """
-        return cls(distinct(text if newlines is Newlines.KEEP else text.replace(b"\n", b"")), newlines)
+        return cls(
+            distinct(text if newlines is Newlines.KEEP else text.replace(b"\n", b"")), newlines
+        )
 
     @property
     def start(self) -> np.ndarray:

@@ -26,7 +26,12 @@ from txl_jax.data.ready_ids import IdVocabulary, read_ids
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.text import SPLITS, Text, checked, file_part, packed_as, text_blocks, with_bar
 from txl_jax.data.vocabulary import MARKS, Vocabulary, digest, dumps, loads, unescape
-from txl_jax.data.word_tokens import UNKNOWN_CHARACTER, UNKNOWN_WORD, CharacterVocabulary, WordVocabulary
+from txl_jax.data.word_tokens import (
+    UNKNOWN_CHARACTER,
+    UNKNOWN_WORD,
+    CharacterVocabulary,
+    WordVocabulary,
+)
 from txl_jax.errors import UserError
 from txl_jax.runtime import storage
 from txl_jax.runtime.storage import is_remote
@@ -95,7 +100,10 @@ def read_corpus(
     # The user's own files need no data_dir.
     unmapped = cache_dir or ("" if config.file or config.train else data_dir)
     advice = "It is memory-mapped: set --cache_dir to a directory on this machine."
-    require(not is_remote(unmapped), f"prepared text must be in a local directory, got {unmapped}. {advice}")
+    require(
+        not is_remote(unmapped),
+        f"prepared text must be in a local directory, got {unmapped}. {advice}",
+    )
     cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
     takes_json = config.corpus is CorpusName.TEXT and config.tokenizer.kind is not Tokenizer.ID
     wrong = "data.json_field is only for your own text files, not for a corpus or ids. Omit it."
@@ -105,8 +113,14 @@ def read_corpus(
         corpus = Corpus(**read_ids(config, vocabulary=vocabulary))
     else:
         other = None if vocabulary is None or is_remote(read_only_cache or "") else read_only_cache
-        found = _prepared_corpus(config, cache, Path(other), vocabulary) if other and vocabulary else None
-        corpus = found or _encoded(config, _read_text(config, files_in, cache), cache, vocabulary, other)
+        found = (
+            _prepared_corpus(config, cache, Path(other), vocabulary)
+            if other and vocabulary
+            else None
+        )
+        corpus = found or _encoded(
+            config, _read_text(config, files_in, cache), cache, vocabulary, other
+        )
     for split in SPLITS:
         size = len(getattr(corpus, split))  # The first token is only an input, no target.
         needs = f"the {split} split must have at least 2 tokens, got {size} ({corpus.description})"
@@ -140,10 +154,14 @@ def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:
         return own_text.read_own_text(config, cache, document_end=end)
     from txl_jax.data import prepare  # Here: tensorflow-datasets takes half a second.
 
-    return prepare.read(config.corpus, data_dir=data_dir, cache_dir=str(cache), heldout=config.heldout)
+    return prepare.read(
+        config.corpus, data_dir=data_dir, cache_dir=str(cache), heldout=config.heldout
+    )
 
 
-def _prepared_corpus(config: DataConfig, cache: Path, read_only: Path, vocabulary: Vocabulary) -> Corpus | None:
+def _prepared_corpus(
+    config: DataConfig, cache: Path, read_only: Path, vocabulary: Vocabulary
+) -> Corpus | None:
     """Returns a published corpus whose records and ids are both in `read_only`, or None.
 
     Writes nothing.
@@ -155,17 +173,25 @@ def _prepared_corpus(config: DataConfig, cache: Path, read_only: Path, vocabular
         return None
     from txl_jax.data import prepare  # Here: tensorflow-datasets takes half a second.
 
-    if prepare.has_records(config.corpus, cache) or not prepare.has_records(config.corpus, read_only):
+    if prepare.has_records(config.corpus, cache) or not prepare.has_records(
+        config.corpus, read_only
+    ):
         return None
     with contextlib.suppress(UserError):  # If they are corrupted, others are prepared.
-        text = prepare.read(config.corpus, data_dir="", cache_dir=str(read_only), heldout=config.heldout)
+        text = prepare.read(
+            config.corpus, data_dir="", cache_dir=str(read_only), heldout=config.heldout
+        )
         store = _find_store(config, text, [read_only], vocabulary)
         return None if store is None else _corpus(config, text, store, vocabulary)
     return None
 
 
 def _encoded(
-    config: DataConfig, text: Text, cache: Path, vocabulary: Vocabulary | None, read_only: str | None
+    config: DataConfig,
+    text: Text,
+    cache: Path,
+    vocabulary: Vocabulary | None,
+    read_only: str | None,
 ) -> Corpus:
     """Returns the text as the ids of a store in one of the caches.
 
@@ -181,7 +207,10 @@ def _encoded(
         store = _find_store(config, text, caches, vocabulary)
         settings |= {"vocabulary": digest(vocabulary)}
     store = store or token_store.open_store(
-        text, settings, lambda: vocabulary or make_vocabulary(config.tokenizer, text), folder=cache / _TOKENS
+        text,
+        settings,
+        lambda: vocabulary or make_vocabulary(config.tokenizer, text),
+        folder=cache / _TOKENS,
     )
     return _corpus(config, text, store, vocabulary)
 
@@ -201,16 +230,22 @@ def _find_store(
     return None
 
 
-def _corpus(config: DataConfig, text: Text, store: token_store.TokenStore, vocabulary: Vocabulary | None) -> Corpus:
+def _corpus(
+    config: DataConfig, text: Text, store: token_store.TokenStore, vocabulary: Vocabulary | None
+) -> Corpus:
     described = f"{text.description}, {_describe_tokens(config.tokenizer)}"
     vocabulary = vocabulary or loads(store.vocabulary, KINDS)
     train, valid, test = (store.splits[split] for split in SPLITS)
-    return Corpus(text.name, described, text.digest, vocabulary, train, valid, test, store.sentences)
+    return Corpus(
+        text.name, described, text.digest, vocabulary, train, valid, test, store.sentences
+    )
 
 
 def _settings(tokenizer: TokenizerConfig, *, ignore_missing: bool) -> dict[str, Any]:
     """Returns the settings that the ids depend on. A file counts by its content."""
-    fields = [field.name for field in dataclasses.fields(tokenizer) if setting_of(field).shapes_tokens]
+    fields = [
+        field.name for field in dataclasses.fields(tokenizer) if setting_of(field).shapes_tokens
+    ]
     settings = {name: value for name in fields if (value := getattr(tokenizer, name)) is not None}
     for name in ("vocab_file", "hf_file"):
         path = getattr(tokenizer, name)
@@ -232,7 +267,9 @@ def _describe_tokens(tokenizer: TokenizerConfig) -> str:
         Tokenizer.BYTE: f"newlines {'dropped' if tokenizer.newlines is Newlines.DROP else 'kept'}",
         Tokenizer.CHAR: "as characters",
         Tokenizer.WORD: f"as words, {marks[tokenizer.line_mark]}",
-        Tokenizer.SUBWORD: "as tokens of a tokenizer.json" if tokenizer.hf_file else "as subwords trained on it",
+        Tokenizer.SUBWORD: "as tokens of a tokenizer.json"
+        if tokenizer.hf_file
+        else "as subwords trained on it",
     }[tokenizer.kind]
 
 
@@ -243,20 +280,36 @@ def make_vocabulary(tokenizer: TokenizerConfig, text: Text) -> Vocabulary:
     """Builds a text's vocabulary from its training split, or reads the one the config names."""
     match tokenizer.kind:
         case Tokenizer.BYTE if text.closed_alphabet:  # Counted over all splits, as in the original.
-            files = (file for split in SPLITS for file in with_bar(f"counting {split}", text.splits[split]))
-            found = {value for file in files for block in file.blocks() for value in distinct(block)}
+            files = (
+                file
+                for split in SPLITS
+                for file in with_bar(f"counting {split}", text.splits[split])
+            )
+            found = {
+                value for file in files for block in file.blocks() for value in distinct(block)
+            }
             return ByteVocabulary.of(bytes(found), tokenizer.newlines)
         case Tokenizer.BYTE:
             return ByteVocabulary.all_bytes(tokenizer.newlines)
         case Tokenizer.CHAR:
-            ranked = rank(_count(text, iter), min_count=tokenizer.min_count, unknown=UNKNOWN_CHARACTER)
+            ranked = rank(
+                _count(text, iter), min_count=tokenizer.min_count, unknown=UNKNOWN_CHARACTER
+            )
             return CharacterVocabulary("".join(ranked))
         case Tokenizer.WORD:
-            unknown, mark = UNKNOWN_WORD, [MARKS[tokenizer.line_mark]] if tokenizer.line_mark in MARKS else []
+            unknown, mark = (
+                UNKNOWN_WORD,
+                [MARKS[tokenizer.line_mark]] if tokenizer.line_mark in MARKS else [],
+            )
             if tokenizer.vocab_file:
                 words, unknown = _given_words(tokenizer.vocab_file, mark)
             else:
-                words = rank(_count(text, str.split), min_count=tokenizer.min_count, unknown=unknown, first=mark)
+                words = rank(
+                    _count(text, str.split),
+                    min_count=tokenizer.min_count,
+                    unknown=unknown,
+                    first=mark,
+                )
             return WordVocabulary(tuple(words), tokenizer.line_mark, unknown=unknown)
         case Tokenizer.SUBWORD if tokenizer.hf_file:
             return subwords.given_tokenizer(tokenizer.hf_file)
@@ -278,9 +331,16 @@ def _given_words(path: str, mark: list[str]) -> tuple[list[str], str]:
     require(not _is_json(content), wrong)
     lines = content.split("\n")
     words = list(dict.fromkeys(fields[0] for fields in map(str.split, lines) if fields))
-    require(words, f"--data.tokenizer.vocab_file must have a word on each line, got {path}, which has no words")
-    unknown = next((word for word in (UNKNOWN_WORD, UNKNOWN_WORD.upper()) if word in words), UNKNOWN_WORD)
-    return [m for m in mark if m not in words] + words + [u for u in [unknown] if u not in words], unknown
+    require(
+        words,
+        f"--data.tokenizer.vocab_file must have a word on each line, got {path}, which has no words",
+    )
+    unknown = next(
+        (word for word in (UNKNOWN_WORD, UNKNOWN_WORD.upper()) if word in words), UNKNOWN_WORD
+    )
+    return [m for m in mark if m not in words] + words + [
+        u for u in [unknown] if u not in words
+    ], unknown
 
 
 def _is_json(content: str) -> bool:
@@ -299,7 +359,9 @@ def _count(text: Text, split: Callable[[str], Iterable[str]]) -> collections.Cou
     return collections.Counter(itertools.chain.from_iterable(map(split, blocks)))
 
 
-def rank(counts: Mapping[str, int], *, min_count: int, unknown: str, first: Sequence[str] = ()) -> list[str]:
+def rank(
+    counts: Mapping[str, int], *, min_count: int, unknown: str, first: Sequence[str] = ()
+) -> list[str]:
     """Ranks tokens: `first`, then by decreasing count.
 
     Tokens with equal counts are in the order in which they were counted.
@@ -309,6 +371,8 @@ def rank(counts: Mapping[str, int], *, min_count: int, unknown: str, first: Sequ
     >>> rank(collections.Counter("abracadabra"), min_count=2, unknown="?")
     ['a', 'b', 'r', '?']
     """
-    kept = collections.Counter({token: count for token, count in counts.items() if count >= min_count})
+    kept = collections.Counter(
+        {token: count for token, count in counts.items() if count >= min_count}
+    )
     kept[unknown] += sum(count for count in counts.values() if count < min_count)
     return [*first] + [token for token, _ in kept.most_common() if token not in first]

@@ -133,5 +133,14 @@ class DocumentRows:
         The arrays of an earlier call may still be in transfer.
         """
         shape = self._shape
-        inputs = np.zeros((*shape, self._vectors[0]), self._vectors[1]) if self._vectors else np.zeros(shape, np.int32)
-        return Segments(inputs, np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape[:2], bool))
+        inputs = (
+            np.zeros((*shape, self._vectors[0]), self._vectors[1])
+            if self._vectors
+            else np.zeros(shape, np.int32)
+        )
+        return Segments(
+            inputs,
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.float32),
+            np.zeros(shape[:2], bool),
+        )

@@ -67,7 +67,11 @@ class ShuffledSentences:
 
         Raises ValueError if they do not match the text.
         """
-        is_list = starts.ndim == 1 and starts.dtype.kind == "i" and 2 <= len(starts) <= np.iinfo(np.int32).max
+        is_list = (
+            starts.ndim == 1
+            and starts.dtype.kind == "i"
+            and 2 <= len(starts) <= np.iinfo(np.int32).max
+        )
         is_of_text = is_list and starts[0] >= 0 and starts[-1] == n_tokens
         if not is_of_text or np.any(starts[1:] < starts[:-1]):
             ends = f"{starts.ravel()[:1].tolist()} to {starts.ravel()[-1:].tolist()}"
@@ -87,7 +91,9 @@ class ShuffledSentences:
         # scanning on from one search per run of positions took as long (0.5 ms for 224 x 33
         # positions among 30 million sentences).
         rank = np.searchsorted(begin, position, side="right") - 1
-        place = np.where(rank < 0, position, self._starts[sentence[rank]] + (position - begin[rank]))
+        place = np.where(
+            rank < 0, position, self._starts[sentence[rank]] + (position - begin[rank])
+        )
         return place[..., :-1], place[..., 1:]
 
     def _prepare(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:

@@ -22,21 +22,40 @@ from typing import Any
 from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.data.published import CORPORA, PublishedCorpus
-from txl_jax.data.text import BLOCK_BYTES, SPLITS, File, Text, digest_of, expanded, file_part, json_texts, with_bar
+from txl_jax.data.text import (
+    BLOCK_BYTES,
+    SPLITS,
+    File,
+    Text,
+    digest_of,
+    expanded,
+    file_part,
+    json_texts,
+    with_bar,
+)
 from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import as_path, is_remote, size
 
 # Tests are more text than the library itself, and installed packages differ from machine to
 # machine.
-STDLIB_SKIPPED_DIRS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+STDLIB_SKIPPED_DIRS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}
 # How a .npy file begins.
 _NPY_MAGIC = b"\x93NUMPY"
 # Bytes by which a border between splits may move to the beginning of a line.
 _BORDER_WINDOW = 1 << 16
 
 
-def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), document_end: str = "\n") -> Text:
+def read_own_text(
+    config: DataConfig, cache: Path = Path("data", "prepared"), document_end: str = "\n"
+) -> Text:
     """Reads one file, split 90/5/5, or the user's own files, a list per split.
 
     The files of a list are concatenated in the order given.
@@ -47,7 +66,11 @@ def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), do
     `UserError` if a name has no file, or a file is a directory, empty, a NumPy array, or ends in
     empty lines, each of which would be a token.
     """
-    given = {"file": (config.file,)} if config.file else {split: getattr(config, split) for split in SPLITS}
+    given = (
+        {"file": (config.file,)}
+        if config.file
+        else {split: getattr(config, split) for split in SPLITS}
+    )
     lists = {name: expanded(paths, flag=f"--data.{name}") for name, paths in given.items() if paths}
     original: dict[str, str] = {}  # The user's files by the files of their text in the cache.
     if config.json_field is not None:
@@ -58,7 +81,9 @@ def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), do
     total, held_out = sum(map(os.path.getsize, first)), max(len(first) // 20, 1)
     # Its alphabet is not closed: it may lack bytes of the rest.
     if config.corpus is not CorpusName.TEXT:
-        return _split_text(f"{config.corpus} prefix", f"prefix of {total} bytes of {name}", first, config)
+        return _split_text(
+            f"{config.corpus} prefix", f"prefix of {total} bytes of {name}", first, config
+        )
     for paths in lists.values():
         _check_text(config, paths)
     if len(lists) == 1 and len(first) < 3:
@@ -73,12 +98,20 @@ def read_own_text(config: DataConfig, cache: Path = Path("data", "prepared"), do
     # Digests of digests of digests: it matters where a file ends, as a line does there, and which
     # split it is in.
     digest = digest_of(
-        digest_of(_digest([file]) for file in with_bar(f"reading {split}", files)) for split, files in splits.items()
+        digest_of(_digest([file]) for file in with_bar(f"reading {split}", files))
+        for split, files in splits.items()
     )
-    return Text("text", f"own text, {sizes} bytes in train + valid + test", digest, _named_as(original, splits))
+    return Text(
+        "text",
+        f"own text, {sizes} bytes in train + valid + test",
+        digest,
+        _named_as(original, splits),
+    )
 
 
-def _named_as(original: dict[str, str], splits: dict[str, tuple[File, ...]]) -> dict[str, tuple[File, ...]]:
+def _named_as(
+    original: dict[str, str], splits: dict[str, tuple[File, ...]]
+) -> dict[str, tuple[File, ...]]:
     """Returns splits whose errors name the user's files too.
 
     This applies if the text in the splits was made of other files.
@@ -101,7 +134,10 @@ def read_python_stdlib(config: DataConfig) -> Text:
         paths += [os.path.join(folder, name) for name in files if name.endswith(".py")]
     paths = sorted(filter(os.path.isfile, paths))  # Some distributions leave dangling links behind.
     advice = "Use a Python that is installed as source files, or another --data.corpus."
-    require(paths, f"the standard library at {root} has no .py files (it may be packed in an archive). {advice}")
+    require(
+        paths,
+        f"the standard library at {root} has no .py files (it may be packed in an archive). {advice}",
+    )
     total = sum(map(os.path.getsize, paths))
     described = f"standard library of Python {platform.python_version()}, {len(paths)} files, {total:,} bytes"
     return _split_text("python_stdlib", described, paths, config)
@@ -189,12 +225,17 @@ def _text_of_json(path: str, config: DataConfig, end: str, cache: Path) -> str:
     facts = repr((os.path.abspath(path), about.st_size, about.st_mtime_ns, field, end))
     made = _copy_of(facts, cache) / f"{Path(path).stem}.txt"
     if not made.exists():
-        with storage.writable(made.parent, what="the text of JSON lines"), open(path, "rb") as lines:
+        with (
+            storage.writable(made.parent, what="the text of JSON lines"),
+            open(path, "rb") as lines,
+        ):
             zeros_allowed = config.tokenizer.kind is Tokenizer.BYTE
             numbered = json_texts(lines, field, name=path, zeros_allowed=zeros_allowed)
             texts = (text for _, text in numbered if text.strip())
             # With newlines of its own at its end a document would end in empty lines.
-            storage.write_lines(made, ((text.rstrip("\n") if end[0] == "\n" else text) + end for text in texts))
+            storage.write_lines(
+                made, ((text.rstrip("\n") if end[0] == "\n" else text) + end for text in texts)
+            )
     return str(made)
 
 
@@ -256,7 +297,10 @@ def _copy_of_pipe(path: str, cache: Path) -> str:
                 while block := pipe.read(BLOCK_BYTES):
                     digest.update(block)
                     copy.write(block)
-            require(size(part), f"the pipe {path} has no content. Its command may have failed, or it was read before.")
+            require(
+                size(part),
+                f"the pipe {path} has no content. Its command may have failed, or it was read before.",
+            )
             made = folder / f"pipe-{digest.hexdigest()[:16]}"
             # The text of JSON lines is found again by the time of their file.
             if not made.exists():
@@ -278,11 +322,17 @@ def _listed(config: DataConfig) -> DataConfig:
         found = {name: os.path.relpath(name, path) for name in storage.files_below(path)}
     elif glob.has_magic(path) and not storage.exists(path):
         local = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-        found = {name: os.path.basename(name) for name in (storage.matching(path) if is_remote(path) else local)}
+        found = {
+            name: os.path.basename(name)
+            for name in (storage.matching(path) if is_remote(path) else local)
+        }
     else:
         return config
     kept = tuple(name for name, below in found.items() if "/." not in f"/{below}" and size(name))
-    require(kept, f"--data.file is {path}, which contains only hidden or empty files. Pass another path.")
+    require(
+        kept,
+        f"--data.file is {path}, which contains only hidden or empty files. Pass another path.",
+    )
     if len(kept) < len(found):
         say(f"note      {len(found) - len(kept)} hidden or empty files in {path} were skipped")
     return dataclasses.replace(config, file=None, train=kept)
@@ -296,7 +346,11 @@ def _copies(value: str | tuple[str, ...], cache: Path) -> Any:
 
 
 def _expanded(pattern: str) -> list[str]:
-    found = storage.matching(as_path(pattern)) if is_remote(pattern) and glob.has_magic(pattern) else [pattern]
+    found = (
+        storage.matching(as_path(pattern))
+        if is_remote(pattern) and glob.has_magic(pattern)
+        else [pattern]
+    )
     require(found, f"no object matches {pattern}. Check the pattern.")
     return found
 
@@ -305,7 +359,9 @@ def local_folder(corpus: PublishedCorpus, data_dir: str, cache: Path) -> str:
     """Returns a directory of this machine with copies of a corpus's files in a remote one."""
     root = as_path(data_dir)
     wanted = set(itertools.chain(*corpus.file_sets(corpus.folders[0])))
-    for place, folder in itertools.product(corpus.places(root), {os.path.dirname(name) for name in wanted}):
+    for place, folder in itertools.product(
+        corpus.places(root), {os.path.dirname(name) for name in wanted}
+    ):
         with contextlib.suppress(FileNotFoundError):
             there = storage.names(os.path.join(place, folder).rstrip("/"))
             for name in wanted & {os.path.join(folder, each) for each in there}:

@@ -19,7 +19,9 @@ class Prefetcher(contextlib.AbstractContextManager["Prefetcher"]):
     caller and only for a step that was asked for. Ask for steps in order, S apart.
     """
 
-    def __init__(self, segments: Callable[[int, int], Segments], *, segments_per_call: int, steps: int):
+    def __init__(
+        self, segments: Callable[[int, int], Segments], *, segments_per_call: int, steps: int
+    ):
         """Starts no work yet, and never reads a block that ends after `steps`.
 
         `segments`: (first step, count) -> block is called on a background thread only, so it may
@@ -27,7 +29,9 @@ class Prefetcher(contextlib.AbstractContextManager["Prefetcher"]):
         """
         self._segments, self._count, self._steps = segments, segments_per_call, steps
         self._pending: dict[int, concurrent.futures.Future[Segments]] = {}  # By first step.
-        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="segments")
+        self._thread = concurrent.futures.ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="segments"
+        )
 
     def __call__(self, step: int) -> Segments:
         """Returns the S segments from `step` on."""

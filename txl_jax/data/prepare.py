@@ -30,7 +30,15 @@ from tensorflow_datasets.core.download.download_manager import NonMatchingChecks
 
 from txl_jax.config import CorpusName, Heldout
 from txl_jax.config.config_tree import require
-from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, WHOLE, Facts, Layout, PublishedCorpus, Remote
+from txl_jax.data.published import (
+    ARCHIVE_SUFFIXES,
+    CORPORA,
+    WHOLE,
+    Facts,
+    Layout,
+    PublishedCorpus,
+    Remote,
+)
 from txl_jax.data.text import File, Text, bar, digest_of
 from txl_jax.errors import UserError, first_line
 from txl_jax.runtime import storage
@@ -54,7 +62,9 @@ _FACTS = {
 }
 
 
-def read(name: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout = Heldout.SEPARATE) -> Text:
+def read(
+    name: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout = Heldout.SEPARATE
+) -> Text:
     """Reads a published corpus from files in `data_dir`, or from downloaded files.
 
     The corpus is prepared in the directory `tfds` of `cache_dir`.
@@ -66,7 +76,10 @@ def read(name: CorpusName, *, data_dir: str, cache_dir: str, heldout: Heldout = 
     records = _records(name, folder)
     done = records / _DONE
     if not done.is_file():
-        with storage.writable(folder, what=corpus.title), storage.locked(folder / f".txl_{name}.lock"):
+        with (
+            storage.writable(folder, what=corpus.title),
+            storage.locked(folder / f".txl_{name}.lock"),
+        ):
             # Otherwise another process has prepared it while this one waited.
             if not done.is_file():
                 _prepare(name, folder, data_dir)
@@ -94,7 +107,9 @@ def _prepare(name: CorpusName, folder: Path, data_dir: str) -> None:
     for leftover in downloads.rglob("*.tmp.*"):
         shutil.rmtree(leftover)
     try:
-        PublishedText(name, data_dir=folder, files_in=data_dir).download_and_prepare(download_dir=downloads)
+        PublishedText(name, data_dir=folder, files_in=data_dir).download_and_prepare(
+            download_dir=downloads
+        )
     except RuntimeError as error:
         # ArrayRecord could not write: 'write() failed: No space left on device; ...'
         raise OSError(errno.EIO, str(error).partition(";")[0]) from error
@@ -118,18 +133,25 @@ def _open(name: CorpusName, folder: Path, records: Path, *, same: bool) -> Text:
     def blocks(of: str, numbers: range) -> Iterator[bytes]:
         with _reading_records(records):
             for start in range(0, len(numbers), _RECORDS_PER_BLOCK):
-                yield b"".join(source(of)[i]["block"] for i in numbers[start : start + _RECORDS_PER_BLOCK])
+                yield b"".join(
+                    source(of)[i]["block"] for i in numbers[start : start + _RECORDS_PER_BLOCK]
+                )
 
     splits = {
-        split: tuple(_files(f"{name} {of}", files[of], functools.partial(blocks, of))) for split, of in stored.items()
+        split: tuple(_files(f"{name} {of}", files[of], functools.partial(blocks, of)))
+        for split, of in stored.items()
     }
     digest = sums[WHOLE] if corpus.cuts else digest_of(sums[of] for of in stored.values())
     size = sum(file.size for split, of in stored.items() if split == of for file in splits[split])
-    description = f"{corpus.title}, {size:,} bytes{', validation on the test split' if same else ''}"
+    description = (
+        f"{corpus.title}, {size:,} bytes{', validation on the test split' if same else ''}"
+    )
     return Text(str(name), description, digest, splits, closed_alphabet=corpus.closed_alphabet)
 
 
-def _files(name: str, stored: list[tuple[str, int, int]], blocks: Callable[[range], Iterator[bytes]]) -> Iterator[File]:
+def _files(
+    name: str, stored: list[tuple[str, int, int]], blocks: Callable[[range], Iterator[bytes]]
+) -> Iterator[File]:
     """Yields the files of a split in the order of their names.
 
     This order may differ from the order of their records.
@@ -141,7 +163,9 @@ def _files(name: str, stored: list[tuple[str, int, int]], blocks: Callable[[rang
 
 
 def _reading_records(folder: Path) -> contextlib.AbstractContextManager[None]:
-    return _refusing_damage(f"the prepared text in {folder} is corrupted", "Remove this directory to prepare it again.")
+    return _refusing_damage(
+        f"the prepared text in {folder} is corrupted", "Remove this directory to prepare it again."
+    )
 
 
 def _reading(path: str, url: str) -> contextlib.AbstractContextManager[None]:
@@ -186,7 +210,9 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
         return tfds.core.DatasetInfo(
             builder=self,
             description=self._corpus.title,
-            features=tfds.features.FeaturesDict({"block": tfds.features.Tensor(shape=(), dtype=np.object_)}),
+            features=tfds.features.FeaturesDict(
+                {"block": tfds.features.Tensor(shape=(), dtype=np.object_)}
+            ),
             disable_shuffling=True,
             metadata=tfds.core.MetadataDict(),
         )
@@ -197,24 +223,35 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
 
     def _shard_iterators_per_split(self, dl_manager: Any) -> dict[str, Any]:
         corpus, stored, shards = self._corpus, {}, {}
-        layout = fit(find_files(corpus, self._files_in, dl_manager), corpus.layouts + corpus.own_layouts)
-        self._tallies = {part: {place: Tally() for place in places} for part, places in layout.items()}
+        layout = fit(
+            find_files(corpus, self._files_in, dl_manager), corpus.layouts + corpus.own_layouts
+        )
+        self._tallies = {
+            part: {place: Tally() for place in places} for part, places in layout.items()
+        }
         for part, places in layout.items():
             # Before any is read.
             self._check(part, Facts(size=sum(place.size for place in places)))
             sizes = {place: tuple(corpus.cuts.values()) or (place.size,) for place in places}
             records = self._records(part, sizes)
-            for split, of_files in zip(corpus.cuts or [part], zip(*sizes.values(), strict=True), strict=True):
+            for split, of_files in zip(
+                corpus.cuts or [part], zip(*sizes.values(), strict=True), strict=True
+            ):
                 counts = [-(-size // RECORD_BYTES) for size in of_files]
                 names = (posixpath.basename(place.name) for place in places)
                 stored[split] = [*zip(names, of_files, counts, strict=True)]
                 # A split has at least one file of records.
                 lefts = range(sum(counts), 0, -SHARD_RECORDS) or [0]
-                shards[split] = [functools.partial(itertools.islice, records, min(SHARD_RECORDS, n)) for n in lefts]
+                shards[split] = [
+                    functools.partial(itertools.islice, records, min(SHARD_RECORDS, n))
+                    for n in lefts
+                ]
         self.info.metadata["files"] = stored
         return shards
 
-    def _records(self, part: str, sizes: "dict[Place, tuple[int, ...]]") -> Iterator[tuple[int, dict[str, bytes]]]:
+    def _records(
+        self, part: str, sizes: "dict[Place, tuple[int, ...]]"
+    ) -> Iterator[tuple[int, dict[str, bytes]]]:
         """Yields the records of a part's splits, one split after the other, and counts them."""
         counts_words = self._corpus.facts[part].tokens is not None
         with bar(f"preparing {part}", sum(map(sum, sizes.values()))) as shown:
@@ -229,10 +266,20 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
         Raises `UserError` if it, or a count, is not the published one.
         """
         tallies, known = self._tallies[part], self._corpus.facts[part]
-        sums = sorted((posixpath.basename(place.name), tally.sha256.hexdigest()) for place, tally in tallies.items())
+        sums = sorted(
+            (posixpath.basename(place.name), tally.sha256.hexdigest())
+            for place, tally in tallies.items()
+        )
         digest = sums[0][1] if len(sums) == 1 else digest_of(sha256 for _, sha256 in sums)
-        lines, words = (sum(getattr(tally, count) for tally in tallies.values()) for count in ("lines", "words"))
-        self._check(part, Facts(tokens=words + lines, lines=lines, sha256=digest if known.tokens is None else None))
+        lines, words = (
+            sum(getattr(tally, count) for tally in tallies.values()) for count in ("lines", "words")
+        )
+        self._check(
+            part,
+            Facts(
+                tokens=words + lines, lines=lines, sha256=digest if known.tokens is None else None
+            ),
+        )
         if known.tokens is not None and known.sha256 not in (None, digest):
             say(
                 f"note: the {part} split of {self._corpus.title} in {next(iter(tallies)).path} has as many tokens as "
@@ -246,7 +293,11 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
             place, *others = self._tallies[part]
             where = f"{place.member} in {place.path}" if place.member else place.path
             more = f" and {len(others)} more" if others else ""
-            of = self._corpus.title if self._corpus.cuts else f"the {part} split of {self._corpus.title}"
+            of = (
+                self._corpus.title
+                if self._corpus.cuts
+                else f"the {part} split of {self._corpus.title}"
+            )
             advice = f"Download it again from {place.url}{self._corpus.advice}"
             raise UserError(f"{where}{more} does not match {of}: {wrong}. {advice}")
 
@@ -318,9 +369,14 @@ def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Pla
                 for official in itertools.chain(*corpus.sources):
                     if official.is_archive and official.file in paths:
                         _check_official(paths[official.file], official)
-                return open_files([(name, path, corpus.url_of(name)) for name, path in paths.items()])
+                return open_files(
+                    [(name, path, corpus.url_of(name)) for name, path in paths.items()]
+                )
             if len(lacking) < len(names):
-                there, urls = min(set(names) - set(lacking)), " and ".join(dict.fromkeys(map(corpus.url_of, lacking)))
+                there, urls = (
+                    min(set(names) - set(lacking)),
+                    " and ".join(dict.fromkeys(map(corpus.url_of, lacking))),
+                )
                 lacks = f"{folder} has {there}, but not {_some(lacking)} of {corpus.title}. Download it from {urls}"
                 partly = partly or lacks
     require(not partly, partly)
@@ -330,7 +386,10 @@ def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Pla
 def _check_official(path: str, official: Remote) -> None:
     found = Facts(size=os.path.getsize(path), sha256=official.sha256 and storage.sha256(path))
     wrong = _difference(official, found)
-    require(not wrong, f"{path} does not match the official file: {wrong}. Download it again from {official.url}")
+    require(
+        not wrong,
+        f"{path} does not match the official file: {wrong}. Download it again from {official.url}",
+    )
 
 
 def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list[Place]:
@@ -345,11 +404,20 @@ def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list
                 files.append((remote.file, str(manager.download(remote.url)), remote.url))
                 _check_official(files[-1][1], remote)
             return open_files(files)
-        except (tfds.download.DownloadError, NonMatchingChecksumError, requests.RequestException, UserError) as error:
+        except (
+            tfds.download.DownloadError,
+            NonMatchingChecksumError,
+            requests.RequestException,
+            UserError,
+        ) as error:
             # Others have several lines, of layers of libraries.
-            is_short = isinstance(error, tfds.download.DownloadError | requests.HTTPError | UserError)
+            is_short = isinstance(
+                error, tfds.download.DownloadError | requests.HTTPError | UserError
+            )
             failed.append(f"{remote.url} failed ({error if is_short else type(error).__name__})")
-    wanted = ", or ".join(" and ".join(remote.url for remote in source) for source in corpus.sources)
+    wanted = ", or ".join(
+        " and ".join(remote.url for remote in source) for source in corpus.sources
+    )
     missing = f"{corpus.title} is not in {' or '.join(folders)}, and downloading it failed ({'; '.join(failed)})"
     raise UserError(f"{missing}. Put {wanted} into {folders[0]} (--data_dir){corpus.advice}")
 
@@ -363,17 +431,27 @@ def fit(places: Sequence[Place], layouts: Sequence[Layout]) -> dict[str, list[Pl
     holder = " and ".join(dict.fromkeys(place.path for place in places))
     urls = " and ".join(dict.fromkeys(place.url for place in places))
     found = {
-        tail: [place for place in places if f"/{place.name}".replace("\\", "/").endswith(f"/{tail}")]
+        tail: [
+            place for place in places if f"/{place.name}".replace("\\", "/").endswith(f"/{tail}")
+        ]
         for tail in itertools.chain(*(names for layout in layouts for names in layout.values()))
     }
-    lacking = [[tail for tail in itertools.chain(*layout.values()) if not found[tail]] for layout in layouts]
+    lacking = [
+        [tail for tail in itertools.chain(*layout.values()) if not found[tail]]
+        for layout in layouts
+    ]
     least, there = _some(min(lacking, key=len)), _some([place.name for place in places])
-    require(not least, f"{holder} has no {least} (it contains {there}). Download it again from {urls}")
+    require(
+        not least, f"{holder} has no {least} (it contains {there}). Download it again from {urls}"
+    )
     layout = layouts[lacking.index([])]
     for tail in itertools.chain(*layout.values()):
         both = " and ".join(place.name for place in found[tail])
         require(len(found[tail]) == 1, f"{holder} has both {both}, so it is ambiguous. Remove one.")
-    return {part: sorted((found[tail][0] for tail in tails), key=places.index) for part, tails in layout.items()}
+    return {
+        part: sorted((found[tail][0] for tail in tails), key=places.index)
+        for part, tails in layout.items()
+    }
 
 
 def _some(names: Sequence[str]) -> str:
@@ -463,7 +541,9 @@ class _Header(tarfile.TarInfo):
 
     @staticmethod
     def _refuse(*_: Any) -> None:
-        raise ValueError(f"it has a sparse file, or a name or attributes above {_MAX_ATTRIBUTES >> 10} KiB")
+        raise ValueError(
+            f"it has a sparse file, or a name or attributes above {_MAX_ATTRIBUTES >> 10} KiB"
+        )
 
     # tarfile's reader of the list of holes in a newer kind of sparse file.
     _proc_gnusparse_10 = _refuse
@@ -471,7 +551,9 @@ class _Header(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
         header = super().frombuf(buf, encoding, errors)
-        if header.type == tarfile.GNUTYPE_SPARSE or (not header.isreg() and header.size > _MAX_ATTRIBUTES):
+        if header.type == tarfile.GNUTYPE_SPARSE or (
+            not header.isreg() and header.size > _MAX_ATTRIBUTES
+        ):
             cls._refuse()
         return header
 

@@ -13,7 +13,15 @@ import itertools
 import os
 from collections.abc import Mapping
 
-from txl_jax.config import CorpusName, DataConfig, LineMark, Newlines, Order, Tokenizer, TokenizerConfig
+from txl_jax.config import (
+    CorpusName,
+    DataConfig,
+    LineMark,
+    Newlines,
+    Order,
+    Tokenizer,
+    TokenizerConfig,
+)
 from txl_jax.config.config_tree import require
 
 # From a part to the paths of its files below some directory.
@@ -88,7 +96,9 @@ class PublishedCorpus:
 
     def places(self, root: str) -> list[str]:
         """Returns the directories that may have its files."""
-        return [os.path.join(root, name).rstrip("/") for name in ("", *self.folders, "downloads/manual")]
+        return [
+            os.path.join(root, name).rstrip("/") for name in ("", *self.folders, "downloads/manual")
+        ]
 
     def file_sets(self, folder: str) -> list[list[str]]:
         """Returns the sets of files that are the corpus if all are below a directory of this name.
@@ -98,7 +108,9 @@ class PublishedCorpus:
         layouts = self.layouts + (self.own_layouts if folder in self.folders else ())
         unpacked = [list(itertools.chain(*layout.values())) for layout in layouts]
         made = [[name + suffix] for name in self.folders for suffix in ARCHIVE_SUFFIXES]
-        official = [[remote.file for remote in source] for source in self.sources if source[0].is_archive]
+        official = [
+            [remote.file for remote in source] for source in self.sources if source[0].is_archive
+        ]
         return unpacked + made + official
 
     @property
@@ -114,12 +126,23 @@ class PublishedCorpus:
 
         This is the file's own URL, or else the URLs of the first source.
         """
-        urls = [remote.url for source in self.sources for remote in source if remote.file == os.path.basename(path)]
+        urls = [
+            remote.url
+            for source in self.sources
+            for remote in source
+            if remote.file == os.path.basename(path)
+        ]
         return urls[0] if urls else " and ".join(remote.url for remote in self.sources[0])
 
 
 def _mahoney(
-    name: CorpusName, contents: str, zip_size: int, zip_sha256: str, sha256: str, newlines: Newlines, vocab_size: int
+    name: CorpusName,
+    contents: str,
+    zip_size: int,
+    zip_sha256: str,
+    sha256: str,
+    newlines: Newlines,
+    vocab_size: int,
 ) -> PublishedCorpus:
     """Returns the row of 100,000,000 bytes of Wikipedia, by Matt Mahoney."""
     folders = "http://mattmahoney.net/dc", "https://data.deepai.org"
@@ -129,8 +152,12 @@ def _mahoney(
         folders=(str(name),),
         layouts=({WHOLE: (str(name),)},),
         facts={WHOLE: Facts(size=100_000_000, sha256=sha256)},
-        sources=tuple((Remote(f"{folder}/{name}.zip", zip_size, zip_sha256),) for folder in folders),
-        defaults=DataConfig(corpus=name, tokenizer=TokenizerConfig(kind=Tokenizer.BYTE, newlines=newlines)),
+        sources=tuple(
+            (Remote(f"{folder}/{name}.zip", zip_size, zip_sha256),) for folder in folders
+        ),
+        defaults=DataConfig(
+            corpus=name, tokenizer=TokenizerConfig(kind=Tokenizer.BYTE, newlines=newlines)
+        ),
         vocab_size=vocab_size,
         cuts={"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000},
         closed_alphabet=True,
@@ -141,30 +168,48 @@ def _by_split(pattern: str) -> Layout:
     return {split: (pattern.format(split),) for split in ("train", "valid", "test")}
 
 
-def _wikitext(name: CorpusName, train_tokens: int, zip_size: int, zip_sha256: str, vocab_size: int) -> PublishedCorpus:
+def _wikitext(
+    name: CorpusName, train_tokens: int, zip_size: int, zip_sha256: str, vocab_size: int
+) -> PublishedCorpus:
     """Returns the row of a WikiText (Merity et al., 2016, table 1).
 
     Both share the validation and test splits.
     """
     number = name.removeprefix("wikitext")
-    folders = "https://wikitext.smerity.com", "https://s3.amazonaws.com/research.metamind.io/wikitext"
+    folders = (
+        "https://wikitext.smerity.com",
+        "https://s3.amazonaws.com/research.metamind.io/wikitext",
+    )
     return PublishedCorpus(
         title=f"WikiText-{number}",
         contents="words",
         folders=(f"wikitext{number}", f"wikitext-{number}"),
         layouts=(_by_split(f"wikitext-{number}/wiki.{{}}.tokens"), _by_split("wiki.{}.tokens")),
         own_layouts=(_by_split("{}.txt"),),
-        facts={"train": Facts(tokens=train_tokens), "valid": Facts(tokens=217_646), "test": Facts(tokens=245_569)},
-        sources=tuple((Remote(f"{folder}/wikitext-{number}-v1.zip", zip_size, zip_sha256),) for folder in folders),
+        facts={
+            "train": Facts(tokens=train_tokens),
+            "valid": Facts(tokens=217_646),
+            "test": Facts(tokens=245_569),
+        },
+        sources=tuple(
+            (Remote(f"{folder}/wikitext-{number}-v1.zip", zip_size, zip_sha256),)
+            for folder in folders
+        ),
         # Every line ends in <eos>, empty ones too.
-        defaults=DataConfig(corpus=name, tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS)),
+        defaults=DataConfig(
+            corpus=name, tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS)
+        ),
         vocab_size=vocab_size,
         program="wikitext103",
     )
 
 
 _PTB_FILES = {  # Tokens, bytes and sha256.
-    "train": (929_589, 5_101_618, "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf"),
+    "train": (
+        929_589,
+        5_101_618,
+        "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
+    ),
     "valid": (73_760, 399_782, "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2"),
     "test": (82_430, 449_945, "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0"),
 }
@@ -177,19 +222,30 @@ _PTB = PublishedCorpus(
     folders=("ptb", "penn"),
     layouts=(_by_split("simple-examples/data/ptb.{}.txt"), _by_split("ptb.{}.txt")),
     own_layouts=(_by_split("{}.txt"),),
-    facts={split: Facts(tokens=tokens, sha256=sha256) for split, (tokens, _, sha256) in _PTB_FILES.items()},
+    facts={
+        split: Facts(tokens=tokens, sha256=sha256)
+        for split, (tokens, _, sha256) in _PTB_FILES.items()
+    },
     sources=(
-        tuple(Remote(f"{_ZAREMBA}ptb.{split}.txt", size, sha256) for split, (_, size, sha256) in _PTB_FILES.items()),
+        tuple(
+            Remote(f"{_ZAREMBA}ptb.{split}.txt", size, sha256)
+            for split, (_, size, sha256) in _PTB_FILES.items()
+        ),
         (Remote("http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz", size=34_869_662),),
     ),
     # The text is lower-case already (but for N, any number), so the original's lower-casing changes
     # no count.
-    defaults=DataConfig(corpus=CorpusName.PTB, tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS)),
+    defaults=DataConfig(
+        corpus=CorpusName.PTB,
+        tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS),
+    ),
     vocab_size=10_000,
 )
 
 _SHARDS: Layout = {
-    "train": tuple(f"training-monolingual.tokenized.shuffled/news.en-{i:05}-of-00100" for i in range(1, 100)),
+    "train": tuple(
+        f"training-monolingual.tokenized.shuffled/news.en-{i:05}-of-00100" for i in range(1, 100)
+    ),
     "valid": ("heldout-monolingual.tokenized.shuffled/news.en.heldout-00001-of-00050",),
     "test": ("heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050",),
 }
@@ -200,7 +256,10 @@ _LM1B = PublishedCorpus(
     title="One Billion Word",
     contents="shuffled sentences",
     folders=("lm1b",),
-    layouts=({part: tuple(f"{_R13}/{file}" for file in files) for part, files in _SHARDS.items()}, _SHARDS),
+    layouts=(
+        {part: tuple(f"{_R13}/{file}" for file in files) for part, files in _SHARDS.items()},
+        _SHARDS,
+    ),
     facts={
         "train": Facts(lines=30_301_028),
         # From the configuration of lingvo's authors, one of whom made the benchmark; the test

@@ -31,8 +31,12 @@ _LARGEST_SIZE = 2**31 - 1
 # First bytes of files that are not plain ids. All have at least three, as two may be an id.
 _HEADERS = {
     b"\x93NUMPY": "the header of a .npy file. Rename it to .npy.",
-    (20240520).to_bytes(4, "little"): "llm.c's header. Save the ids after its 1,024 bytes, which are uint16, as .npy.",
-    (20240801).to_bytes(4, "little"): "llm.c's header. Save the ids after its 1,024 bytes, which are uint32, as .npy.",
+    (20240520).to_bytes(
+        4, "little"
+    ): "llm.c's header. Save the ids after its 1,024 bytes, which are uint16, as .npy.",
+    (20240801).to_bytes(
+        4, "little"
+    ): "llm.c's header. Save the ids after its 1,024 bytes, which are uint32, as .npy.",
     b"MMIDIDX": "the header of a Megatron index. Save the ids of its .bin file as .npy.",
     b"TNTIDX": "the header of a fairseq index. Save the ids of its .bin file as .npy.",
     b"\x89HDF": "the header of an HDF5 file. Save its ids as .npy.",
@@ -62,9 +66,15 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> dic
     outside the vocabulary.
     """
     tokenizer = config.tokenizer
-    named = {"file": (config.file,)} if config.file else {split: getattr(config, split) for split in SPLITS}
+    named = (
+        {"file": (config.file,)}
+        if config.file
+        else {split: getattr(config, split) for split in SPLITS}
+    )
     arrays: dict[str, Any] = {name: _open(name, paths) for name, paths in named.items() if paths}
-    digests, each_largest = zip(*(_scan(array, name) for name, array in arrays.items()), strict=True)
+    digests, each_largest = zip(
+        *(_scan(array, name) for name, array in arrays.items()), strict=True
+    )
     largest = max(each_largest)
     if vocabulary is None and tokenizer.hf_file:
         vocabulary = given_tokenizer(tokenizer.hf_file)
@@ -90,15 +100,26 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> dic
 
 def _open(name: str, paths: Sequence[str]) -> np.memmap:
     path, *others = expanded(paths, flag=f"--data.{name}")
-    require(not others, f"--data.{name} must name one file of ids, got {1 + len(others)} files. Concatenate them.")
-    known = "A file of ids must be .npy (numpy.save) with integers along one axis, or .bin with uint16."
+    require(
+        not others,
+        f"--data.{name} must name one file of ids, got {1 + len(others)} files. Concatenate them.",
+    )
+    known = (
+        "A file of ids must be .npy (numpy.save) with integers along one axis, or .bin with uint16."
+    )
     # NumPy parses headers as Python.
     with rephrased(f"{path} cannot be read (%s). {known}", Exception):
-        array: Any = np.load(path, mmap_mode="r") if path.endswith(".npy") else np.memmap(path, "<u2", "r")
+        array: Any = (
+            np.load(path, mmap_mode="r") if path.endswith(".npy") else np.memmap(path, "<u2", "r")
+        )
     # Not `np.issubdtype`, which takes durations (timedelta64) for integers.
     is_ids = isinstance(array, np.memmap) and array.ndim == 1 and array.dtype.kind in "iu"
     if not path.endswith((".npy", ".bin")) or not is_ids:
-        found = f"type {array.dtype} and shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        found = (
+            f"type {array.dtype} and shape {array.shape}"
+            if isinstance(array, np.ndarray)
+            else type(array).__name__
+        )
         raise UserError(f"{path} has {found}. {known}")
     if path.endswith(".bin"):
         _check_plain(path, array[: BLOCK_BYTES // array.itemsize])
@@ -115,13 +136,17 @@ def _check_plain(path: str, ids: np.ndarray) -> None:
     content = ids.tobytes()
     for magic, meaning in _HEADERS.items():
         if content.startswith(magic):
-            raise UserError(f"{path} must have ids of uint16 and nothing else, but it begins with {meaning}")
+            raise UserError(
+                f"{path} must have ids of uint16 and nothing else, but it begins with {meaning}"
+            )
     found = _other_width(ids)
     if found is not None:
         what, dtype = found
         save = f"numpy.save('ids.npy', numpy.fromfile({path!r}, {dtype!r}))"
         advice = f"Save them as .npy, which records their type: {save}, with 'uint16' if they are uint16 all the same."
-        raise UserError(f"{path} must have ids of uint16, but {what}, as in ids of {dtype}. {advice}")
+        raise UserError(
+            f"{path} must have ids of uint16, but {what}, as in ids of {dtype}. {advice}"
+        )
 
 
 def _other_width(ids: np.ndarray) -> tuple[str, str] | None:
@@ -136,7 +161,10 @@ def _other_width(ids: np.ndarray) -> tuple[str, str] | None:
             if upper.max() <= _LARGEST_UPPER_HALF < lower.max():
                 is_64_bit = not upper.any() and not lower[1::2].any()
                 at_most = f"at most {upper.max()}" if upper.any() else "0"
-                return f"every other one of the first {len(ids):,} is {at_most}", f"{order}u{8 if is_64_bit else 4}"
+                return (
+                    f"every other one of the first {len(ids):,} is {at_most}",
+                    f"{order}u{8 if is_64_bit else 4}",
+                )
 
     if len(ids) >= _FEWEST_BYTES:
         pairs = ids.astype("<u2").view(np.uint8).reshape(-1, 2)
@@ -147,7 +175,10 @@ def _other_width(ids: np.ndarray) -> tuple[str, str] | None:
         alike = np.minimum(lower_counts, upper_counts).sum() / len(ids)
         # With all values of a byte they may be random ids. One value is a single id, repeated.
         if alike > _ALIKE and 1 < np.count_nonzero(lower_counts) < 256:
-            return f"the two bytes of the first {len(ids):,} have the same values equally often", "u1"
+            return (
+                f"the two bytes of the first {len(ids):,} have the same values equally often",
+                "u1",
+            )
     return None
 
 
@@ -156,8 +187,15 @@ def _scan(array: np.memmap, name: str) -> tuple[str, int]:
 
     Raises `UserError` for an id out of range.
     """
-    path, digest, largest, position = str(array.filename), hashlib.sha256(array.dtype.str.encode()), -1, 0
-    for file in with_bar(f"reading {name}", [file_part(path, array.offset, array.offset + array.nbytes)]):
+    path, digest, largest, position = (
+        str(array.filename),
+        hashlib.sha256(array.dtype.str.encode()),
+        -1,
+        0,
+    )
+    for file in with_bar(
+        f"reading {name}", [file_part(path, array.offset, array.offset + array.nbytes)]
+    ):
         for block in file.blocks():
             digest.update(block)
             ids = np.frombuffer(block, array.dtype)
@@ -189,7 +227,10 @@ class IdVocabulary(Vocabulary):
 
     def __post_init__(self) -> None:
         is_size = type(self.size) is int and 1 <= self.size <= _LARGEST_SIZE
-        require(is_size, f"a vocabulary of ids must have a size from 1 to {_LARGEST_SIZE}, got {self.size!r}")
+        require(
+            is_size,
+            f"a vocabulary of ids must have a size from 1 to {_LARGEST_SIZE}, got {self.size!r}",
+        )
 
     @property
     def start(self) -> np.ndarray:
@@ -206,7 +247,11 @@ class IdVocabulary(Vocabulary):
 
     def _encode(self, text: str) -> np.ndarray:
         words = text.split()
-        foreign = [word[:40] for word in words if not (word.isascii() and word.isdecimal() and len(word) < 10)]
+        foreign = [
+            word[:40]
+            for word in words
+            if not (word.isascii() and word.isdecimal() and len(word) < 10)
+        ]
         advice = f"This model has no vocabulary: pass ids from 0 to {self.size - 1}, separated by spaces."
         require(not foreign, f"{foreign[:1]} is not a token id. {advice}")
         return check_ids(np.array(words, dtype=np.int64), self.size).astype(id_type(self.size))
@@ -221,11 +266,16 @@ def token_ids(vocabulary: Vocabulary, document: Document, *, name: str = "") -> 
     Raises `UserError`, with a text's `name`, if it has no ids.
     """
     if isinstance(document, str | bytes):
-        with rephrased(f"{name or f'the text {document[:40]!r}'} cannot be read by this model: %s", ValueError):
+        with rephrased(
+            f"{name or f'the text {document[:40]!r}'} cannot be read by this model: %s", ValueError
+        ):
             return vocabulary.encode(_bytes(document))
     ids = np.asarray(document)
     is_ids = ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu")
-    require(is_ids, f"a document must be a text or integer ids [T], got {ids.dtype} of shape {ids.shape}")
+    require(
+        is_ids,
+        f"a document must be a text or integer ids [T], got {ids.dtype} of shape {ids.shape}",
+    )
     return check_ids(ids, vocabulary.size).astype(np.int32)
 
 
@@ -239,11 +289,16 @@ def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
     Raises `UserError` for a text of another number of tokens.
     """
     ids = token_ids(vocabulary, token if isinstance(token, str | bytes) else [token])
-    require(len(ids) == 1, f"first must be one token, got {token!r}, which this model reads as {len(ids)} tokens")
+    require(
+        len(ids) == 1,
+        f"first must be one token, got {token!r}, which this model reads as {len(ids)} tokens",
+    )
     return ids
 
 
-def find_tokens(vocabulary: Vocabulary, text: str, *, name: str, several: bool = False) -> list[int]:
+def find_tokens(
+    vocabulary: Vocabulary, text: str, *, name: str, several: bool = False
+) -> list[int]:
     r"""Returns the id of the token that the setting `name` names by its text.
 
     In the text, \n, \r and \t stand for white space.
@@ -260,12 +315,18 @@ def find_tokens(vocabulary: Vocabulary, text: str, *, name: str, several: bool =
         ids: list[int] = vocabulary.encode(content).tolist()
     if not ids or (len(ids) > 1 and not several) or vocabulary.unknown_id in ids:
         found = [names[token].decode(errors="backslashreplace") for token in ids[:8]]
-        wanted = f"{name} must be the text of {'tokens' if several else 'one token'} of the vocabulary"
-        raise UserError(f"{wanted}, got {text!r}, which this model reads as {len(ids)} tokens, {found}")
+        wanted = (
+            f"{name} must be the text of {'tokens' if several else 'one token'} of the vocabulary"
+        )
+        raise UserError(
+            f"{wanted}, got {text!r}, which this model reads as {len(ids)} tokens, {found}"
+        )
     return ids
 
 
-def joined(vocabulary: Vocabulary, context: Document, continuation: Document) -> tuple[np.ndarray, int]:
+def joined(
+    vocabulary: Vocabulary, context: Document, continuation: Document
+) -> tuple[np.ndarray, int]:
     """Returns the ids [T] of a context and its continuation, and the continuation's number of ids.
 
     Two texts are encoded together, because a token may begin in the context and end in the
@@ -291,7 +352,9 @@ def joined(vocabulary: Vocabulary, context: Document, continuation: Document) ->
     # Without a token of its own, its logprob would be 0, and it would win every comparison.
     if not count:
         added = f"got {continuation[:40]!r} after {context[-40:]!r}, which this model reads as the same tokens"
-        raise UserError(f"a continuation must add a token to its context, {added}. Pass another continuation.")
+        raise UserError(
+            f"a continuation must add a token to its context, {added}. Pass another continuation."
+        )
     return ids, count
 
 

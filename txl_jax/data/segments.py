@@ -95,9 +95,14 @@ class SegmentReader:
         Raises ValueError if a step is negative or a count below 1.
         """
         if first_step < 0 or count < 1:
-            raise ValueError(f"count must be at least 1 and first_step at least 0, got {count} and {first_step}")
+            raise ValueError(
+                f"count must be at least 1 and first_step at least 0, got {count} and {first_step}"
+            )
         epoch_S, index_S = np.divmod(np.arange(first_step, first_step + count), self.n_segments)
-        parts = [self._within_epoch(epoch, index_S[epoch_S == epoch]) for epoch in np.unique(epoch_S).tolist()]
+        parts = [
+            self._within_epoch(epoch, index_S[epoch_S == epoch])
+            for epoch in np.unique(epoch_S).tolist()
+        ]
         return Segments(*map(np.concatenate, zip(*parts, strict=True)))
 
     def scored(self, first_step: int, count: int) -> np.ndarray:
@@ -129,7 +134,9 @@ class SegmentReader:
         live = self.repeats or epoch == 0
         pair_SxBxL = self._pairs(index_S, first_B)
         real_SxBxL = (pair_SxBxL < end_B[:, None]) & live
-        again_SxL = (index_S[:, None] > 0) & (np.arange(self.segment_len) < self.segment_len - self.stride)
+        again_SxL = (index_S[:, None] > 0) & (
+            np.arange(self.segment_len) < self.segment_len - self.stride
+        )
         counts_SxBxL = real_SxBxL & (pair_SxBxL >= scored_B[:, None]) & ~again_SxL[:, None]
         input_SxBxL, target_SxBxL = self.order(epoch, pair_SxBxL[..., 0], self.segment_len)
         return Segments(
@@ -186,7 +193,9 @@ def training_segments(
     _check(tokens, batch_size, segment_len, own)
     n_pairs = len(tokens) - 1
     stride = segment_len if stride is None else stride
-    require(1 <= stride <= segment_len, f"stride must be between 1 and {segment_len=}, got {stride=}")
+    require(
+        1 <= stride <= segment_len, f"stride must be between 1 and {segment_len=}, got {stride=}"
+    )
     row_len = n_pairs // batch_size
     row_len -= (row_len - segment_len) % stride
     wanted = f"the training text must have more tokens than batch_size x segment_len = {batch_size} x {segment_len}"
@@ -208,7 +217,12 @@ def training_segments(
 
 
 def evaluation_segments(
-    tokens: np.ndarray, *, batch_size: int, segment_len: int, warmup_tokens: int = 0, own: Rows = None
+    tokens: np.ndarray,
+    *,
+    batch_size: int,
+    segment_len: int,
+    warmup_tokens: int = 0,
+    own: Rows = None,
 ) -> SegmentReader:
     """Builds the evaluation segments of a text.
 
@@ -235,14 +249,22 @@ def evaluation_segments(
     scored_B = np.minimum(np.arange(batch_size) * row_len, n_pairs)
     end_B = np.minimum(scored_B + row_len, n_pairs)
     first_B = np.where(scored_B < end_B, np.maximum(scored_B - warmup_tokens, 0), end_B)
-    return SegmentReader(tokens, batch_size, segment_len, segment_len, RowRanges(first_B, scored_B, end_B), own)
+    return SegmentReader(
+        tokens, batch_size, segment_len, segment_len, RowRanges(first_B, scored_B, end_B), own
+    )
 
 
 def _check(tokens: np.ndarray, batch_size: int, segment_len: int, own: Rows) -> None:
     if tokens.ndim != 1 or len(tokens) < 2 or not np.issubdtype(tokens.dtype, np.integer):
-        raise UserError(f"tokens must be at least 2 integer ids [T], got {tokens.dtype} of shape {tokens.shape}")
+        raise UserError(
+            f"tokens must be at least 2 integer ids [T], got {tokens.dtype} of shape {tokens.shape}"
+        )
     if batch_size < 1 or segment_len < 1:
-        raise ValueError(f"batch_size and segment_len must be at least 1, got {batch_size=} and {segment_len=}")
+        raise ValueError(
+            f"batch_size and segment_len must be at least 1, got {batch_size=} and {segment_len=}"
+        )
     rows = range(batch_size) if own is None else [int(row) for row in own]
     if list(rows) != sorted(set(rows) & set(range(batch_size))):
-        raise ValueError(f"own rows must ascend within 0 to {batch_size - 1}, got {rows} ({batch_size=})")
+        raise ValueError(
+            f"own rows must ascend within 0 to {batch_size - 1}, got {rows} ({batch_size=})"
+        )

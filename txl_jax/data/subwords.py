@@ -37,13 +37,18 @@ _LONGEST_PARAGRAPH = 1 << 20
 _LONGEST_TRAINED_WORD = 1024
 # Runs of that many letters, digits, other characters or white space: the words of byte-level BPE.
 _LONG_WORDS = re.compile(
-    "|".join(f"{character}{{{_LONGEST_TRAINED_WORD}}}" for character in (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s"))
+    "|".join(
+        f"{character}{{{_LONGEST_TRAINED_WORD}}}"
+        for character in (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")
+    )
 )
 # The byte that each character of a byte-level token encodes. Printable ASCII and Latin-1 stand for
 # themselves; other bytes, in order, are the characters from U+0100 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTES = {chr(byte): bytes([byte]) for byte in _PRINTABLE} | {chr(256 + i): bytes([b]) for i, b in enumerate(_OTHERS)}
+_BYTES = {chr(byte): bytes([byte]) for byte in _PRINTABLE} | {
+    chr(256 + i): bytes([b]) for i, b in enumerate(_OTHERS)
+}
 # Of tokenizers that spell unknown characters in bytes.
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
@@ -60,7 +65,10 @@ class SubwordVocabulary(Vocabulary):
     kind: ClassVar[str] = "subword"
 
     def __post_init__(self) -> None:
-        require(0 < self.size <= _MOST_TOKENS, f"it must have ids below {_MOST_TOKENS:,}, got {self.size - 1:,}")
+        require(
+            0 < self.size <= _MOST_TOKENS,
+            f"it must have ids below {_MOST_TOKENS:,}, got {self.size - 1:,}",
+        )
 
     @functools.cached_property
     def size(self) -> int:
@@ -79,7 +87,10 @@ class SubwordVocabulary(Vocabulary):
 
         It is None if every text can be encoded, or if a text that cannot be encoded is an error.
         """
-        name, found = self._settings["model"].get("unk_token"), self._settings["model"].get("unk_id")
+        name, found = (
+            self._settings["model"].get("unk_token"),
+            self._settings["model"].get("unk_id"),
+        )
         return self._tokenizer.token_to_id(name) if name else found
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
@@ -113,7 +124,11 @@ class SubwordVocabulary(Vocabulary):
         BPE without an unknown token drops such characters.
         """
         model, normalizer = self._settings["model"], self._tokenizer.normalizer
-        if model.get("type") != "BPE" or model.get("unk_token") is not None or model.get("byte_fallback"):
+        if (
+            model.get("type") != "BPE"
+            or model.get("unk_token") is not None
+            or model.get("byte_fallback")
+        ):
             return
         for character in sorted(set(text) - self._kept):
             normal = character if normalizer is None else normalizer.normalize_str(character)
@@ -122,14 +137,19 @@ class SubwordVocabulary(Vocabulary):
             spelt = not self._byte_level or self.decode(ids).endswith(normal.encode())
             if normal and not normal.isspace() and not (ids and spelt):
                 missing = f"the tokenizer has no token for {character!r} (U+{ord(character):04X}), so it would vanish"
-                raise UserError(f"{missing}. Pass another tokenizer, or remove the character from the text.")
+                raise UserError(
+                    f"{missing}. Pass another tokenizer, or remove the character from the text."
+                )
         self._kept.update(text)
 
     @functools.cached_property
     def _settings(self) -> dict[str, Any]:
         """The file's settings without those for other uses."""
         settings = json.loads(self.content)
-        require(isinstance(settings, dict) and isinstance(settings.get("model"), dict), "it contains no model")
+        require(
+            isinstance(settings, dict) and isinstance(settings.get("model"), dict),
+            "it contains no model",
+        )
         # The package drops such a token, but others may refer to its id.
         added = settings.get("added_tokens") or ()
         are_texts = all(isinstance(token, dict) and token.get("content") for token in added)
@@ -148,7 +168,9 @@ class SubwordVocabulary(Vocabulary):
     @functools.cached_property
     def _byte_level(self) -> bool:
         """Whether the characters of a token encode bytes, as in GPT-2."""
-        return '"ByteLevel"' in json.dumps([self._settings.get("decoder") or self._settings.get("pre_tokenizer")])
+        return '"ByteLevel"' in json.dumps(
+            [self._settings.get("decoder") or self._settings.get("pre_tokenizer")]
+        )
 
     @functools.cached_property
     def _texts(self) -> list[bytes]:
@@ -158,15 +180,24 @@ class SubwordVocabulary(Vocabulary):
         """
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         texts = [b""] * self.size
-        added = {ids[token["content"]]: token["content"] for token in self._settings.get("added_tokens") or ()}
+        added = {
+            ids[token["content"]]: token["content"]
+            for token in self._settings.get("added_tokens") or ()
+        }
         before = min(set(ids.values()) - added.keys(), default=None)
-        first = "" if before is None else self._tokenizer.decode([before], skip_special_tokens=False)
+        first = (
+            "" if before is None else self._tokenizer.decode([before], skip_special_tokens=False)
+        )
         for name, token in ids.items():
             if token in added:
                 texts[token] = added[token].encode()
             elif self._byte_level:
-                texts[token] = b"".join(_BYTES.get(character, character.encode()) for character in name)
-            elif self._settings["model"].get("byte_fallback") and (byte := _BYTE_TOKEN.fullmatch(name)):
+                texts[token] = b"".join(
+                    _BYTES.get(character, character.encode()) for character in name
+                )
+            elif self._settings["model"].get("byte_fallback") and (
+                byte := _BYTE_TOKEN.fullmatch(name)
+            ):
                 texts[token] = bytes([int(byte[1], 16)])
             else:
                 both = self._tokenizer.decode([before, token], skip_special_tokens=False)
@@ -182,15 +213,22 @@ def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
     It finds the same merges each time, on any number of threads, so all hosts get the same
     vocabulary. Raises `UserError` if size is below 256 or the text is not UTF-8.
     """
-    require(size >= 256, f"data.tokenizer.vocab_size must be at least 256 for subwords (all bytes), got {size}")
+    require(
+        size >= 256,
+        f"data.tokenizer.vocab_size must be at least 256 for subwords (all bytes), got {size}",
+    )
     lib = package()
     tokenizer = lib.Tokenizer(lib.models.BPE())
     tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = lib.decoders.ByteLevel()
     alphabet = lib.pre_tokenizers.ByteLevel.alphabet()
-    trainer = lib.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    trainer = lib.trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=alphabet, show_progress=False
+    )
     paragraphs = _paragraphs(text_blocks(files, close_lines=False))
-    tokenizer.train_from_iterator(itertools.chain.from_iterable(map(_cut_words, paragraphs)), trainer)
+    tokenizer.train_from_iterator(
+        itertools.chain.from_iterable(map(_cut_words, paragraphs)), trainer
+    )
     return SubwordVocabulary(tokenizer.to_str())
 
 

@@ -22,7 +22,13 @@ BLOCK_BYTES = 1 << 20
 SPLITS = ("train", "valid", "test")
 BYTE_ORDER_MARK = "\ufeff"  # Windows writes it before a file's first word.
 # First bytes of files that are seldom meant to be read as they are.
-_PACKED = {b"\x1f\x8b": "gzip", b"PK\3\4": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"(\xb5/\xfd": "zstd"}
+_PACKED = {
+    b"\x1f\x8b": "gzip",
+    b"PK\3\4": "zip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"(\xb5/\xfd": "zstd",
+}
 _PACKED |= dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "UTF-16")
 _LONGEST_WORD = 1 << 16  # Bytes. Longer ranges without white space are cut between characters.
 
@@ -96,7 +102,9 @@ def _blocks(path: str, first: int, last: int) -> Iterator[bytes]:
         while first < last:
             block = source.read(min(BLOCK_BYTES, last - first))
             if not block:
-                raise UserError(f"{path} became shorter while it was read. Do not change it while a run starts.")
+                raise UserError(
+                    f"{path} became shorter while it was read. Do not change it while a run starts."
+                )
             yield block
             first += len(block)
 
@@ -123,7 +131,9 @@ def checked(path: str, *, flag: str) -> str:
 
 def expanded(names: Iterable[str], *, flag: str) -> list[str]:
     """Returns the files of names and patterns. Raises `UserError` like `checked`."""
-    found = ([name] if os.path.exists(name) else sorted(glob.glob(name)) or [name] for name in names)
+    found = (
+        [name] if os.path.exists(name) else sorted(glob.glob(name)) or [name] for name in names
+    )
     return [checked(path, flag=flag) for path in itertools.chain(*found)]
 
 
@@ -147,7 +157,9 @@ def json_texts(
             text = json.loads(line)[field]
             text.encode()  # A number has no such method, and half a surrogate pair no UTF-8.
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            wanted = f"line {number} of {name} must be a JSON object with a text in the field {field!r}"
+            wanted = (
+                f"line {number} of {name} must be a JSON object with a text in the field {field!r}"
+            )
             advice = "Correct the line, or change --data.json_field (none for plain text files)."
             raise UserError(f"{wanted}, got {line.strip()[:60]!r}. {advice}") from None
         if not zeros_allowed and (place := text.find("\0")) >= 0:
@@ -186,7 +198,9 @@ def _last_border(block: bytes) -> int:
     """
     # White space at the very end stays with the next block: a line without its newline leaves a
     # remainder.
-    border = max(block.rfind(b"\n"), *(block.rfind(white, 0, -1) for white in (b" ", b"\t", b"\r"))) + 1
+    border = (
+        max(block.rfind(b"\n"), *(block.rfind(white, 0, -1) for white in (b" ", b"\t", b"\r"))) + 1
+    )
     if not border and len(block) >= _LONGEST_WORD:
         border = len(block) - 1
         while border > 0 and block[border] & 0xC0 == 0x80:  # Inside a character of several bytes.
@@ -206,8 +220,14 @@ def _decode(block: bytes, name: str, offset: int) -> str:
         text = block.decode("utf-8")
     except UnicodeDecodeError as error:
         kind = "" if offset else packed_as(block)
-        found = f"got {kind}" if kind else f"got byte {block[error.start]:#04x} at offset {offset + error.start}"
-        advice = "Unpack or convert it" if kind else "Convert it (iconv -f LATIN1 -t UTF-8, for example)"
+        found = (
+            f"got {kind}"
+            if kind
+            else f"got byte {block[error.start]:#04x} at offset {offset + error.start}"
+        )
+        advice = (
+            "Unpack or convert it" if kind else "Convert it (iconv -f LATIN1 -t UTF-8, for example)"
+        )
         other = "or read its bytes with --data.tokenizer.kind=byte."
         raise UserError(f"{name} must be text in UTF-8, {found}. {advice}, {other}") from None
     return text.removeprefix(BYTE_ORDER_MARK) if offset == 0 else text

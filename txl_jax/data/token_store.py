@@ -95,7 +95,9 @@ def find_store(text: Text, settings: dict[str, Any], folder: Path) -> TokenStore
 
 def _path(text: Text, settings: dict[str, Any], folder: Path) -> Path:
     facts = json.dumps([VERSION, text.digest, settings], sort_keys=True)
-    return folder / f"{text.name.replace(' ', '-')}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    return (
+        folder / f"{text.name.replace(' ', '-')}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    )
 
 
 def _is_whole(path: Path) -> bool:
@@ -104,7 +106,9 @@ def _is_whole(path: Path) -> bool:
         summary = storage.read_json(path / _SUMMARY)
         sizes, digests = summary["bytes"], summary["sha256"]
         is_listed = sizes.keys() == set(storage.names(path)) - {_SUMMARY}
-        if not is_listed or any((path / name).stat().st_size != size for name, size in sizes.items()):
+        if not is_listed or any(
+            (path / name).stat().st_size != size for name, size in sizes.items()
+        ):
             return False  # Early, as the digests read the whole files.
         return {name: storage.sha256(path / name) for name in sizes} == digests
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -170,7 +174,11 @@ def _write_array(path: Path, dtype: np.dtype, blocks: Iterable[np.ndarray]) -> i
 
 
 def _write_header(file: BinaryIO, dtype: np.dtype, length: int) -> None:
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
+    header = {
+        "descr": np.lib.format.dtype_to_descr(dtype),
+        "fortran_order": False,
+        "shape": (length,),
+    }
     np.lib.format.write_array_header_1_0(file, header)  # Its size is fixed: it can hold any length.
 
 

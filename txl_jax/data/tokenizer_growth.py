@@ -19,7 +19,10 @@ from txl_jax.config.config_tree import require
 # part is applied.
 _PARTS: dict[str, tuple[str, Callable[[Any, str], Iterable[str]]]] = {
     "normalizer": ("normalizers", lambda normalizer, text: [normalizer.normalize_str(text)]),
-    "pre_tokenizer": ("pretokenizers", lambda splitter, text: [part for part, _ in splitter.pre_tokenize_str(text)]),
+    "pre_tokenizer": (
+        "pretokenizers",
+        lambda splitter, text: [part for part, _ in splitter.pre_tokenize_str(text)],
+    ),
     "decoder": ("decoders", lambda decoder, text: [decoder.decode([text])]),
 }
 # Of one part. Published tokenizers have up to ten.
@@ -36,8 +39,21 @@ _LONGEST_TEXT = 256
 _MOST_CHARACTERS = 4096
 # ASCII, a composed letter, one that is two in upper case, a wide one, one of four bytes, and one
 # that NFKC makes 18.
-_USUAL_TEXTS = (*string.printable, "\u00e9", "\u00df", "\u4e2d", "\U0001f600", "\ufdfa", "\u2581", "a b")
-_NO_MODEL = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+_USUAL_TEXTS = (
+    *string.printable,
+    "\u00e9",
+    "\u00df",
+    "\u4e2d",
+    "\U0001f600",
+    "\ufdfa",
+    "\u2581",
+    "a b",
+)
+_NO_MODEL = {
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "BPE", "vocab": {}, "merges": []},
+}
 
 
 def check(settings: dict[str, Any], lib: ModuleType) -> None:
@@ -50,7 +66,10 @@ def check(settings: dict[str, Any], lib: ModuleType) -> None:
     """
     for part, (of_sequence, apply) in _PARTS.items():
         steps = list(_steps(settings.get(part), of_sequence))
-        require(len(steps) <= _MOST_STEPS, f"its {part} must have at most {_MOST_STEPS} steps, got {len(steps)}")
+        require(
+            len(steps) <= _MOST_STEPS,
+            f"its {part} must have at most {_MOST_STEPS} steps, got {len(steps)}",
+        )
         _check_contents(part, steps)
         grown = [(text * _REPEATS, text * _REPEATS) for text in _texts_of(part, steps)]
         for step in steps:
@@ -58,7 +77,9 @@ def check(settings: dict[str, Any], lib: ModuleType) -> None:
             grown = [(first, _grow(first, text, part, tokenizer, apply)) for first, text in grown]
 
 
-def _grow(first: str, text: str, part: str, tokenizer: Any, apply: Callable[[Any, str], Iterable[str]]) -> str:
+def _grow(
+    first: str, text: str, part: str, tokenizer: Any, apply: Callable[[Any, str], Iterable[str]]
+) -> str:
     """Returns a text after one more step.
 
     Raises `UserError` if it is too long compared with `first`, the text before all steps.

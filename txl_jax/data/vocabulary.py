@@ -94,7 +94,9 @@ class Vocabulary(Protocol):
         try:
             return self._encode(text.decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise UserError(f"byte {text[error.start]:#04x} at offset {error.start} is not UTF-8") from None
+            raise UserError(
+                f"byte {text[error.start]:#04x} at offset {error.start} is not UTF-8"
+            ) from None
 
     def _encode(self, text: str) -> np.ndarray:
         """Does the work of `encode`. A kind defines one of the two."""
@@ -143,7 +145,9 @@ class Vocabulary(Protocol):
         count = 0
         for ids in arrays:
             for first in range(0, len(ids), _IDS_PER_BLOCK):
-                count += int(np.count_nonzero(ids[first : first + _IDS_PER_BLOCK] == self.unknown_id))
+                count += int(
+                    np.count_nonzero(ids[first : first + _IDS_PER_BLOCK] == self.unknown_id)
+                )
         return count
 
     def header(self) -> dict[str, Any]:
@@ -168,7 +172,12 @@ def id_type(size: int) -> np.dtype:
 
 def dumps(vocabulary: Vocabulary) -> str:
     """Returns the saved form: a title with the settings, and a line per token."""
-    return "\n".join([f"{TITLE} {vocabulary.kind} {json.dumps(vocabulary.header())}", *vocabulary.lines()]) + "\n"
+    return (
+        "\n".join(
+            [f"{TITLE} {vocabulary.kind} {json.dumps(vocabulary.header())}", *vocabulary.lines()]
+        )
+        + "\n"
+    )
 
 
 def loads(text: str, kinds: Iterable[type[Vocabulary]]) -> Vocabulary:
@@ -213,7 +222,9 @@ def escape(token: str) -> str:
 def unescape(line: str) -> str:
     r"""Inverts `escape`. Users may also write \t for a tab."""
     parts = line.split("\\\\")
-    return "\\".join(part.replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t") for part in parts)
+    return "\\".join(
+        part.replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t") for part in parts
+    )
 
 
 class TextStream:
@@ -231,7 +242,11 @@ class TextStream:
     """
 
     def __init__(
-        self, decode: Callable[[Any], bytes], stop: Sequence[str], ending: Ending = None, errors: str = "replace"
+        self,
+        decode: Callable[[Any], bytes],
+        stop: Sequence[str],
+        ending: Ending = None,
+        errors: str = "replace",
     ):
         """Begins an empty text, with `Vocabulary.decode` and non-empty stop strings.
 
@@ -262,7 +277,9 @@ class TextStream:
         if self.ended:
             return self.finish()
         # The longest end that begins a stop string is held back.
-        ends = range(max(len(self._held) - max(map(len, self._stop), default=0), 0), len(self._held))
+        ends = range(
+            max(len(self._held) - max(map(len, self._stop), default=0), 0), len(self._held)
+        )
         begun = (n for n in ends if any(stop.startswith(self._held[n:]) for stop in self._stop))
         certain = next(begun, len(self._held))
         piece, self._held = self._held[:certain], self._held[certain:]

@@ -35,7 +35,9 @@ class WordVocabulary(Vocabulary):
     def __post_init__(self) -> None:
         _check_distinct(self.words, self.unknown, self.kind)
         if self.line_mark in MARKS and MARKS[self.line_mark] not in self._ids:
-            raise UserError(f"a vocabulary with line mark {self.line_mark} must contain {MARKS[self.line_mark]}")
+            raise UserError(
+                f"a vocabulary with line mark {self.line_mark} must contain {MARKS[self.line_mark]}"
+            )
 
     @property
     def start(self) -> np.ndarray:
@@ -84,7 +86,10 @@ class WordVocabulary(Vocabulary):
     def _encode(self, text: str) -> np.ndarray:
         text = text.lower() if self.lower_case else text
         if self.line_mark in MARKS:
-            text = text.replace("\n", f" {MARKS[self.line_mark]} " * (2 if self.line_mark is LineMark.DOUBLE_S else 1))
+            text = text.replace(
+                "\n",
+                f" {MARKS[self.line_mark]} " * (2 if self.line_mark is LineMark.DOUBLE_S else 1),
+            )
         words = text.split()
         unknown = itertools.repeat(self.unknown_id)
         return np.fromiter(map(self._ids.get, words, unknown), id_type(self.size), len(words))
@@ -118,7 +123,9 @@ class CharacterVocabulary(Vocabulary):
     @property
     def start(self) -> np.ndarray:
         """Returns a newline, else a space, else the first character."""
-        return self._encode(next(c for c in ("\n", " ", self.characters[0]) if c in self.characters))
+        return self._encode(
+            next(c for c in ("\n", " ", self.characters[0]) if c in self.characters)
+        )
 
     @property
     def unknown_id(self) -> int:
@@ -142,5 +149,9 @@ class CharacterVocabulary(Vocabulary):
 
 def _check_distinct(tokens: Sequence[str], unknown: str, kind: str) -> None:
     distinct = len(set(tokens))
-    wanted = f"the {len(tokens)} tokens of a {kind} vocabulary must be distinct and include {unknown!r}"
-    require(distinct == len(tokens) and unknown in tokens, f"{wanted}, got {distinct} distinct tokens")
+    wanted = (
+        f"the {len(tokens)} tokens of a {kind} vocabulary must be distinct and include {unknown!r}"
+    )
+    require(
+        distinct == len(tokens) and unknown in tokens, f"{wanted}, got {distinct} distinct tokens"
+    )

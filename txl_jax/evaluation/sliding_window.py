@@ -46,7 +46,9 @@ class Windows(NamedTuple):
     scored: np.ndarray
 
 
-def make_window_step(model: AnyModel, *, clamp_len: int | None, temperature: float = 1.0) -> WindowStep:
+def make_window_step(
+    model: AnyModel, *, clamp_len: int | None, temperature: float = 1.0
+) -> WindowStep:
     """Returns the jitted scoring of windows.
 
     Its arguments decide A and the number n of scored positions.
@@ -98,7 +100,9 @@ def evaluate_windows(
     return totals + fetch(*pending)
 
 
-def window_batches(tokens: np.ndarray, *, attention_len: int, stride: int, batch_size: int) -> Iterator[Windows]:
+def window_batches(
+    tokens: np.ndarray, *, attention_len: int, stride: int, batch_size: int
+) -> Iterator[Windows]:
     """Yields the first window by itself (n = A), then the others in batches of B (n = `stride`).
 
     Past the end of the text windows are padded, so that their targets are predicted from as many

@@ -54,13 +54,19 @@ def make_eval_step(model: AnyModel, config: EvalConfig) -> EvalStep:
             If hidden states are returned, losses are computed from them together.
             """
             hidden, memory = scorer.forward(weights, memory, segment.inputs)
-            return state, memory, hidden if n_together > 1 else scorer.nll(weights, hidden, segment.targets)
+            return (
+                state,
+                memory,
+                hidden if n_together > 1 else scorer.nll(weights, hidden, segment.targets),
+            )
 
         reset = functools.partial(scorer.reset, weights)
         _, memory, collected = recurrence.scan_segments(score, None, memory, segments, reset=reset)
         nll = collected
         if n_together > 1:
-            nll = _score_together(functools.partial(scorer.nll, weights), collected, targets, n_together)
+            nll = _score_together(
+                functools.partial(scorer.nll, weights), collected, targets, n_together
+            )
         return memory, Scores(*jax.vmap(recurrence.weighted_sum)(nll, weight), nll)
 
     return eval_step
@@ -79,7 +85,10 @@ def _segments_together(n_segment: int, shape: Sequence[int], *, n_tail: int) -> 
 
 
 def _score_together(
-    nll: Callable[[jax.Array, jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array, n_together: int
+    nll: Callable[[jax.Array, jax.Array], jax.Array],
+    hidden: jax.Array,
+    targets: jax.Array,
+    n_together: int,
 ) -> jax.Array:
     """Computes the losses of hidden states [S, B, L, D] and targets [S, B, L], in nats.
 

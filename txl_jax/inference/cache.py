@@ -63,7 +63,9 @@ def as_cache_dtype(states: jax.Array, dtype: jnp.dtype, *, axis: int) -> jax.Arr
     return quantize(states, axis=axis) if dtype == jnp.int8 else states.astype(dtype)
 
 
-def write(cache: KVCache, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, after: jax.Array) -> KVCache:
+def write(
+    cache: KVCache, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, after: jax.Array
+) -> KVCache:
     """Writes a segment's keys and values, per layer [B, H, L, E], over the oldest slots.
 
     `after` is the same as in `write_slots`.
@@ -72,10 +74,14 @@ def write(cache: KVCache, keys: Sequence[jax.Array], values: Sequence[jax.Array]
     if not capacity:
         return cache
     if cache.write_index.ndim:  # Each row has its own, and L is 1.
-        cache = write_slots(cache, keys, values, jnp.arange(n_row), cache.write_index, count=n_row, after=after)
+        cache = write_slots(
+            cache, keys, values, jnp.arange(n_row), cache.write_index, count=n_row, after=after
+        )
     else:
         index = _index_after(cache.write_index, after)
-        cache = _write_rings(cache, keys, values, lambda ring, new, axis: _update(ring, new, {axis: index}))
+        cache = _write_rings(
+            cache, keys, values, lambda ring, new, axis: _update(ring, new, {axis: index})
+        )
     return cache.replace(
         valid=jnp.minimum(cache.valid + segment_len, cache.mem_len),
         write_index=(cache.write_index + segment_len) % capacity,
@@ -153,12 +159,19 @@ def _write_rings(
         return jax.tree.map(lambda ring, new: write_array(ring, new, axis), ring, stored)
 
     return cache.replace(
-        keys=tuple(write_ring(ring, new.swapaxes(2, 3), 3) for ring, new in zip(cache.keys, keys, strict=True)),
-        values=tuple(write_ring(ring, new, 2) for ring, new in zip(cache.values, values, strict=True)),
+        keys=tuple(
+            write_ring(ring, new.swapaxes(2, 3), 3)
+            for ring, new in zip(cache.keys, keys, strict=True)
+        ),
+        values=tuple(
+            write_ring(ring, new, 2) for ring, new in zip(cache.values, values, strict=True)
+        ),
     )
 
 
-def reset_cache(cache: KVCache, marked: jax.Array, rows: InitialKeyValue, start: MemoryStart) -> KVCache:
+def reset_cache(
+    cache: KVCache, marked: jax.Array, rows: InitialKeyValue, start: MemoryStart
+) -> KVCache:
     """Sets the batch rows in `marked` (bool [B]) back to the state of `init_cache`."""
     valid = jnp.where(marked, start_valid(cache.mem_len, start), cache.valid)
     if start is MemoryStart.MASKED:  # Masked slots need no clearing.
@@ -172,7 +185,9 @@ def reset_cache(cache: KVCache, marked: jax.Array, rows: InitialKeyValue, start:
 
     # Almost always no row is marked, and the rings are gigabytes: a loop of no iterations does not
     # copy them.
-    keys, values = jax.lax.fori_loop(0, jnp.any(marked).astype(jnp.int32), clear, (cache.keys, cache.values))
+    keys, values = jax.lax.fori_loop(
+        0, jnp.any(marked).astype(jnp.int32), clear, (cache.keys, cache.values)
+    )
     return cache.replace(keys=keys, values=values, valid=valid)
 
 
@@ -205,4 +220,6 @@ def take_unrotated(ready: KVCache, cache: KVCache, rows: jax.Array) -> KVCache:
 
 def repeat_rows(cache: KVCache, count: int) -> KVCache:
     """Returns the cache of `count` rows for each row of a cache whose rows share one index."""
-    return jax.tree.map(lambda array: jnp.repeat(array, count, axis=0) if array.ndim else array, cache)
+    return jax.tree.map(
+        lambda array: jnp.repeat(array, count, axis=0) if array.ndim else array, cache
+    )

@@ -68,7 +68,9 @@ class Limits(NamedTuple):
         """Samples one token per row: keys [R] and hidden states [R, D] -> int32 [R]."""
         if isinstance(self.temperature, int | float):
             return sampling.sample(keys, hidden, clusters, **self._asdict())
-        return sampling.sample_rows(keys, hidden, clusters, temperature=self.temperature, top_p=self.top_p)
+        return sampling.sample_rows(
+            keys, hidden, clusters, temperature=self.temperature, top_p=self.top_p
+        )
 
 
 class Scores(NamedTuple):
@@ -101,8 +103,12 @@ def decode_block(
     def step(state: Any) -> Any:
         i, cache, newest, left, tokens, scores = state
         active, number = left > 0, rows.number + i
-        earlier = jnp.take_along_axis(rows.given, (n_given - 1 + jnp.minimum(number, 0))[:, None], axis=1)[:, 0]
-        hidden, after = forward.forward(params, jnp.where(number < 0, earlier, newest)[:, None], cache)
+        earlier = jnp.take_along_axis(
+            rows.given, (n_given - 1 + jnp.minimum(number, 0))[:, None], axis=1
+        )[:, 0]
+        hidden, after = forward.forward(
+            params, jnp.where(number < 0, earlier, newest)[:, None], cache
+        )
         hidden = hidden[:, 0]
         if cache.write_index.ndim:
             after = after.replace(
@@ -116,19 +122,43 @@ def decode_block(
             return limits.draw(token_keys, hidden, params.clusters)
 
         # Without tokens to read every step draws.
-        drawn = draw() if n_given == 1 else jax.lax.cond(jnp.any(draws), draw, lambda: jnp.zeros(n_row, jnp.int32))
+        drawn = (
+            draw()
+            if n_given == 1
+            else jax.lax.cond(jnp.any(draws), draw, lambda: jnp.zeros(n_row, jnp.int32))
+        )
         if top:
             found = score_if(jnp.any(rows.scored & draws), params, hidden, drawn, top=top)
             scores = jax.tree.map(lambda all_, one: all_.at[:, i].set(one), scores, found)
         newest = jnp.where(draws, drawn, newest)
         left = jnp.where(draws & (drawn == rows.stop), 0, left - active)
-        return i + 1, after, newest, left, tokens.at[:, i].set(jnp.where(active, drawn, rows.stop)), scores
+        return (
+            i + 1,
+            after,
+            newest,
+            left,
+            tokens.at[:, i].set(jnp.where(active, drawn, rows.stop)),
+            scores,
+        )
 
-    shapes = jax.eval_shape(lambda *of: score(params, *of, top=top), states, rows.number) if top else None
+    shapes = (
+        jax.eval_shape(lambda *of: score(params, *of, top=top), states, rows.number)
+        if top
+        else None
+    )
     scores = jax.tree.map(lambda of: jnp.zeros((n_row, count, *of.shape[1:]), of.dtype), shapes)
     tokens = jnp.zeros((n_row, count), jnp.int32)
-    start = jnp.zeros((), jnp.int32), cache, rows.given[:, -1], jnp.minimum(rows.steps, count), tokens, scores
-    steps, cache, _, _, tokens, scores = jax.lax.while_loop(lambda state: jnp.any(state[3] > 0), step, start)
+    start = (
+        jnp.zeros((), jnp.int32),
+        cache,
+        rows.given[:, -1],
+        jnp.minimum(rows.steps, count),
+        tokens,
+        scores,
+    )
+    steps, cache, _, _, tokens, scores = jax.lax.while_loop(
+        lambda state: jnp.any(state[3] > 0), step, start
+    )
     return cache, tokens, steps, scores
 
 
@@ -153,7 +183,9 @@ def prefill_row(
     """
     own = take_row(cache, row)
     first = own.write_index[0]
-    hidden, keys, values = forward.apply_layers(params, tokens[None], own.replace(write_index=first))
+    hidden, keys, values = forward.apply_layers(
+        params, tokens[None], own.replace(write_index=first)
+    )
     slots = (first + jnp.arange(len(tokens), dtype=jnp.int32)) % cache.capacity
     where = jnp.full(len(tokens), row), slots
     cache = cache_lib.write_slots(cache, keys, values, *where, count=count, after=hidden)
@@ -170,7 +202,9 @@ def put_row(cache: KVCache, row: jax.Array, own: KVCache) -> KVCache:
 
     The cache is to be donated.
     """
-    return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_slice_in_dim(all_, one, row, 0), cache, own)
+    return jax.tree.map(
+        lambda all_, one: jax.lax.dynamic_update_slice_in_dim(all_, one, row, 0), cache, own
+    )
 
 
 def score(params: DecodeParams, hidden: jax.Array, targets: jax.Array, *, top: int) -> Scores:
@@ -182,8 +216,12 @@ def score(params: DecodeParams, hidden: jax.Array, targets: jax.Array, *, top: i
     return Scores(nats, jnp.pad(logprobs, pad, constant_values=-jnp.inf), jnp.pad(tokens, pad))
 
 
-def score_if(wanted: jax.Array, params: DecodeParams, hidden: jax.Array, targets: jax.Array, *, top: int) -> Scores:
+def score_if(
+    wanted: jax.Array, params: DecodeParams, hidden: jax.Array, targets: jax.Array, *, top: int
+) -> Scores:
     """Computes `score` if it is wanted, and zeros otherwise."""
     compute = functools.partial(score, params, hidden, targets, top=top)
     shapes = jax.eval_shape(compute)
-    return jax.lax.cond(wanted, compute, lambda: jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), shapes))
+    return jax.lax.cond(
+        wanted, compute, lambda: jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), shapes)
+    )

@@ -43,7 +43,12 @@ from txl_jax.sharding.activations import constrain
 
 
 def init_cache(
-    params: DecodeParams, *, batch_size: int, mem_len: int, segment_len: int, dtype: jnp.dtype | None = None
+    params: DecodeParams,
+    *,
+    batch_size: int,
+    mem_len: int,
+    segment_len: int,
+    dtype: jnp.dtype | None = None,
 ) -> KVCache:
     """Returns the cache before the first segment, stored as `dtype`.
 
@@ -54,13 +59,17 @@ def init_cache(
     lead = (batch_size, *initial.keys[0].shape)
 
     def fill(row: jax.Array, axis: int) -> jax.Array | Int8:
-        ring = jnp.broadcast_to(jnp.expand_dims(row[None], axis), (*lead[:axis], capacity, *lead[axis:]))
+        ring = jnp.broadcast_to(
+            jnp.expand_dims(row[None], axis), (*lead[:axis], capacity, *lead[axis:])
+        )
         return cache_lib.as_cache_dtype(ring, dtype or jnp.dtype(c.dtype), axis=5 - axis)
 
     return KVCache(
         keys=tuple(fill(row, 3) for row in initial.keys),
         values=tuple(fill(row, 2) for row in initial.values),
-        valid=jnp.full((batch_size,), memory_lib.start_valid(mem_len, c.compat.memory_start), jnp.int32),
+        valid=jnp.full(
+            (batch_size,), memory_lib.start_valid(mem_len, c.compat.memory_start), jnp.int32
+        ),
         write_index=jnp.zeros((), jnp.int32),
         mem_len=mem_len,
     )
@@ -76,7 +85,10 @@ def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[ja
     segment_len = tokens.shape[1]
     found = f"the cache has {cache.capacity} slots and the segment {segment_len} tokens"
     wrong = f"{found}, but together they must be at most {params.max_keys}"
-    require(cache.capacity + segment_len <= params.max_keys, f"{wrong}. Prepare the parameters for these lengths.")
+    require(
+        cache.capacity + segment_len <= params.max_keys,
+        f"{wrong}. Prepare the parameters for these lengths.",
+    )
     wrong = f"{found}, but the slots must be a multiple of the tokens"
     require(cache.capacity % segment_len == 0, f"{wrong}. Make the cache for this segment length.")
     hidden, keys, values = apply_layers(params, tokens, cache)
@@ -100,12 +112,21 @@ def apply_layers(
     documents = memory_lib.documents(tokens, model.end_token)
     start = None if documents is None else documents.start
     visibility = CachedVisibility(
-        cache.valid, cache.write_index, tokens.shape[1], cache.capacity, params.window, document_start=start
+        cache.valid,
+        cache.write_index,
+        tokens.shape[1],
+        cache.capacity,
+        params.window,
+        document_start=start,
     )
-    hidden = apply(model, params.embed_and_norm, tokens, clamp_len=params.clamp_len, method=model.embed)
+    hidden = apply(
+        model, params.embed_and_norm, tokens, clamp_len=params.clamp_len, method=model.embed
+    )
     keys, values = [], []
     for layer, ring_keys, ring_values in zip(params.layers, cache.keys, cache.values, strict=True):
-        hidden, key, value = _forward_layer(layer, model, hidden, (ring_keys, ring_values), visibility)
+        hidden, key, value = _forward_layer(
+            layer, model, hidden, (ring_keys, ring_values), visibility
+        )
         hidden = constrain(hidden, axes.BATCH, axes.LENGTH, None)
         keys.append(key)
         values.append(value)
@@ -124,7 +145,11 @@ def nll(params: DecodeParams, hidden: jax.Array, targets: jax.Array) -> jax.Arra
 
 
 def _forward_layer(
-    layer: Layer, model: TransformerXL, inputs: jax.Array, ring: tuple[Any, Any], visibility: CachedVisibility
+    layer: Layer,
+    model: TransformerXL,
+    inputs: jax.Array,
+    ring: tuple[Any, Any],
+    visibility: CachedVisibility,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Applies a layer as `Block` does.
 
@@ -135,7 +160,9 @@ def _forward_layer(
     if layer.position_vectors is not None:
         inputs += layer.position_vectors[-inputs.shape[1] :][None]
     heads = query_key_value(layer, attention_norm(inputs) if pre else inputs)
-    query, key, value = (constrain(states, axes.BATCH, axes.HEADS, axes.LENGTH, axes.HEAD_DIM) for states in heads)
+    query, key, value = (
+        constrain(states, axes.BATCH, axes.HEADS, axes.LENGTH, axes.HEAD_DIM) for states in heads
+    )
     position, position_keys = None, layer.position_keys
     if position_keys is not None:
         position = biased(query, position_keys.bias), position_keys.key, position_keys.score
@@ -170,8 +197,12 @@ def _attend(
     position_query, *of_all = (None,) if position is None else position
 
     def of_row(of_one: Any, write_index: jax.Array) -> jax.Array:
-        query, key, value, ring, position_query, valid, start = jax.tree.map(lambda array: array[None], of_one)
-        own = dataclasses.replace(visibility, valid=valid, write_index=write_index, document_start=start)
+        query, key, value, ring, position_query, valid, start = jax.tree.map(
+            lambda array: array[None], of_one
+        )
+        own = dataclasses.replace(
+            visibility, valid=valid, write_index=write_index, document_start=start
+        )
         place = None if position is None else (position_query, *of_all)
         return cached_attention(query, key, value, ring, place, own, implementation=path)[0]
 

@@ -41,7 +41,13 @@ BLOCK = 16  # Tokens per call. Larger blocks are a little faster, smaller ones a
 class Generator:
     """Compiled functions that generate text with prepared parameters, at the evaluation lengths."""
 
-    def __init__(self, params: DecodeParams, eval_config: EvalConfig, *, mesh: Mesh | AbstractMesh | None = None):
+    def __init__(
+        self,
+        params: DecodeParams,
+        eval_config: EvalConfig,
+        *,
+        mesh: Mesh | AbstractMesh | None = None,
+    ):
         """Takes parameters as evaluation prepares them (`Scorer.prepare_params`).
 
         Nothing is compiled yet.
@@ -62,7 +68,9 @@ class Generator:
         self._unrotate = jit(cache_lib.unrotate)
         self._take = jit(cache_lib.take_unrotated, donate_argnums=0)
         self._repeat = jit(cache_lib.repeat_rows, static_argnums=1)
-        self.decode = jit(decode.decode_block, static_argnames=("limits", "count"), donate_argnums=1)
+        self.decode = jit(
+            decode.decode_block, static_argnames=("limits", "count"), donate_argnums=1
+        )
 
     def tokens(
         self,
@@ -96,16 +104,26 @@ class Generator:
                 return
 
     def read(
-        self, prompt: np.ndarray, config: GenerateConfig, *, stop_requested: Callable[[], Any] = lambda: False
+        self,
+        prompt: np.ndarray,
+        config: GenerateConfig,
+        *,
+        stop_requested: Callable[[], Any] = lambda: False,
     ) -> Started:
         """Reads a prompt [T], but for its last token, once for all samples."""
         cache, given, number = self.prefill([prompt], 1, stop_requested=stop_requested)
         if number[0] < 0:
             rows = Rows(given, number, -number, row_key(0)[None], np.int32(-1))
-            cache, *_ = self.decode(self.for_tokens, cache, rows, Limits.of(config), count=given.shape[1])
+            cache, *_ = self.decode(
+                self.for_tokens, cache, rows, Limits.of(config), count=given.shape[1]
+            )
         if config.samples > 1:
             cache = self._repeat(cache, config.samples)
-        return cache, np.full((config.samples, 1), prompt[-1], np.int32), np.zeros(config.samples, np.int32)
+        return (
+            cache,
+            np.full((config.samples, 1), prompt[-1], np.int32),
+            np.zeros(config.samples, np.int32),
+        )
 
     def pieces(
         self,
@@ -131,7 +149,9 @@ class Generator:
             group = order[first : first + batch_size]
             # A program for each power of two.
             rows = min(1 << (len(group) - 1).bit_length(), batch_size)
-            keys = [row_key(*draws[number]) for number in group] + [row_key(0)] * (rows - len(group))
+            keys = [row_key(*draws[number]) for number in group] + [row_key(0)] * (
+                rows - len(group)
+            )
             started = self.prefill([prompts[number] for number in group], rows)
             streams = [TextStream(decode, stop_strings, ending) for _ in group]
             ended = np.arange(rows) >= len(group)
@@ -140,14 +160,21 @@ class Generator:
                     if ended[row]:
                         continue
                     own = (numbers[row] >= 0) & (numbers[row] < config.length)
-                    is_last, stream = bool(np.any(numbers[row][own] == config.length - 1)), streams[row]
+                    is_last, stream = (
+                        bool(np.any(numbers[row][own] == config.length - 1)),
+                        streams[row],
+                    )
                     text = stream.add(tokens[row][own]) + (stream.finish() if is_last else "")
                     ended[row] = is_last or stream.ended
                     if text:
                         yield number, text
 
     def prefill(
-        self, prompts: Sequence[np.ndarray], rows: int, *, stop_requested: Callable[[], Any] = lambda: False
+        self,
+        prompts: Sequence[np.ndarray],
+        rows: int,
+        *,
+        stop_requested: Callable[[], Any] = lambda: False,
     ) -> Started:
         """Prefills the whole segments of prompts [T] in the first of R = `rows` rows.
 
@@ -192,7 +219,9 @@ class Generator:
         of_keys, stop = np.stack(keys), np.int32(stop_token if isinstance(stop_token, int) else -1)
         while np.any(steps := np.where(ended, 0, np.clip(config.length - number, 0, BLOCK))):
             rows = Rows(given, number, steps.astype(np.int32), of_keys, stop)
-            cache, tokens, done, _ = self.decode(self.for_tokens, cache, rows, Limits.of(config), count=BLOCK)
+            cache, tokens, done, _ = self.decode(
+                self.for_tokens, cache, rows, Limits.of(config), count=BLOCK
+            )
             tokens = distributed.to_host(tokens)[:, : int(distributed.to_host(done))]
             yield tokens, number[:, None] + np.arange(tokens.shape[1])
             number = number + np.int32(tokens.shape[1])
@@ -202,4 +231,6 @@ class Generator:
 
 def _init_cache(params: DecodeParams, rows: int, c: EvalConfig) -> KVCache:
     lengths = {"mem_len": c.mem_len, "segment_len": c.segment_len}
-    return forward.init_cache(params, batch_size=rows, dtype=memory_dtype(params.model, c), **lengths)
+    return forward.init_cache(
+        params, batch_size=rows, dtype=memory_dtype(params.model, c), **lengths
+    )

@@ -81,7 +81,9 @@ class DecodeParams(flax.struct.PyTreeNode):
         def shorten(layer: Layer) -> Layer:
             if (keys := layer.position_keys) is None:
                 return layer
-            key, score = jax.tree.map(lambda table: table[..., -(mem_len + 1) :], (keys.key, keys.score))
+            key, score = jax.tree.map(
+                lambda table: table[..., -(mem_len + 1) :], (keys.key, keys.score)
+            )
             return layer.replace(position_keys=keys.replace(key=key, score=score))
 
         return self.replace(layers=tuple(map(shorten, self.layers)), max_keys=mem_len + 1)
@@ -114,7 +116,10 @@ def prepare_params(
     clusters = tuple(apply(model, params, method=model.clusters))
     initial = _initial_key_value(layers, model)
     if weight_dtype is WeightDType.INT8:
-        layers, clusters = tuple(map(_quantize_layer, layers)), tuple(map(_quantize_cluster, clusters))
+        layers, clusters = (
+            tuple(map(_quantize_layer, layers)),
+            tuple(map(_quantize_cluster, clusters)),
+        )
     elif transposed and jnp.dtype(model.config.dtype).itemsize >= 4:
         layers = tuple(_with_matrices(layer, transpose) for layer in layers)
     return DecodeParams(
@@ -175,7 +180,10 @@ def _prepare_layer(params: Any, shared: Any, model: TransformerXL, **lengths: An
         output=attention["output"].reshape(-1, c.d_model).astype(dtype),
         **terms._asdict(),
         norms=(params["attention_norm"], params["feed_forward_norm"]),
-        feed_forward=(_dense(params["feed_forward"], "inner", dtype), _dense(params["feed_forward"], "outer", dtype)),
+        feed_forward=(
+            _dense(params["feed_forward"], "inner", dtype),
+            _dense(params["feed_forward"], "outer", dtype),
+        ),
     )
 
 
@@ -188,10 +196,16 @@ def _initial_key_value(layers: Sequence[Layer], model: TransformerXL) -> Initial
 
     They are zeros themselves, unless a layer norm with a bias comes first.
     """
-    zeros, keys, values = jnp.zeros((1, 1, model.config.d_model), jnp.dtype(model.config.dtype)), [], []
+    zeros, keys, values = (
+        jnp.zeros((1, 1, model.config.d_model), jnp.dtype(model.config.dtype)),
+        [],
+        [],
+    )
     for layer in layers:
         pre = model.config.layer_norm is NormPlace.PRE
-        _, key, value = query_key_value(layer, norm_of(model, layer.norms[0])(zeros) if pre else zeros)
+        _, key, value = query_key_value(
+            layer, norm_of(model, layer.norms[0])(zeros) if pre else zeros
+        )
         keys.append(key[0, :, 0])
         values.append(value[0, :, 0])
     return InitialKeyValue(tuple(keys), tuple(values))
@@ -201,7 +215,9 @@ def _with_matrices(layer: Layer, change: Callable[[jax.Array], Any]) -> Layer:
     """Returns a layer with `change` applied to each of its matrices [n, ..]."""
     inner, outer = (dense._replace(kernel=change(dense.kernel)) for dense in layer.feed_forward)
     return layer.replace(
-        query_key_value=change(layer.query_key_value), output=change(layer.output), feed_forward=(inner, outer)
+        query_key_value=change(layer.query_key_value),
+        output=change(layer.output),
+        feed_forward=(inner, outer),
     )
 
 

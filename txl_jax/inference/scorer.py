@@ -62,13 +62,18 @@ def at_temperature(params: Any, hidden: jax.Array, temperature: float) -> tuple[
 
 
 def _of_transformer(model: TransformerXL, eval_config: EvalConfig) -> Scorer:
-    lengths: dict[str, Any] = {"segment_len": eval_config.segment_len, "mem_len": eval_config.mem_len}
+    lengths: dict[str, Any] = {
+        "segment_len": eval_config.segment_len,
+        "mem_len": eval_config.mem_len,
+    }
     start = model.config.compat.memory_start
 
     def nll(weights: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         if eval_config.temperature != 1:  # (h w + b) / T; there is one cluster.
             [cluster] = weights.clusters
-            weights = weights.replace(clusters=(cluster._replace(bias=cluster.bias / eval_config.temperature),))
+            weights = weights.replace(
+                clusters=(cluster._replace(bias=cluster.bias / eval_config.temperature),)
+            )
             hidden = hidden / eval_config.temperature
         return forward.nll(weights, hidden, targets)
 
@@ -76,17 +81,24 @@ def _of_transformer(model: TransformerXL, eval_config: EvalConfig) -> Scorer:
         prepare_params=functools.partial(
             prepare_params,
             model=model,
-            window=model.config.compat.window(eval_config.mem_len, same_length=eval_config.same_length),
+            window=model.config.compat.window(
+                eval_config.mem_len, same_length=eval_config.same_length
+            ),
             clamp_len=eval_config.clamp_len,
             weight_dtype=eval_config.weight_dtype,
             **lengths,
         ),
         init_memory=functools.partial(
-            forward.init_cache, batch_size=eval_config.batch_size, dtype=memory_dtype(model, eval_config), **lengths
+            forward.init_cache,
+            batch_size=eval_config.batch_size,
+            dtype=memory_dtype(model, eval_config),
+            **lengths,
         ),
         forward=lambda weights, memory, tokens: forward.forward(weights, tokens, memory),
         nll=nll,
-        reset=lambda weights, memory, rows: cache_lib.reset_cache(memory, rows, weights.initial, start),
+        reset=lambda weights, memory, rows: cache_lib.reset_cache(
+            memory, rows, weights.initial, start
+        ),
     )
 
 
@@ -99,7 +111,9 @@ def _of_recurrent(model: RecurrentModel, eval_config: EvalConfig) -> Scorer:
 
     return Scorer(
         prepare_params=lambda params: params,
-        init_memory=lambda params: model.init_memory(batch_size=eval_config.batch_size, mem_len=eval_config.mem_len),
+        init_memory=lambda params: model.init_memory(
+            batch_size=eval_config.batch_size, mem_len=eval_config.mem_len
+        ),
         forward=lambda params, memory, tokens: model.apply({"params": params}, tokens, memory),
         nll=nll,
         reset=lambda params, memory, rows: memory_lib.reset(memory, rows, MemoryStart.MASKED),

@@ -32,7 +32,12 @@ from txl_jax.runtime import storage
 Arrays = dict[str, Any]  # Arrays by name, or their shapes and dtypes.
 # One file serves all of them: the functions have no kernels, and XLA compiles them where they run.
 PLATFORMS = ("cpu", "tpu", "cuda")
-_MANIFEST, _DIGEST, _WEIGHTS, _TOKENS = "manifest.json", "manifest.sha256", "weights.safetensors", "tokens.json"
+_MANIFEST, _DIGEST, _WEIGHTS, _TOKENS = (
+    "manifest.json",
+    "manifest.sha256",
+    "weights.safetensors",
+    "tokens.json",
+)
 
 
 class Function(NamedTuple):
@@ -54,7 +59,9 @@ class Functions(NamedTuple):
     functions: dict[str, Function]
 
 
-def functions_of(model: AnyModel, eval_config: EvalConfig, weights: Any, *, generates: bool) -> Functions:
+def functions_of(
+    model: AnyModel, eval_config: EvalConfig, weights: Any, *, generates: bool
+) -> Functions:
     """Makes a model's functions on one device: scoring, and a generation step if `generates`.
 
     `weights` are prepared parameters on the host (`Scorer.prepare_params`).
@@ -65,14 +72,20 @@ def functions_of(model: AnyModel, eval_config: EvalConfig, weights: Any, *, gene
     names = _names(memory)
 
     def nest(named_weights: Arrays, named_memory: Arrays, reset: jax.Array) -> tuple[Any, Any]:
-        nested = jax.tree.unflatten(jax.tree.structure(weights), [named_weights[name] for name in weight_names])
-        before = jax.tree.unflatten(jax.tree.structure(memory), [named_memory[name] for name in names])
+        nested = jax.tree.unflatten(
+            jax.tree.structure(weights), [named_weights[name] for name in weight_names]
+        )
+        before = jax.tree.unflatten(
+            jax.tree.structure(memory), [named_memory[name] for name in names]
+        )
         return nested, scorer.reset(nested, before, reset)
 
     def flatten(after: Any) -> Arrays:
         return dict(zip(names, jax.tree.leaves(after), strict=True))
 
-    def score(weights: Arrays, memory: Arrays, tokens: Any, targets: Any, reset: Any) -> tuple[jax.Array, Arrays]:
+    def score(
+        weights: Arrays, memory: Arrays, tokens: Any, targets: Any, reset: Any
+    ) -> tuple[jax.Array, Arrays]:
         nested, before = nest(weights, memory, reset)
         hidden, after = scorer.forward(nested, before, tokens)
         return scorer.nll(nested, hidden, targets), flatten(after)
@@ -87,8 +100,13 @@ def functions_of(model: AnyModel, eval_config: EvalConfig, weights: Any, *, gene
         return _sample(log_p, key, temperature), log_p, flatten(after)
 
     rows = eval_config.batch_size
-    ids, reset = ShapeDtypeStruct((rows, eval_config.segment_len), jnp.int32), ShapeDtypeStruct((rows,), jnp.bool)
-    functions = {"score": Function(score, {"tokens": ids, "targets": ids, "reset": reset}, ("nats",))}
+    ids, reset = (
+        ShapeDtypeStruct((rows, eval_config.segment_len), jnp.int32),
+        ShapeDtypeStruct((rows,), jnp.bool),
+    )
+    functions = {
+        "score": Function(score, {"tokens": ids, "targets": ids, "reset": reset}, ("nats",))
+    }
     if generates:
         arguments = {
             "token": ShapeDtypeStruct((rows,), jnp.int32),
@@ -131,16 +149,23 @@ def _named_once(weights: Any) -> tuple[Arrays, list[str]]:
 
 def _names(tree: Any) -> list[str]:
     """Returns the names of a tree's leaves, such as "layers.0.output"."""
-    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(tree)]
+    return [
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, _ in jax.tree.leaves_with_path(tree)
+    ]
 
 
-def write(folder: Path, model: Functions, vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> None:
+def write(
+    folder: Path, model: Functions, vocabulary: Vocabulary, metadata: Mapping[str, Any]
+) -> None:
     """Lowers the functions for all platforms and writes the files into a local directory.
 
     The manifest is written last.
     """
     safetensors.write(folder / _WEIGHTS, from_tree(model.weights))
-    storage.write_json(folder / _TOKENS, [vocabulary.decode([i]).hex() for i in range(vocabulary.size)])
+    storage.write_json(
+        folder / _TOKENS, [vocabulary.decode([i]).hex() for i in range(vocabulary.size)]
+    )
     functions = {}
     for name, function in model.functions.items():
         lower = export.export(jax.jit(function.call), platforms=PLATFORMS)
@@ -183,19 +208,27 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str,
     All files that are read are in the directory's own list and have a sha256 in the manifest.
     Raises `CheckpointError` if a file was changed, or does not match the manifest.
     """
-    damaged = f"{folder / _MANIFEST} or a file that it lists was changed (%s). Export the model again."
+    damaged = (
+        f"{folder / _MANIFEST} or a file that it lists was changed (%s). Export the model again."
+    )
     # For a corrupted function jax.export raises nearly any.
     with rephrased(damaged, Exception, to=CheckpointError):
         if storage.read(folder / _DIGEST) != _digest_line(storage.read(folder / _MANIFEST)):
             raise ValueError(f"its sha256 is not the one in {_DIGEST}")
-        manifest, others = storage.read_json(folder / _MANIFEST), set(storage.names(folder)) - {_MANIFEST, _DIGEST}
+        manifest, others = (
+            storage.read_json(folder / _MANIFEST),
+            set(storage.names(folder)) - {_MANIFEST, _DIGEST},
+        )
         sums = {name: storage.sha256(folder / name) for name in others}
         if changed := sums.items() ^ manifest["sha256"].items():
             raise ValueError(f"sha256 of {min(changed)[0]}")
         files = {name: function["file"] for name, function in manifest["functions"].items()}
         if foreign := {*files.values(), _WEIGHTS} - others:
             raise ValueError(f"{foreign} is not listed in it")
-        functions = {name: export.deserialize(bytearray((folder / file).read_bytes())) for name, file in files.items()}
+        functions = {
+            name: export.deserialize(bytearray((folder / file).read_bytes()))
+            for name, file in files.items()
+        }
         weights = {name: leaf.read() for name, leaf in safetensors.read(folder / _WEIGHTS).items()}
     return manifest, weights, functions
 
@@ -205,4 +238,7 @@ def _digest_line(content: bytes) -> bytes:
 
 
 def _described(arrays: Arrays) -> dict[str, dict[str, Any]]:
-    return {name: {"shape": list(array.shape), "dtype": str(array.dtype)} for name, array in arrays.items()}
+    return {
+        name: {"shape": list(array.shape), "dtype": str(array.dtype)}
+        for name, array in arrays.items()
+    }

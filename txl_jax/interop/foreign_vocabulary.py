@@ -53,7 +53,11 @@ def find(folder: Path, vocab_size: int) -> Found:
     if path is None:
         return Found(None, [f"{folder} has no vocabulary ({', '.join(NAMES[:-1])})"])
     with reading(str(path)):
-        found = _of_text(path) if path.suffix == ".txt" else of_object(torch_files.read(path).root, name=str(path))
+        found = (
+            _of_text(path)
+            if path.suffix == ".txt"
+            else of_object(torch_files.read(path).root, name=str(path))
+        )
     if found.vocabulary and found.vocabulary.size < vocab_size:
         found = _with_added(found, folder / _ADDED)
     return check_size(found, vocab_size, name=str(path))
@@ -73,7 +77,11 @@ def _with_added(found: Found, path: Path) -> Found:
     with rephrased(damaged, OSError, ValueError, TypeError, AttributeError):
         by_id = {number: token for token, number in storage.read_json(path).items()}
         # Tokens of the vocabulary may be listed again.
-        new = {number: token for number, token in by_id.items() if vocabulary.words[number : number + 1] != (token,)}
+        new = {
+            number: token
+            for number, token in by_id.items()
+            if vocabulary.words[number : number + 1] != (token,)
+        }
         added = [new[number] for number in sorted(new)]
         if sorted(new) != list(range(vocabulary.size, vocabulary.size + len(new))):
             raise ValueError("its ids do not continue the vocabulary's")
@@ -81,7 +89,10 @@ def _with_added(found: Found, path: Path) -> Found:
         if not _are_distinct_texts(list(words)):
             raise ValueError("its tokens must be distinct strings that the vocabulary lacks")
         vocabulary = dataclasses.replace(vocabulary, words=words)
-    return Found(vocabulary, [*found.notes, f"{len(added)} tokens come from {path.name}: {', '.join(added)[:100]}"])
+    return Found(
+        vocabulary,
+        [*found.notes, f"{len(added)} tokens come from {path.name}: {', '.join(added)[:100]}"],
+    )
 
 
 def check_size(found: Found, vocab_size: int, *, name: str) -> Found:
@@ -108,26 +119,40 @@ def of_object(root: Any, *, name: str) -> Found:
         if not isinstance(parts, dict):
             break
         if isinstance(symbols := parts.get("idx2sym"), list):
-            return of_symbols(symbols, lower_case=parts.get("lower_case") is True, dataset=dataset, name=name)
+            return of_symbols(
+                symbols, lower_case=parts.get("lower_case") is True, dataset=dataset, name=name
+            )
         dataset = parts.get("dataset")
         root = parts.get("vocab")
-    raise UserError(f"{name} has no list idx2sym of tokens. Pass the vocabulary of the model's tokenizer.")
+    raise UserError(
+        f"{name} has no list idx2sym of tokens. Pass the vocabulary of the model's tokenizer."
+    )
 
 
-def of_symbols(symbols: list[Any], *, name: str, lower_case: bool = False, dataset: Any = None) -> Found:
+def of_symbols(
+    symbols: list[Any], *, name: str, lower_case: bool = False, dataset: Any = None
+) -> Found:
     """Returns the vocabulary of a list of tokens.
 
     `dataset` is the release's name of the corpus, if known.
     """
     if not _are_distinct_texts(symbols):
-        raise UserError(f"{name} has {len(symbols)} tokens, but they must be distinct strings. Download it again.")
+        raise UserError(
+            f"{name} has {len(symbols)} tokens, but they must be distinct strings. Download it again."
+        )
     if (values := _bytes_of(symbols)) is not None:
         newlines = Newlines.KEEP if 10 in values or dataset == "text8" else Newlines.DROP
         return Found(ByteVocabulary(values, newlines), [])
-    mark = next((mark for mark in (LineMark.EOS, LineMark.DOUBLE_S) if MARKS[mark] in symbols), LineMark.NONE)
+    mark = next(
+        (mark for mark in (LineMark.EOS, LineMark.DOUBLE_S) if MARKS[mark] in symbols),
+        LineMark.NONE,
+    )
     unknown = next((symbol for symbol in _UNKNOWN if symbol in symbols), None)
     if unknown is None:
-        return Found(None, [f"{name} has no token for unknown words ({' or '.join(_UNKNOWN)}), so it is omitted"])
+        return Found(
+            None,
+            [f"{name} has no token for unknown words ({' or '.join(_UNKNOWN)}), so it is omitted"],
+        )
     vocabulary = WordVocabulary(tuple(symbols), mark, lower_case, unknown)
     case = " and put in lower case" if lower_case else ""
     marks = f"lines end with {MARKS[mark]}" if mark in MARKS else "lines are not marked"
@@ -149,7 +174,9 @@ def _are_distinct_texts(symbols: list[Any]) -> bool:
         return False
     if not all(isinstance(symbol, str) for symbol in symbols):
         return False
-    return len(set(symbols)) == len(symbols) and not any(_SURROGATE.search(symbol) for symbol in symbols)
+    return len(set(symbols)) == len(symbols) and not any(
+        _SURROGATE.search(symbol) for symbol in symbols
+    )
 
 
 def _bytes_of(symbols: list[str]) -> bytes | None:
@@ -164,7 +191,10 @@ def _bytes_of(symbols: list[str]) -> bytes | None:
 def _of_text(path: Path) -> Found:
     """Returns a text file's vocabulary: our own format, or the first word of each line."""
     foreign = f"{path} is not UTF-8 (%s). Pass a list of words in UTF-8."
-    with rephrased(f"{path} cannot be read (%s). Check the path.", OSError), rephrased(foreign, UnicodeDecodeError):
+    with (
+        rephrased(f"{path} cannot be read (%s). Check the path.", OSError),
+        rephrased(foreign, UnicodeDecodeError),
+    ):
         # Without the byte-order mark that some editors write.
         decoded = storage.read(path).decode("utf-8-sig")
     if decoded.startswith(TITLE):

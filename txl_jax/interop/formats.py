@@ -80,7 +80,9 @@ def read(path: str | os.PathLike[str]) -> Model:
     file = weights.path
     if weights.format is None:
         some = ", ".join(list(weights.tensors)[:3])
-        raise UserError(f"{file} has tensors such as {some}, which do not belong to a Transformer-XL")
+        raise UserError(
+            f"{file} has tensors such as {some}, which do not belong to a Transformer-XL"
+        )
     try:
         with reading(str(file)):
             model = _read_weights(weights, weights.format)
@@ -95,7 +97,9 @@ def read(path: str | os.PathLike[str]) -> Model:
 def _read_weights(weights: _Weights, format: Format) -> Model:
     beside = weights.path.with_name("config.json")
     facts = dict(weights.facts) | (_read_json(beside) if beside.is_file() else {})
-    by_release = {name.removeprefix(original.PREFIX): leaf for name, leaf in weights.tensors.items()}
+    by_release = {
+        name.removeprefix(original.PREFIX): leaf for name, leaf in weights.tensors.items()
+    }
     config, vocab_size, eval_config, notes = infer_config.infer(by_release, facts)
     params = original.to_leaves(weights.tensors, config, vocab_size=vocab_size, format=format)
     vocabulary, more = _vocabulary(weights, vocab_size)
@@ -142,9 +146,21 @@ def _open(files: WeightFiles) -> _Weights:
     folders = [files.path.parent]
     named = names.known(tensors)
     root = file.root if file else None
-    if isinstance(root, dict) and isinstance(facts := root.get("model_config"), dict) and "model_state" in root:
+    if (
+        isinstance(root, dict)
+        and isinstance(facts := root.get("model_config"), dict)
+        and "model_state" in root
+    ):
         notes = tuple(named.notes)
-        return _Weights(files.path, _renamed(named.tensors), Format.NVIDIA, facts, folders, root.get("vocab"), notes)
+        return _Weights(
+            files.path,
+            _renamed(named.tensors),
+            Format.NVIDIA,
+            facts,
+            folders,
+            root.get("vocab"),
+            notes,
+        )
     format = None
     if named.is_recognized:
         format = Format.HUGGINGFACE if named.has_transformer else Format.ORIGINAL
@@ -167,7 +183,9 @@ def _tensors(files: WeightFiles) -> tuple[Leaves, TorchFile | None]:
             tensors = state_dict.of(file)
         if wanted is not None:
             if missing := wanted - tensors.keys():
-                raise UserError(f"{path} has no tensor {min(missing)}, which {files.path.name} says is in it")
+                raise UserError(
+                    f"{path} has no tensor {min(missing)}, which {files.path.name} says is in it"
+                )
             tensors = {name: leaf for name, leaf in tensors.items() if name in wanted}
         if twice := found.keys() & tensors.keys():
             raise UserError(f"tensor {min(twice)} is in more than one of the files of {files.path}")
@@ -181,7 +199,9 @@ def _renamed(tensors: Leaves) -> dict[str, Leaf]:
     Projections that are shared with the embedding are omitted, because the embedding has them too.
     """
     return {
-        _NVIDIA_LISTED.sub(lambda match: f"crit.out_layers.{match[2]}.{_NVIDIA_LISTS[match[1]]}", name): leaf
+        _NVIDIA_LISTED.sub(
+            lambda match: f"crit.out_layers.{match[2]}.{_NVIDIA_LISTS[match[1]]}", name
+        ): leaf
         for name, leaf in tensors.items()
         if not name.startswith("crit.shared_out_projs.")
     }
@@ -199,5 +219,10 @@ def _open_tensorflow(prefix: Path) -> _Weights:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Returns a JSON file's object, or raises `UserError` if it does not contain an object."""
-    with rephrased(f"{path} is not a JSON object (%s). Copy or download it again.", OSError, ValueError, TypeError):
+    with rephrased(
+        f"{path} is not a JSON object (%s). Copy or download it again.",
+        OSError,
+        ValueError,
+        TypeError,
+    ):
         return dict(storage.read_json(path))

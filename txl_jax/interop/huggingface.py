@@ -18,7 +18,18 @@ from txl_jax.interop.portable import ModelInfo
 from txl_jax.runtime.storage import write_json
 
 # Arguments that the authors' release has too.
-_SAME = ("n_layer", "n_head", "d_model", "d_head", "d_inner", "d_embed", "div_val", "cutoffs", "tie_projs", "pre_lnorm")
+_SAME = (
+    "n_layer",
+    "n_head",
+    "d_model",
+    "d_head",
+    "d_inner",
+    "d_embed",
+    "div_val",
+    "cutoffs",
+    "tie_projs",
+    "pre_lnorm",
+)
 _SAME_LENGTHS = ("mem_len", "clamp_len", "same_length")
 
 

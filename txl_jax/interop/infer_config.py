@@ -27,7 +27,9 @@ _LEAST = dict.fromkeys((*_SIZES, "n_token"), 1) | {"mem_len": 0}
 _OTHER_NAMES = {"n_token": "vocab_size", "tie_weight": "tie_word_embeddings"}
 
 
-def infer(tensors: Leaves, facts: Mapping[str, Any]) -> tuple[ModelConfig, int, EvalConfig, list[str]]:
+def infer(
+    tensors: Leaves, facts: Mapping[str, Any]
+) -> tuple[ModelConfig, int, EvalConfig, list[str]]:
     """Infers sizes, ties and encoding, V, the lengths, and one line per choice that is left open.
 
     Only tensors that may be shared are read. Raises `UserError` if a tensor that decides on a size
@@ -55,7 +57,9 @@ def infer(tensors: Leaves, facts: Mapping[str, Any]) -> tuple[ModelConfig, int, 
     if values["d_embed"] == values["d_model"]:
         values["d_embed"] = None
     if "pre_lnorm" not in facts:
-        notes.append("the file does not record the place of the layer norm: post-norm, like all published models")
+        notes.append(
+            "the file does not record the place of the layer norm: post-norm, like all published models"
+        )
     values["layer_norm"] = NormPlace.PRE if facts.get("pre_lnorm") else NormPlace.POST
     values |= _ties(tensors, ModelConfig(**values), facts)
     config = ModelConfig(**values)
@@ -72,14 +76,18 @@ def _shape(tensors: Leaves, name: str, *ranks: int) -> tuple[int, ...]:
     shape = tensors[name].shape
     if len(shape) not in ranks or 0 in shape:
         wanted = " or ".join(map(str, ranks))
-        raise UserError(f"tensor {name} must have rank {wanted} and no axis of 0, got shape {list(shape)}")
+        raise UserError(
+            f"tensor {name} must have rank {wanted} and no axis of 0, got shape {list(shape)}"
+        )
     return shape
 
 
 def _num_layers(tensors: Leaves) -> int:
     numbers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     if missing := set(map(str, range(len(numbers)))) - numbers:
-        raise UserError(f"there are tensors for {len(numbers)} layers, but not for layer {min(missing)}")
+        raise UserError(
+            f"there are tensors for {len(numbers)} layers, but not for layer {min(missing)}"
+        )
     return len(numbers)
 
 
@@ -87,7 +95,9 @@ def _tables(tensors: Leaves) -> list[tuple[int, ...]]:
     """Returns the shapes of the embedding's tables, one per cluster or one for all."""
     names = (f"word_emb.emb_layers.{cluster}.weight" for cluster in itertools.count())
     found = [_shape(tensors, next(names), 2)]
-    return found + [_shape(tensors, name, 2) for name in itertools.takewhile(tensors.__contains__, names)]
+    return found + [
+        _shape(tensors, name, 2) for name in itertools.takewhile(tensors.__contains__, names)
+    ]
 
 
 def _cutoffs(
@@ -116,18 +126,36 @@ def _attention(tensors: Leaves, facts: Mapping[str, Any]) -> dict[str, Any]:
         # Hugging Face's, which has the shared one too if all are equal.
         of_layer = "layers.0.dec_attn.r_w_bias"
         by_layer = of_layer in tensors and "r_w_bias" not in tensors
-        *layers, n_head, d_head = _shape(tensors, of_layer, 2) if by_layer else _shape(tensors, "r_w_bias", 2, 3)
+        *layers, n_head, d_head = (
+            _shape(tensors, of_layer, 2) if by_layer else _shape(tensors, "r_w_bias", 2, 3)
+        )
         untie_r = by_layer or bool(layers)
-        return {"encoding": Encoding.RELATIVE, "n_head": n_head, "d_head": d_head, "untie_r": untie_r}
+        return {
+            "encoding": Encoding.RELATIVE,
+            "n_head": n_head,
+            "d_head": d_head,
+            "untie_r": untie_r,
+        }
     # Al-Rfou's is cut into heads too, though it is added to the input.
     if "r_bias" in tensors or "r_emb" in tensors:
         _, num_positions, n_head, d_head = _shape(tensors, "r_emb", 4)
         encoding = Encoding.SHAW if "r_bias" in tensors else Encoding.AL_RFOU
-        return {"encoding": encoding, "n_head": n_head, "d_head": d_head, "num_positions": num_positions}
+        return {
+            "encoding": encoding,
+            "n_head": n_head,
+            "d_head": d_head,
+            "num_positions": num_positions,
+        }
     if "n_head" not in facts:
-        missing = "the model adds sinusoids to its input, so no shape determines the number of heads"
+        missing = (
+            "the model adds sinusoids to its input, so no shape determines the number of heads"
+        )
         raise UserError(f'{missing}. Put a config.json with {{"n_head": ...}} next to it.')
-    return {"encoding": Encoding.VASWANI, "n_head": facts["n_head"], "d_head": heads // facts["n_head"]}
+    return {
+        "encoding": Encoding.VASWANI,
+        "n_head": facts["n_head"],
+        "d_head": heads // facts["n_head"],
+    }
 
 
 def _ties(tensors: Leaves, config: ModelConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,8 +175,14 @@ def _ties(tensors: Leaves, config: ModelConfig, facts: Mapping[str, Any]) -> dic
         tie_projs = [False] + [facts["proj_share_all_but_first"]] * (config.n_cluster - 1)
     if tie_projs is None and config.has_projections:
         tables = range(config.n_cluster) if config.div_val > 1 else [0] * config.n_cluster
-        tie_projs = [tied(f"crit.out_projs.{c}", f"word_emb.emb_projs.{table}") for c, table in enumerate(tables)]
-    return {"tie_weight": tie_weight, "tie_projs": tuple(tie_projs) if tie_projs and any(tie_projs) else ()}
+        tie_projs = [
+            tied(f"crit.out_projs.{c}", f"word_emb.emb_projs.{table}")
+            for c, table in enumerate(tables)
+        ]
+    return {
+        "tie_weight": tie_weight,
+        "tie_projs": tuple(tie_projs) if tie_projs and any(tie_projs) else (),
+    }
 
 
 def _lengths(facts: Mapping[str, Any], notes: list[str]) -> EvalConfig:
@@ -184,6 +218,8 @@ def _checked(facts: Mapping[str, Any]) -> dict[str, Any]:
         is_list = isinstance(values, list | tuple) and len(values) <= _MAX_CLUSTERS
         valid = is_list and {*map(type, values)} <= {kind} and max(values, default=0) < 1 << 63
         if not valid or (key in _LEAST and value < _LEAST[key]):
-            raise UserError(f"{key} is {reprlib.repr(value)}, which is not a valid value. Correct or remove it.")
+            raise UserError(
+                f"{key} is {reprlib.repr(value)}, which is not a valid value. Correct or remove it."
+            )
         found[key] = value
     return found

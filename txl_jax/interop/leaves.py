@@ -31,7 +31,9 @@ Leaves = Mapping[str, Leaf]
 
 def leaf_of(array: Any) -> Leaf:
     """Returns an array in memory as a leaf."""
-    return Leaf(tuple(np.shape(array)), np.dtype(array.dtype), lambda index: np.asarray(array)[index])
+    return Leaf(
+        tuple(np.shape(array)), np.dtype(array.dtype), lambda index: np.asarray(array)[index]
+    )
 
 
 def is_same(a: Leaf, b: Leaf) -> bool:
@@ -41,7 +43,10 @@ def is_same(a: Leaf, b: Leaf) -> bool:
 
 def from_tree(arrays: Mapping[str, Any]) -> dict[str, Leaf]:
     """Returns arrays by name, or nested parameters, as leaves."""
-    return {path: leaf_of(value) for path, value in flax.traverse_util.flatten_dict(arrays, sep="/").items()}
+    return {
+        path: leaf_of(value)
+        for path, value in flax.traverse_util.flatten_dict(arrays, sep="/").items()
+    }
 
 
 def guarded(leaves: Leaves, *, name: str) -> dict[str, Leaf]:
@@ -61,6 +66,8 @@ def as_type(leaves: Leaves, dtype: np.dtype) -> dict[str, Leaf]:
     """Returns the leaves in another dtype, converted when they are read."""
 
     def converted(leaf: Leaf) -> Leaf:
-        return leaf._replace(dtype=dtype, part=lambda index: leaf.part(index).astype(dtype, copy=False))
+        return leaf._replace(
+            dtype=dtype, part=lambda index: leaf.part(index).astype(dtype, copy=False)
+        )
 
     return {path: converted(leaf) for path, leaf in leaves.items()}

@@ -24,7 +24,11 @@ WRAPPERS = frozenset(
 TRANSFORMER = "transformer."  # Hugging Face's name of everything but the softmax.
 _SOFTMAX = "crit."
 # Tensors by which a model is recognized, in order of preference.
-_MARKS = ("word_emb.emb_layers.0.weight", "layers.0.pos_ff.CoreNet.0.weight", "layers.0.dec_attn.o_net.weight")
+_MARKS = (
+    "word_emb.emb_layers.0.weight",
+    "layers.0.pos_ff.CoreNet.0.weight",
+    "layers.0.dec_attn.o_net.weight",
+)
 _SHOWN = 3  # Names in a note.
 
 
@@ -58,18 +62,26 @@ def known(tensors: Leaves) -> Named:
     for name, leaf in tensors.items():
         short = without_wrappers(name)
         if plain.setdefault(short, leaf) is not leaf:
-            raise UserError(f"two tensors have the name {short} without the names of wrappers. Save only one of them.")
+            raise UserError(
+                f"two tensors have the name {short} without the names of wrappers. Save only one of them."
+            )
     notes = []
     if plain.keys() != tensors.keys():
-        notes.append("names of tensors were read without those of wrappers (torch.compile, DataParallel, ...)")
+        notes.append(
+            "names of tensors were read without those of wrappers (torch.compile, DataParallel, ...)"
+        )
     prefixes = _prefixes(plain)
     if not prefixes:
         return Named(dict(tensors), [], is_recognized=False)
     prefix = prefixes[0]
     if len(prefixes) > 1:
         others = ", ".join(map(repr, prefixes[1:]))
-        notes.append(f"there is a model behind each of the prefixes {prefix!r}, {others}: the first is read")
-    found = {name.removeprefix(prefix): leaf for name, leaf in plain.items() if name.startswith(prefix)}
+        notes.append(
+            f"there is a model behind each of the prefixes {prefix!r}, {others}: the first is read"
+        )
+    found = {
+        name.removeprefix(prefix): leaf for name, leaf in plain.items() if name.startswith(prefix)
+    }
     if prefix:
         notes.append(f"names of tensors were read without the prefix {prefix!r}")
     if omitted := [name for name in plain if not name.startswith(prefix)]:
@@ -82,7 +94,9 @@ def _prefixes(names: Iterable[str]) -> list[str]:
     """Returns what precedes a model's own names, for the first models among them."""
     names = list(names)
     for mark in _MARKS:
-        prefixes = [name.removesuffix(mark) for name in names if name == mark or name.endswith(f".{mark}")]
+        prefixes = [
+            name.removesuffix(mark) for name in names if name == mark or name.endswith(f".{mark}")
+        ]
         if prefixes:
             break
     whole = []

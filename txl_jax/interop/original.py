@@ -59,7 +59,12 @@ class Format(enum.StrEnum):
     HUGGINGFACE = "huggingface"
 
 
-PRESETS = {Format.ORIGINAL: "pytorch", Format.NVIDIA: "pytorch", Format.TENSORFLOW: "tf", Format.HUGGINGFACE: "hf"}
+PRESETS = {
+    Format.ORIGINAL: "pytorch",
+    Format.NVIDIA: "pytorch",
+    Format.TENSORFLOW: "tf",
+    Format.HUGGINGFACE: "hf",
+}
 # What a message calls each implementation.
 _OWNERS = {
     Format.ORIGINAL: "the authors' PyTorch release",
@@ -104,7 +109,9 @@ def to_leaves(
     implementation does not support the model.
     """
     pieces, shared = _pieces(config, vocab_size, format), aliases(config, format)
-    found = {first: tensors[name] for name, first in shared.items() if name in tensors} | dict(tensors)
+    found = {first: tensors[name] for name, first in shared.items() if name in tensors} | dict(
+        tensors
+    )
     found = {name: found[first] for name, first in shared.items() if first in found} | found
     constant = found.pop(_name(FREQUENCIES, format), None) if _has_frequencies(config) else None
     expected = {theirs.name: theirs.shape for theirs, _ in pieces}
@@ -133,7 +140,9 @@ def from_flax(
     return tensors | {name: tensors[first] for name, first in aliases(config, format).items()}
 
 
-def from_leaves(leaves: Leaves, config: ModelConfig, *, format: Format = Format.ORIGINAL) -> dict[str, Leaf]:
+def from_leaves(
+    leaves: Leaves, config: ModelConfig, *, format: Format = Format.ORIGINAL
+) -> dict[str, Leaf]:
     """Inverts `to_leaves`, with only the first name of a shared tensor.
 
     Raises the same `UserError`s.
@@ -146,7 +155,9 @@ def from_leaves(leaves: Leaves, config: ModelConfig, *, format: Format = Format.
     _check(leaves, {ours.name: ours.shape for _, ours in pieces}, "parameter")
     tensors = _assembled(leaves, [(ours, theirs) for theirs, ours in pieces])
     if _has_frequencies(config):
-        tensors[_name(FREQUENCIES, format)] = leaves_lib.leaf_of(_frequencies(config.d_model, bias.dtype))
+        tensors[_name(FREQUENCIES, format)] = leaves_lib.leaf_of(
+            _frequencies(config.d_model, bias.dtype)
+        )
     return tensors
 
 
@@ -166,18 +177,28 @@ def check_exportable(config: ModelConfig, format: Format) -> None:
 
     if config.network is not Network.TRANSFORMER_XL:
         refuse(
-            f"has no recurrent network (model.network is {config.network})", f"--model.network={Network.TRANSFORMER_XL}"
+            f"has no recurrent network (model.network is {config.network})",
+            f"--model.network={Network.TRANSFORMER_XL}",
         )
     if config.layer_norm is NormPlace.PRE and config.compat.final_norm:
         flags = f"{preset} or --model.layer_norm={NormPlace.POST}"
-        refuse("has no layer norm after the last layer (model.compat.final_norm, of a pre-norm model)", flags)
+        refuse(
+            "has no layer norm after the last layer (model.compat.final_norm, of a pre-norm model)",
+            flags,
+        )
     if config.tie_positions:
-        refuse("has a matrix of positions, u and v (model.tie_positions is on)", "--model.tie_positions=false")
+        refuse(
+            "has a matrix of positions, u and v (model.tie_positions is on)",
+            "--model.tie_positions=false",
+        )
     if not _has_encoding(config, format):
         flags = f"--model.encoding={Encoding.RELATIVE}"
         refuse(f"has no such positions (model.encoding is {config.encoding})", flags)
     if config.encoding is Encoding.SHAW and config.compat.shaw_terms is not ShawTerms.ORIGINAL:
-        refuse(f"has more terms in Shaw's encoding (model.compat.shaw_terms is {config.compat.shaw_terms})", preset)
+        refuse(
+            f"has more terms in Shaw's encoding (model.compat.shaw_terms is {config.compat.shaw_terms})",
+            preset,
+        )
 
 
 def _has_encoding(config: ModelConfig, format: Format) -> bool:
@@ -200,7 +221,11 @@ def _assembled(sources: Leaves, pairs: list[tuple[Part, Part]]) -> dict[str, Lea
         dtype = sources[first.name].dtype
         # By the entry of a stacked parameter, so that reading all layers does not search them for
         # each one.
-        entries = {target.place: [(source, target)] for source, target in parts if isinstance(target.place, int)}
+        entries = {
+            target.place: [(source, target)]
+            for source, target in parts
+            if isinstance(target.place, int)
+        }
 
         def part(index: Any) -> np.ndarray:
             array = np.empty(result.shape, dtype)
@@ -221,8 +246,14 @@ def _check(found: Leaves, expected: Mapping[str, tuple[int, ...]], kind: str) ->
     for name in [*expected, *found]:
         if name not in found or found[name].shape != expected.get(name):
             there = f"has shape {list(found[name].shape)}" if name in found else "is missing"
-            wanted = f"expected shape {list(expected[name])}" if name in expected else f"expected no such {kind}"
-            raise UserError(f"{kind} {name} {there}, {wanted}. Correct the sizes in the config, or model.untie_r.")
+            wanted = (
+                f"expected shape {list(expected[name])}"
+                if name in expected
+                else f"expected no such {kind}"
+            )
+            raise UserError(
+                f"{kind} {name} {there}, {wanted}. Correct the sizes in the config, or model.untie_r."
+            )
 
 
 def aliases(config: ModelConfig, format: Format = Format.ORIGINAL) -> dict[str, str]:
@@ -240,7 +271,9 @@ def aliases(config: ModelConfig, format: Format = Format.ORIGINAL) -> dict[str, 
 
 def _name(name: str, format: Format) -> str:
     """Returns an implementation's name of an original tensor."""
-    return name if format is not Format.HUGGINGFACE or name.startswith("crit.") else f"{PREFIX}{name}"
+    return (
+        name if format is not Format.HUGGINGFACE or name.startswith("crit.") else f"{PREFIX}{name}"
+    )
 
 
 def position_tensors(config: ModelConfig, format: Format) -> Sequence[OriginalTensor]:
@@ -249,7 +282,9 @@ def position_tensors(config: ModelConfig, format: Format) -> Sequence[OriginalTe
     Raises `UserError` if an implementation has no such encoding.
     """
     if not _has_encoding(config, format):
-        raise UserError(f"model.encoding is {config.encoding}, unsupported in the {format} format. Choose another.")
+        raise UserError(
+            f"model.encoding is {config.encoding}, unsupported in the {format} format. Choose another."
+        )
     return encoding_of(config).original_tensors()
 
 
@@ -261,8 +296,13 @@ def _pieces(config: ModelConfig, vocab_size: int, format: Format) -> list[Piece]
     if config.cutoffs:
         in_order = format in (Format.HUGGINGFACE, Format.TENSORFLOW)
         rows, tails = slice(None, None, None if in_order else -1), len(config.cutoffs)
-        for theirs, ours, shape in (("weight", "table", (tails, config.embed_width)), ("bias", "bias", (tails,))):
-            pieces.append((Part(f"crit.cluster_{theirs}", shape, rows), Part(f"softmax/tail_{ours}", shape)))
+        for theirs, ours, shape in (
+            ("weight", "table", (tails, config.embed_width)),
+            ("bias", "bias", (tails,)),
+        ):
+            pieces.append(
+                (Part(f"crit.cluster_{theirs}", shape, rows), Part(f"softmax/tail_{ours}", shape))
+            )
     return [(theirs._replace(name=_name(theirs.name, format)), ours) for theirs, ours in pieces]
 
 
@@ -270,7 +310,10 @@ def _encoding(config: ModelConfig, format: Format) -> Iterator[Piece]:
     for name, shape, path, path_shape, is_reversed in position_tensors(config, format):
         if format is Format.HUGGINGFACE and config.untie_r:
             for layer in range(config.n_layer):
-                yield Part(f"layers.{layer}.dec_attn.{name}", shape[1:]), Part(path, path_shape, layer)
+                yield (
+                    Part(f"layers.{layer}.dec_attn.{name}", shape[1:]),
+                    Part(path, path_shape, layer),
+                )
         else:
             place = (slice(None), slice(None, None, -1)) if is_reversed else ...
             yield Part(name, shape, place), Part(path, path_shape)
@@ -281,18 +324,38 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
     d_model, n_head, d_head, d_inner = config.d_model, config.n_head, config.d_head, config.d_inner
     heads = n_head * d_head
 
-    def piece(name: str, shape: tuple[int, ...], path: str, ours: tuple[int, ...], rows: Any = ...) -> Piece:
+    def piece(
+        name: str, shape: tuple[int, ...], path: str, ours: tuple[int, ...], rows: Any = ...
+    ) -> Piece:
         theirs = Part(f"layers.{layer}.{name}", shape, rows, transposed=len(shape) == 2)
         return theirs, Part(f"stack/layers/{path}", (config.n_layer, *ours), layer)
 
     for net, parts in encoding_of(config).original_projections.items():
         for i, part in enumerate(parts):
             shape, rows = (len(parts) * heads, d_model), slice(i * heads, (i + 1) * heads)
-            yield piece(f"dec_attn.{net}.weight", shape, f"attention/{part}", (d_model, n_head, d_head), rows)
-    yield piece("dec_attn.o_net.weight", (d_model, heads), "attention/output", (n_head, d_head, d_model))
-    yield piece("pos_ff.CoreNet.0.weight", (d_inner, d_model), "feed_forward/inner_kernel", (d_model, d_inner))
+            yield piece(
+                f"dec_attn.{net}.weight",
+                shape,
+                f"attention/{part}",
+                (d_model, n_head, d_head),
+                rows,
+            )
+    yield piece(
+        "dec_attn.o_net.weight", (d_model, heads), "attention/output", (n_head, d_head, d_model)
+    )
+    yield piece(
+        "pos_ff.CoreNet.0.weight",
+        (d_inner, d_model),
+        "feed_forward/inner_kernel",
+        (d_model, d_inner),
+    )
     yield piece("pos_ff.CoreNet.0.bias", (d_inner,), "feed_forward/inner_bias", (d_inner,))
-    yield piece("pos_ff.CoreNet.3.weight", (d_model, d_inner), "feed_forward/outer_kernel", (d_inner, d_model))
+    yield piece(
+        "pos_ff.CoreNet.3.weight",
+        (d_model, d_inner),
+        "feed_forward/outer_kernel",
+        (d_inner, d_model),
+    )
     yield piece("pos_ff.CoreNet.3.bias", (d_model,), "feed_forward/outer_bias", (d_model,))
     for name, path in (("dec_attn", "attention_norm"), ("pos_ff", "feed_forward_norm")):
         yield piece(f"{name}.layer_norm.weight", (d_model,), f"{path}/scale", (d_model,))
@@ -308,7 +371,9 @@ def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[Pie
     shared = aliases(config)
 
     def projection(name: str, path: str, width: int) -> Piece:
-        return Part(name, (config.d_model, width), transposed=True), Part(path, (width, config.d_model))
+        return Part(name, (config.d_model, width), transposed=True), Part(
+            path, (width, config.d_model)
+        )
 
     for c, (start, end) in enumerate(itertools.pairwise(bounds)):
         width = config.cluster_width(c)
@@ -322,7 +387,9 @@ def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[Pie
         yield Part(f"crit.out_layers.{c}.bias", (end - start,)), bias
     for c in range(config.n_cluster):
         if config.has_projections and f"crit.out_projs.{c}" not in shared:
-            yield projection(f"crit.out_projs.{c}", f"softmax/projection_{c}", config.cluster_width(c))
+            yield projection(
+                f"crit.out_projs.{c}", f"softmax/projection_{c}", config.cluster_width(c)
+            )
 
 
 def _has_frequencies(config: ModelConfig) -> bool:
@@ -348,9 +415,15 @@ def _check_frequencies(found: np.ndarray, d_model: int, format: Format) -> None:
     # NVIDIA's recipe trains in 16 bits.
     is_rounded = found.dtype.itemsize < 4 or format is Format.NVIDIA
     expected, rounding = _frequencies(d_model), 2**-8 if is_rounded else 1e-5
-    if found.shape != expected.shape or not np.allclose(found.astype(_DOUBLE), expected, rtol=rounding, atol=0):
-        wanted = f"tensor {FREQUENCIES} must be 10000^(-2i/{d_model}) of shape {list(expected.shape)}"
-        raise UserError(f"{wanted}, got shape {list(found.shape)}. Only those frequencies are supported.")
+    if found.shape != expected.shape or not np.allclose(
+        found.astype(_DOUBLE), expected, rtol=rounding, atol=0
+    ):
+        wanted = (
+            f"tensor {FREQUENCIES} must be 10000^(-2i/{d_model}) of shape {list(expected.shape)}"
+        )
+        raise UserError(
+            f"{wanted}, got shape {list(found.shape)}. Only those frequencies are supported."
+        )
 
 
 def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
@@ -371,14 +444,18 @@ def write_model(
 
     Raises `UserError` if the implementation does not support the model.
     """
-    tensors = from_leaves(leaves_lib.as_type(leaves, np.dtype(np.float32)), info.config.model, format=format)
+    tensors = from_leaves(
+        leaves_lib.as_type(leaves, np.dtype(np.float32)), info.config.model, format=format
+    )
     # transformers rejects a file without this word.
     safetensors.write(folder / portable.WEIGHTS, tensors, metadata={"format": "pt"})
     write_json(folder / portable.CONFIG, arguments)
     return _write_vocabulary(folder, info.vocabulary) + _differences(info.config, format)
 
 
-def arguments_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) -> dict[str, Any]:
+def arguments_of(
+    config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int
+) -> dict[str, Any]:
     """Returns the keyword arguments of the release's `MemTransformerLM`.
 
     They are for the lengths of `eval_config`.
@@ -411,7 +488,9 @@ def _write_vocabulary(folder: Path, vocabulary: Vocabulary) -> list[str]:
         return []
     if not isinstance(vocabulary, WordVocabulary):
         file = portable.VOCABULARY
-        return [f"the tokens are of kind {vocabulary.kind!r}, for which the format has no tokenizer: {file}"]
+        return [
+            f"the tokens are of kind {vocabulary.kind!r}, for which the format has no tokenizer: {file}"
+        ]
     write_lines(folder / "vocab.txt", (f"{word}\n" for word in vocabulary.words))
     found = next((word for word in _UNKNOWN if word in vocabulary.words), None)
     if found != vocabulary.unknown:
@@ -426,11 +505,17 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
     """
     notes = []
     if format is Format.ORIGINAL and config.model.untie_r:
-        notes.append("the release's class shares u and v among the layers, but here each layer has its own (untie_r)")
+        notes.append(
+            "the release's class shares u and v among the layers, but here each layer has its own (untie_r)"
+        )
     if config.model.encoding is Encoding.VASWANI and config.eval.mem_len:
-        notes.append("the release adds positions to its memory again in each segment, so losses differ (eval.mem_len)")
+        notes.append(
+            "the release adds positions to its memory again in each segment, so losses differ (eval.mem_len)"
+        )
     if (mark := config.data.reset_at) is not None:
-        notes.append(f"this model keeps documents apart by the token {mark!r}, but the {format} format does not")
+        notes.append(
+            f"this model keeps documents apart by the token {mark!r}, but the {format} format does not"
+        )
     unused = {
         "final_norm": True,  # A model that has one is rejected.
         "layer_norm_eps": format is Format.HUGGINGFACE,  # Its config.json has it.

@@ -41,7 +41,9 @@ def names(format: Format) -> list[str]:
 
     They are the settings that config.json cannot express.
     """
-    shapes = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.shapes_params}
+    shapes = {
+        leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.shapes_params
+    }
     said = {name for name in shapes if not name.startswith("model.compat.")} | _SAID[format]
     return [name for name in portable.stored_settings(ExperimentConfig()) if name not in said]
 
@@ -71,27 +73,41 @@ def apply(weights: Path, info: ModelInfo, format: Format) -> Found:
     path = weights.with_name(NAME)
     if format not in _SAID or not path.is_file():
         return Found(info, [])
-    advice = f"Copy it again, or remove it to read the model with the settings of the {format} format."
+    advice = (
+        f"Copy it again, or remove it to read the model with the settings of the {format} format."
+    )
     damaged = f"{path} is corrupted or from another version (%s). {advice}"
-    with rephrased(damaged, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+    with rephrased(
+        damaged, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError
+    ):
         content = storage.read_json(path)
         if content[_KIND] != _VERSION:
             raise ValueError(f"version must be {_VERSION}, got {content[_KIND]!r:.50}")
         sums = {str(name): str(value) for name, value in content["sha256"].items()}
         if weights.name not in sums or storage.sha256(weights) != sums[weights.name]:
-            return Found(info, [f"{NAME} is ignored: it was written for other weights than {weights.name}"])
+            return Found(
+                info, [f"{NAME} is ignored: it was written for other weights than {weights.name}"]
+            )
         return _with_settings(info, content, sums, format)
 
 
-def _with_settings(info: ModelInfo, content: dict[str, Any], sums: dict[str, str], format: Format) -> Found:
+def _with_settings(
+    info: ModelInfo, content: dict[str, Any], sums: dict[str, str], format: Format
+) -> Found:
     settings = dict(content["config"])
     known = names(format)
     for name in settings:
         if name not in known:
-            raise ValueError(f"it must have only settings that {portable.CONFIG} lacks, got {name!r:.50}")
+            raise ValueError(
+                f"it must have only settings that {portable.CONFIG} lacks, got {name!r:.50}"
+            )
     notes = []
-    if settings.get(_DOCUMENTS) is not None and digest(info.vocabulary) != sums.get(portable.VOCABULARY):
-        notes.append(f"{_DOCUMENTS} of {NAME} is ignored: it names a token of another {portable.VOCABULARY}")
+    if settings.get(_DOCUMENTS) is not None and digest(info.vocabulary) != sums.get(
+        portable.VOCABULARY
+    ):
+        notes.append(
+            f"{_DOCUMENTS} of {NAME} is ignored: it names a token of another {portable.VOCABULARY}"
+        )
         settings.pop(_DOCUMENTS)
     config = config_tree.from_dict(ExperimentConfig, config_tree.to_dict(info.config) | settings)
     config.model.validate()
@@ -99,5 +115,9 @@ def _with_settings(info: ModelInfo, content: dict[str, Any], sums: dict[str, str
     config.eval.validate()
     scores = dict(content["scores"])
     portable.check_scores(scores, info.vocabulary)
-    found = ModelInfo(config, info.vocabulary, int(content["step"]), str(content["description"]), scores)
-    return Found(found, [*notes, f"compat, lengths and other settings come from {NAME}, not from the format"])
+    found = ModelInfo(
+        config, info.vocabulary, int(content["step"]), str(content["description"]), scores
+    )
+    return Found(
+        found, [*notes, f"compat, lengths and other settings come from {NAME}, not from the format"]
+    )

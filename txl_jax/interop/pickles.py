@@ -160,7 +160,9 @@ def load(
     the pickle is corrupted, ends early, or calls anything else.
     """
     file: Any = io.BytesIO(data) if isinstance(data, bytes) else data  # A map reads like a file.
-    machine = _Machine(name, {**_CALLS, **(calls or {})}, persistent, budget=4 * len(data) + (1 << 20))
+    machine = _Machine(
+        name, {**_CALLS, **(calls or {})}, persistent, budget=4 * len(data) + (1 << 20)
+    )
     try:
         file.seek(start)
         for instruction, argument, _ in pickletools.genops(file):
@@ -171,7 +173,15 @@ def load(
             getattr(machine, instruction.name)(argument)
     except UserError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+        MemoryError,
+    ) as error:
         reason = str(error) if isinstance(error, DamagedError) else type(error).__name__
         wrong = f"the pickle at byte {start} is corrupted or ends early at byte {file.tell()} ({reason})"
         raise UserError(f"{name}: {wrong}. Copy or download the file again.") from error
@@ -350,7 +360,11 @@ class _Machine:
         """
         if not isinstance(args, tuple):
             raise DamagedError("arguments are not a tuple")
-        dotted = str(function) if isinstance(function, Symbol) else f"a value of type {type(function).__name__}"
+        dotted = (
+            str(function)
+            if isinstance(function, Symbol)
+            else f"a value of type {type(function).__name__}"
+        )
         if dotted in self.calls:
             self.spend(len(args))  # Before they are looked at one by one.
             self.spend(sum(len(arg) for arg in args if hasattr(arg, "__len__")))

@@ -37,7 +37,12 @@ from txl_jax.runtime.checkpoint import describe_arrays, describe_difference
 from txl_jax.runtime.storage import AnyPath
 from txl_jax.version import __version__
 
-CONFIG, WEIGHTS, VOCABULARY, CARD = "config.json", "model.safetensors", "vocabulary.txt", "README.md"
+CONFIG, WEIGHTS, VOCABULARY, CARD = (
+    "config.json",
+    "model.safetensors",
+    "vocabulary.txt",
+    "README.md",
+)
 # The key that only a portable checkpoint's config.json has.
 _KIND, _KIND_VERSION = "txl_jax_model", 1
 # Groups of settings that are stored. Data and mesh belong to one machine, except for the end of a
@@ -132,7 +137,9 @@ def stored_settings(config: ExperimentConfig) -> dict[str, Any]:
     # Paths are this machine's.
     paths = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.path}
     values = config_tree.to_dict(config).items()
-    settings = {name: value for name, value in values if name.split(".")[0] in _GROUPS and name not in paths}
+    settings = {
+        name: value for name, value in values if name.split(".")[0] in _GROUPS and name not in paths
+    }
     return settings | {"data.reset_at": config.data.reset_at}
 
 
@@ -175,7 +182,9 @@ def _read_info(folder: AnyPath) -> ModelInfo:
         config = from_dict(ExperimentConfig, saved["config"])
         config.model.validate()
         expected = str(saved["sha256"][VOCABULARY]), int(saved["vocab_size"])
-        info = ModelInfo(config, vocabulary, int(saved["step"]), str(saved["description"]), dict(saved["scores"]))
+        info = ModelInfo(
+            config, vocabulary, int(saved["step"]), str(saved["description"]), dict(saved["scores"])
+        )
         check_scores(info.scores, vocabulary)
     if (digest(vocabulary), vocabulary.size) != expected:
         raise UserError(
@@ -194,7 +203,9 @@ def read_leaves(folder: AnyPath) -> dict[str, Leaf]:
     with reading(path):
         expected = str(_read_config(folder)["sha256"].get(WEIGHTS))
         tensors = safetensors.read(path, sha256=expected)
-    return leaves_lib.guarded({name.replace(".", "/"): leaf for name, leaf in tensors.items()}, name=path)
+    return leaves_lib.guarded(
+        {name.replace(".", "/"): leaf for name, leaf in tensors.items()}, name=path
+    )
 
 
 def place(leaves: Leaves, abstract_params: Any) -> Any:
@@ -207,7 +218,9 @@ def place(leaves: Leaves, abstract_params: Any) -> Any:
     types = {path: str(named[path].dtype) if path in named else "float32" for path in leaves}
     found = {path: f"{types[path]}{list(leaf.shape)}" for path, leaf in leaves.items()}
     if difference := describe_difference(found, describe_arrays(abstract_params)):
-        raise CheckpointError(f"the weights do not match the config ({difference}). Convert them again.")
+        raise CheckpointError(
+            f"the weights do not match the config ({difference}). Convert them again."
+        )
 
     def part(path: str, index: Any) -> np.ndarray:
         # A copy: where a device shares the host's memory, jax would keep the mapped file as its
@@ -218,7 +231,9 @@ def place(leaves: Leaves, abstract_params: Any) -> Any:
     # The largest comes first, when memory is empty: the host holds an array twice while it is
     # placed.
     for path, like in sorted(named.items(), key=lambda item: -math.prod(item[1].shape)):
-        array = jax.make_array_from_callback(like.shape, like.sharding, functools.partial(part, path))
+        array = jax.make_array_from_callback(
+            like.shape, like.sharding, functools.partial(part, path)
+        )
         placed[path] = jax.block_until_ready(array)
     return flax.traverse_util.unflatten_dict(placed, sep="/")
 
@@ -230,7 +245,9 @@ def _read_config(folder: AnyPath) -> dict[str, Any]:
         saved: dict[str, Any] = storage.read_json(path)
         version, _ = saved[_KIND], saved["sha256"].items()
     if version != _KIND_VERSION:
-        raise UserError(f"{path} must have version {_KIND_VERSION}, got {version!r}. Install a newer txl_jax.")
+        raise UserError(
+            f"{path} must have version {_KIND_VERSION}, got {version!r}. Install a newer txl_jax."
+        )
     return saved
 
 
@@ -243,7 +260,9 @@ def write_vocabulary(folder: AnyPath, vocabulary: Vocabulary) -> None:
 
 def read_vocabulary(path: AnyPath) -> Vocabulary:
     """Reads a vocabulary.txt, or raises `UserError` if it cannot be read."""
-    with rephrased(f"{path} cannot be read (%s). Copy or convert the directory again.", OSError, ValueError):
+    with rephrased(
+        f"{path} cannot be read (%s). Copy or convert the directory again.", OSError, ValueError
+    ):
         # Some editors write a byte-order mark.
         return loads(storage.read(path).decode("utf-8-sig"), KINDS)
 
@@ -265,13 +284,22 @@ def _score_table(scores: Mapping[str, Any], measure: Measure) -> str:
     """Returns the card's section of scores, empty for a model without scores."""
     name = "bpc" if measure.is_bits else "perplexity"
     lines = ["## Scores", "", f"| split | {name} | nats per token | tokens |", "|---|---|---|---|"]
-    rows = {label: scores[key] for key, label in (("best_valid", "validation"), ("test", "test")) if scores.get(key)}
+    rows = {
+        label: scores[key]
+        for key, label in (("best_valid", "validation"), ("test", "test"))
+        if scores.get(key)
+    }
     for label, row in rows.items():
         formats = {name: ".4f", "loss": ".4f", "tokens": ",.0f"}
-        cells = (format(row[key], form) if row.get(key) is not None else "" for key, form in formats.items())
+        cells = (
+            format(row[key], form) if row.get(key) is not None else ""
+            for key, form in formats.items()
+        )
         lines.append(f"| {label} | {' | '.join(cells)} |")
     if lengths := scores.get("eval"):
         names = ("segment_len", "mem_len", "clamp_len", "same_length", "stride")
-        settings = ", ".join(f"{key} {format_value(lengths[key])}" for key in names if key in lengths)
+        settings = ", ".join(
+            f"{key} {format_value(lengths[key])}" for key in names if key in lengths
+        )
         lines += ["", f"Scored with {settings}."]
     return "\n".join([*lines, "", ""]) if rows else ""

@@ -49,7 +49,9 @@ def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str
         offset = start + entry["data_offsets"][0]
         return np.memmap(local, dtype, mode="r", offset=offset, shape=shape).view(np.ndarray)[index]
 
-    damaged = f"{path} is corrupted or not a safetensors file (%s). Check the path, or copy it again."
+    damaged = (
+        f"{path} is corrupted or not a safetensors file (%s). Check the path, or copy it again."
+    )
     with rephrased(damaged, OSError, SafetensorError, ValueError, to=CheckpointError):
         # A copy of a remote file is there as long as a leaf has `part`.
         local = storage.local_copy(path, part)
@@ -63,14 +65,18 @@ def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str
             start = file.tell()
         header.pop(_METADATA, None)
         if unknown := {entry["dtype"] for entry in header.values()} - _DTYPES.keys():
-            raise ValueError(f"its dtypes must be one of {', '.join(_DTYPES)}, got {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"its dtypes must be one of {', '.join(_DTYPES)}, got {', '.join(sorted(unknown))}"
+            )
     return {
         name: Leaf(tuple(entry["shape"]), _DTYPES[entry["dtype"]], functools.partial(part, entry))
         for name, entry in header.items()
     }
 
 
-def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str, str] | None = None) -> None:
+def write(
+    path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str, str] | None = None
+) -> None:
     """Writes and syncs a file, with one tensor at a time in memory.
 
     Raises `ValueError` if the format does not support a dtype, or a leaf does not match its
@@ -82,9 +88,15 @@ def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str
     for name in names:
         leaf = leaves[name]
         if leaf.dtype not in _CODES:
-            raise ValueError(f"tensor {name} has dtype {leaf.dtype}, which safetensors files cannot store")
+            raise ValueError(
+                f"tensor {name} has dtype {leaf.dtype}, which safetensors files cannot store"
+            )
         begin, end = end, end + math.prod(leaf.shape) * leaf.dtype.itemsize
-        header[name] = {"dtype": _CODES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": _CODES[leaf.dtype],
+            "shape": list(leaf.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
@@ -92,7 +104,9 @@ def write(path: str | os.PathLike[str], leaves: Leaves, *, metadata: Mapping[str
         for name in names:
             array, leaf = leaves[name].read(), leaves[name]
             if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
-                raise ValueError(f"tensor {name} is {array.dtype}{array.shape}, described as {leaf.dtype}{leaf.shape}")
+                raise ValueError(
+                    f"tensor {name} is {array.dtype}{array.shape}, described as {leaf.dtype}{leaf.shape}"
+                )
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())

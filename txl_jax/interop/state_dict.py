@@ -40,8 +40,12 @@ def of(file: TorchFile) -> dict[str, Leaf]:
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     if not tensors:
         found = reprlib.repr(file.root)
-        raise UserError(f"{file.path} must contain tensors by name, got {found}. Pass a weights file.")
-    total = sum(math.prod(tensor.shape) * tensor.storage.dtype.itemsize for tensor in tensors.values())
+        raise UserError(
+            f"{file.path} must contain tensors by name, got {found}. Pass a weights file."
+        )
+    total = sum(
+        math.prod(tensor.shape) * tensor.storage.dtype.itemsize for tensor in tensors.values()
+    )
     if total > _MAX_SHARING * file.size:
         raise UserError(
             f"{file.path}: its tensors share numbers so often that together they have {total:,} bytes, over "
@@ -49,7 +53,9 @@ def of(file: TorchFile) -> dict[str, Leaf]:
         )
     # Equal tensors by a text: the file could choose the sizes so that the hashes of all tensors are
     # equal.
-    places = {name: repr((id(t.storage), t.begin, t.shape, t.strides)) for name, t in tensors.items()}
+    places = {
+        name: repr((id(t.storage), t.begin, t.shape, t.strides)) for name, t in tensors.items()
+    }
     leaves = {places[name]: file.leaf(tensor) for name, tensor in tensors.items()}
     return {name: leaves[place] for name, place in places.items()}
 
@@ -63,11 +69,15 @@ def model_in(root: Any) -> Any:
         inner: list[Any] = []
         if isinstance(root, Record):
             parts = _dict_in(root.attributes(), "_modules")
-            inner = list(parts.values()) if len(parts) == 1 and not WRAPPERS.isdisjoint(parts) else []
+            inner = (
+                list(parts.values()) if len(parts) == 1 and not WRAPPERS.isdisjoint(parts) else []
+            )
         elif isinstance(root, dict):
             inner = [root[name] for name in _AROUND if name in root]
         # A module records more than its tensors.
-        found = next((value for kind in (Record, dict) for value in inner if isinstance(value, kind)), None)
+        found = next(
+            (value for kind in (Record, dict) for value in inner if isinstance(value, kind)), None
+        )
         if found is None:
             break
         root = found
@@ -104,7 +114,11 @@ class _Names:
             if prefix.count(".") >= _MAX_DEPTH:
                 continue
             children = self._entries(module.attributes(), "_modules", prefix)
-            pending += [(f"{prefix}{name}.", child) for name, child in children[::-1] if isinstance(child, Record)]
+            pending += [
+                (f"{prefix}{name}.", child)
+                for name, child in children[::-1]
+                if isinstance(child, Record)
+            ]
 
     def _entries(self, parts: dict[Any, Any], group: str, prefix: str) -> list[tuple[str, Any]]:
         """Returns a dict's entries whose keys are texts.
@@ -138,7 +152,9 @@ def facts_of_module(file: TorchFile) -> dict[str, Any]:
         return {}
     modules = {without_wrappers(prefix): parts for prefix, parts in _Names(file).modules(module)}
     own = modules[""].items()
-    facts: dict[str, Any] = {name: value for name, value in own if isinstance(value, bool | int | float)}
+    facts: dict[str, Any] = {
+        name: value for name, value in own if isinstance(value, bool | int | float)
+    }
     if isinstance(cutoffs := modules.get("word_emb.", {}).get("cutoffs"), list):
         facts["cutoffs"] = cutoffs[:-1]  # The last one is V.
     if attention := modules.get("layers.0.dec_attn."):

@@ -53,7 +53,12 @@ _NAMES = {
 }
 _NUMBER = re.compile(r"(layer|cutoff)_(\d+)")
 # Segment, memory and clamp lengths of the published evaluations, by the corpus in corpus-info.json.
-_LENGTHS = {"enwik8": (128, 3800, 1000), "text8": (128, 3800, 1000), "wt103": (128, 1600, 1000), "lm1b": (32, 128, -1)}
+_LENGTHS = {
+    "enwik8": (128, 3800, 1000),
+    "text8": (128, 3800, 1000),
+    "wt103": (128, 1600, 1000),
+    "lm1b": (32, 128, -1),
+}
 
 
 def read(prefix: Path) -> tuple[dict[str, Leaf], dict[str, Any], str]:
@@ -65,14 +70,18 @@ def read(prefix: Path) -> tuple[dict[str, Leaf], dict[str, Any], str]:
     """
     variables = _open(prefix)
     root = _root_of(variables)
-    kept = {name.removeprefix(root): leaf for name, leaf in variables.items() if name.startswith(root)}
+    kept = {
+        name.removeprefix(root): leaf for name, leaf in variables.items() if name.startswith(root)
+    }
     kept = {name: leaf for name, leaf in kept.items() if not _LEFT_OUT.fullmatch(name)}
     tensors: dict[str, Leaf] = {}
     for name, leaf in kept.items():
         number = _NUMBER.search(name)
         found = _NAMES.get(name) or _NAMES.get(_NUMBER.sub(r"\1_#", name, count=1))
         if found is None:
-            raise UserError(f"{prefix}: variable {root}{name} is not in the TensorFlow release's Transformer-XL")
+            raise UserError(
+                f"{prefix}: variable {root}{name} is not in the TensorFlow release's Transformer-XL"
+            )
         tensors[found.replace("#", number[2]) if number else found] = leaf
     sizes: list[int] = []
     while (bias := f"adaptive_softmax/cutoff_{len(sizes)}/b") in kept:
@@ -81,7 +90,9 @@ def read(prefix: Path) -> tuple[dict[str, Leaf], dict[str, Any], str]:
         # The PyTorch release has one bias if there is one table.
         biases = [tensors.pop(f"crit.out_layers.{c}.bias") for c in range(len(sizes))]
         tensors["crit.out_layers.0.bias"] = Leaf(
-            (sum(sizes),), biases[0].dtype, lambda index: np.concatenate([bias.read() for bias in biases])[index]
+            (sum(sizes),),
+            biases[0].dtype,
+            lambda index: np.concatenate([bias.read() for bias in biases])[index],
         )
     table, second = (tensors.get(f"word_emb.emb_layers.{c}.weight") for c in range(2))
     # If only the other clusters have projections, the first is as wide as the model.
@@ -90,8 +101,14 @@ def read(prefix: Path) -> tuple[dict[str, Leaf], dict[str, Any], str]:
         tensors = {"word_emb.emb_projs.0": identity, "crit.out_projs.0": identity} | tensors
     facts: dict[str, Any] = {"pre_lnorm": False, "cutoffs": list(itertools.accumulate(sizes[:-1]))}
     if "word_emb.emb_projs.0" in tensors:
-        facts["tie_projs"] = [f"crit.out_projs.{c}" not in tensors for c in range(max(len(sizes), 1))]
-    return tensors, facts, f"{len(variables) - len(kept)} variables of the optimizer and of averages were omitted"
+        facts["tie_projs"] = [
+            f"crit.out_projs.{c}" not in tensors for c in range(max(len(sizes), 1))
+        ]
+    return (
+        tensors,
+        facts,
+        f"{len(variables) - len(kept)} variables of the optimizer and of averages were omitted",
+    )
 
 
 def _root_of(names: Iterable[str]) -> str:
@@ -113,7 +130,9 @@ def _open(prefix: Path) -> dict[str, Leaf]:
         import tensorflow
 
     damaged = f"{prefix} is a corrupted or incomplete checkpoint (%s). Download it again."
-    reading = functools.partial(rephrased, damaged, tensorflow.errors.OpError, ValueError, RuntimeError)
+    reading = functools.partial(
+        rephrased, damaged, tensorflow.errors.OpError, ValueError, RuntimeError
+    )
 
     def leaf(name: str) -> Leaf:
         shape, dtype = tuple(shapes[name]), np.dtype(dtypes[name].as_numpy_dtype)
@@ -157,9 +176,13 @@ def find(path: Path) -> Path | None:
 
 
 def _latest_in(folder: Path) -> Path | None:
-    found = [file.name.removesuffix(_INDEX) for file in folder.iterdir() if file.name.endswith(_INDEX)]
+    found = [
+        file.name.removesuffix(_INDEX) for file in folder.iterdir() if file.name.endswith(_INDEX)
+    ]
     if found:
-        return folder / max(found, key=lambda name: (max(map(int, _STEP.findall(name)), default=-1), name))
+        return folder / max(
+            found, key=lambda name: (max(map(int, _STEP.findall(name)), default=-1), name)
+        )
     inner = folder / "model"  # As published.
     return _latest_in(inner) if folder.name != "model" and inner.is_dir() else None
 

@@ -77,7 +77,9 @@ class TorchFile:
             assert storage.offset is not None  # All storages are found before a file is returned.
             offset = storage.offset + tensor.begin * dtype.itemsize
             size = _last(tensor) + 1 - tensor.begin
-            mapped = np.memmap(self.path, dtype, mode="r", offset=offset, shape=(size,)).view(np.ndarray)
+            mapped = np.memmap(self.path, dtype, mode="r", offset=offset, shape=(size,)).view(
+                np.ndarray
+            )
             strides = [stride * dtype.itemsize for stride in tensor.strides]
             return np.lib.stride_tricks.as_strided(mapped, shape, strides, writeable=False)[index]
 
@@ -103,9 +105,13 @@ def read(path: str | os.PathLike[str]) -> TorchFile:
     except UserError:
         raise
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}). Check the path.") from error
+        raise UserError(
+            f"{path} cannot be read ({error.strerror or error}). Check the path."
+        ) from error
     except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
-        raise UserError(f"{path} is not a complete torch.save file ({error}). Copy or download it again.") from error
+        raise UserError(
+            f"{path} is not a complete torch.save file ({error}). Copy or download it again."
+        ) from error
 
 
 @dataclasses.dataclass
@@ -118,7 +124,9 @@ class _Reader:
 
     def load(self, data: Any, start: int = 0) -> tuple[Any, int]:
         """Reads a pickle that refers to storages. Returns its value and the offset after it."""
-        return pickles.load(data, name=self.name, calls=_CALLS, persistent=self.persistent, start=start)
+        return pickles.load(
+            data, name=self.name, calls=_CALLS, persistent=self.persistent, start=start
+        )
 
     def persistent(self, key: Any) -> Any:
         """Returns a storage or a module's class, or raises `DamagedError` for anything else."""
@@ -127,22 +135,36 @@ class _Reader:
         match key:
             case ("module", Symbol() as cls, *_):  # Its source follows.
                 return cls
-            case ("storage", Symbol(name=kind), str(name), _, int(numel), *view) if kind in _STORAGES and numel >= 0:
+            case ("storage", Symbol(name=kind), str(name), _, int(numel), *view) if (
+                kind in _STORAGES and numel >= 0
+            ):
                 dtype = _STORAGES[kind]
                 if len(name) > _MAX_STORAGE_NAME:
                     raise DamagedError("a storage's name is too long")
                 storage = self.storages.setdefault(name, _Storage(dtype, numel))
-                if storage.dtype != dtype or numel > storage.numel or numel * dtype.itemsize > self.size:
-                    raise DamagedError(f"storage {name[:40]} has {numel:,} numbers in a file of {self.size:,} bytes")
+                if (
+                    storage.dtype != dtype
+                    or numel > storage.numel
+                    or numel * dtype.itemsize > self.size
+                ):
+                    raise DamagedError(
+                        f"storage {name[:40]} has {numel:,} numbers in a file of {self.size:,} bytes"
+                    )
                 if any(view):
-                    raise DamagedError("a storage is a view of another, which torch 1.0 and later do not write")
+                    raise DamagedError(
+                        "a storage is a view of another, which torch 1.0 and later do not write"
+                    )
                 return storage
         raise DamagedError("a persistent id is of an unknown kind")
 
 
 def _tensor(storage: Any, begin: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
     """Returns a tensor's place, or raises `DamagedError` if it is not inside the storage."""
-    sizes = (begin, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else None
+    sizes = (
+        (begin, *shape, *strides)
+        if isinstance(shape, tuple) and isinstance(strides, tuple)
+        else None
+    )
     # The number of sizes and their lengths come first, as the product of many sizes takes long.
     if not isinstance(storage, _Storage) or sizes is None or len(sizes) > 1 + 2 * _MAX_RANK:
         raise DamagedError("a tensor has no storage or sizes, or too many")
@@ -156,9 +178,16 @@ def _tensor(storage: Any, begin: Any, shape: Any, strides: Any, *_: Any) -> Tens
     return Tensor(storage, begin, shape, strides)
 
 
-_PARAMETERS = ("_utils._rebuild_parameter", "_utils._rebuild_parameter_with_state", "nn.parameter.Parameter")
+_PARAMETERS = (
+    "_utils._rebuild_parameter",
+    "_utils._rebuild_parameter_with_state",
+    "nn.parameter.Parameter",
+)
 _CALLS: dict[str, Callable[..., Any]] = {
-    **{f"torch.{name}": lambda data=None, *_: data for name in (*_PARAMETERS, "nn.parameter.Buffer")},
+    **{
+        f"torch.{name}": lambda data=None, *_: data
+        for name in (*_PARAMETERS, "nn.parameter.Buffer")
+    },
     **{f"torch._utils._rebuild_tensor{version}": _tensor for version in ("", "_v2")},
     "torch.Size": lambda sizes=(): tuple(sizes),
 }
@@ -175,7 +204,10 @@ def _read_zip(path: Path, data: mmap.mmap) -> TorchFile:
     if len(pickles) != 1:
         raise DamagedError("the zip archive has no data.pkl")
     folder = pickles[0].removesuffix("data.pkl")
-    if f"{folder}byteorder" in entries and data[_place(data, entries[f"{folder}byteorder"])] != b"little":
+    if (
+        f"{folder}byteorder" in entries
+        and data[_place(data, entries[f"{folder}byteorder"])] != b"little"
+    ):
         raise DamagedError("the byte order is not little-endian")
     reader = _Reader(str(path), len(data))
     pickled = data[_place(data, entries[pickles[0]])]
@@ -185,7 +217,9 @@ def _read_zip(path: Path, data: mmap.mmap) -> TorchFile:
             raise DamagedError(f"storage {key[:40]} is missing")
         place = _place(data, entries[f"{folder}data/{key}"])
         if place.stop - place.start < storage.numel * storage.dtype.itemsize:
-            raise DamagedError(f"storage {key[:40]} has fewer bytes than its {storage.numel:,} numbers")
+            raise DamagedError(
+                f"storage {key[:40]} has fewer bytes than its {storage.numel:,} numbers"
+            )
         storage.offset = place.start
     return TorchFile(path, root, len(data), len(pickled))
 
@@ -197,7 +231,11 @@ def _place(data: mmap.mmap, entry: zipfile.ZipInfo) -> slice:
     if entry.header_offset < 0:
         raise DamagedError(f"{entry.filename[:60]} would begin before the file")
     header = data[entry.header_offset : entry.header_offset + _LOCAL_HEADER.size]
-    if len(header) < _LOCAL_HEADER.size or entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+    if (
+        len(header) < _LOCAL_HEADER.size
+        or entry.compress_type != zipfile.ZIP_STORED
+        or entry.flag_bits & 1
+    ):
         raise DamagedError(f"{entry.filename[:60]} is compressed, encrypted or missing")
     signature, name, extra = _LOCAL_HEADER.unpack(header)
     begin = entry.header_offset + _LOCAL_HEADER.size + name + extra
@@ -219,7 +257,9 @@ def _read_pickles(path: Path, data: mmap.mmap) -> TorchFile:
         return TorchFile(path, root, len(data), at)
     protocol, at = reader.load(data, at)
     machine, at = reader.load(data, at)
-    if protocol != _LEGACY_PROTOCOL or not (isinstance(machine, dict) and machine.get("little_endian") is True):
+    if protocol != _LEGACY_PROTOCOL or not (
+        isinstance(machine, dict) and machine.get("little_endian") is True
+    ):
         raise DamagedError("its protocol or byte order is unknown")
     begin = at
     root, at = reader.load(data, begin)
@@ -227,7 +267,9 @@ def _read_pickles(path: Path, data: mmap.mmap) -> TorchFile:
     keys, at = reader.load(data, at)
     # The names of `storages` are short. Others are not compared with each other, which could take
     # long.
-    known = isinstance(keys, list) and all(isinstance(key, str) and key in reader.storages for key in keys)
+    known = isinstance(keys, list) and all(
+        isinstance(key, str) and key in reader.storages for key in keys
+    )
     if not known or not len(keys) == len(set(keys)) == len(reader.storages):
         raise DamagedError("its list of storages does not match")
     for key in keys:
@@ -235,5 +277,7 @@ def _read_pickles(path: Path, data: mmap.mmap) -> TorchFile:
         (numel,) = struct.unpack("<q", data[at : at + 8]) if at + 8 <= len(data) else (None,)
         storage.offset, at = at + 8, at + 8 + storage.numel * storage.dtype.itemsize
         if numel != storage.numel or at > len(data):
-            raise DamagedError(f"storage {key[:40]} of {storage.numel:,} numbers ends beyond the file's end")
+            raise DamagedError(
+                f"storage {key[:40]} of {storage.numel:,} numbers ends beyond the file's end"
+            )
     return TorchFile(path, root, len(data), pickle_size)

@@ -51,7 +51,14 @@ NAMES = (
 # Usual suffixes. Files of other names count only if nothing else begins with their first bytes.
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 # Files that trainers write next to the weights, in the same formats.
-_OTHERS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state.pth")
+_OTHERS = (
+    "training_args.bin",
+    "optimizer.pt",
+    "optimizer.bin",
+    "scheduler.pt",
+    "scaler.pt",
+    "rng_state.pth",
+)
 # What files of weights in other formats begin with, or end their names with.
 _OTHER_MAGIC = {b"\x89HDF\r\n\x1a\n": "HDF5 (Keras, TensorFlow)", b"GGUF": "GGUF"}
 _OTHER_SUFFIXES = {".h5": "HDF5 (Keras, TensorFlow)", ".msgpack": "msgpack (Flax)", ".gguf": "GGUF"}
@@ -90,7 +97,9 @@ def _find_in(folder: Path) -> WeightFiles | None:
     for name in NAMES:
         if (folder / name).is_file() and (found := _open(folder / name, is_sure=True)):
             return found
-    names = [name for name in storage.names(folder) if name not in (*foreign_vocabulary.NAMES, *_OTHERS)]
+    names = [
+        name for name in storage.names(folder) if name not in (*foreign_vocabulary.NAMES, *_OTHERS)
+    ]
     names.sort(key=lambda name: not name.endswith(SUFFIXES))  # The likely ones come first.
     files = [folder / name for name in names[:_MAX_FILES] if (folder / name).is_file()]
     whole = {found.path: found for file in files if (found := _open(file, is_sure=False))}
@@ -98,7 +107,9 @@ def _find_in(folder: Path) -> WeightFiles | None:
         return next(iter(whole.values()))
     if whole:
         some = _some(path.name for path in whole)
-        raise UserError(f"{folder} has several files of weights: {some}. Pass the path of one of them.")
+        raise UserError(
+            f"{folder} has several files of weights: {some}. Pass the path of one of them."
+        )
     if prefix := tensorflow.find(folder):
         return WeightFiles(Kind.TENSORFLOW, prefix, {})
     for file in files:
@@ -113,8 +124,12 @@ def _refuse_unreadable(path: Path, *, is_sure: bool) -> None:
     """
     begin = _begin(path)
     if begin.startswith(_POINTER) and path.suffix in (*SUFFIXES, *_OTHER_SUFFIXES):
-        raise UserError(f"{path} is a pointer of Git LFS, not the file itself. Download it with `git lfs pull`.")
-    other = next((format for magic, format in _OTHER_MAGIC.items() if begin.startswith(magic)), None)
+        raise UserError(
+            f"{path} is a pointer of Git LFS, not the file itself. Download it with `git lfs pull`."
+        )
+    other = next(
+        (format for magic, format in _OTHER_MAGIC.items() if begin.startswith(magic)), None
+    )
     if (path.suffix in SUFFIXES and other) or path.suffix in _OTHER_SUFFIXES:
         raise UserError(
             f"{path} has weights in the format {other or _OTHER_SUFFIXES[path.suffix]}, which is not read. Save them "
@@ -148,7 +163,11 @@ def kind_of(path: Path) -> Kind | None:
     """Returns a weights file's format by its first bytes, or None if the format is unsupported."""
     begin = _begin(path)
     if begin.startswith(b"PK\x03\x04"):
-        return Kind.TORCH if _first_entry(begin).endswith(b"/data.pkl") or path.suffix in SUFFIXES else None
+        return (
+            Kind.TORCH
+            if _first_entry(begin).endswith(b"/data.pkl") or path.suffix in SUFFIXES
+            else None
+        )
     if begin[:1] == b"\x80" and begin[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return Kind.TORCH
     if begin[8:9] == b"{" and struct.unpack("<Q", begin[:8])[0] <= path.stat().st_size - 8:
@@ -158,7 +177,10 @@ def kind_of(path: Path) -> Kind | None:
 
 def _begin(path: Path) -> bytes:
     """Returns the first bytes of a regular file."""
-    with rephrased(f"{path} cannot be read (%s). Check the path.", OSError), open(path, "rb") as file:
+    with (
+        rephrased(f"{path} cannot be read (%s). Check the path.", OSError),
+        open(path, "rb") as file,
+    ):
         return file.read(_FIRST_BYTES)
 
 
@@ -202,7 +224,10 @@ def _of_parts(path: Path, part: re.Match[str]) -> WeightFiles | None:
     for index in (f"{name}{suffix}{_INDEX}", f"{name}{_INDEX}"):
         if path.with_name(index).is_file():
             return _of_index(path.with_name(index))
-    files = [path.with_name(f"{name}-{number:05}-of-{count}{suffix}") for number in range(1, int(count) + 1)]
+    files = [
+        path.with_name(f"{name}-{number:05}-of-{count}{suffix}")
+        for number in range(1, int(count) + 1)
+    ]
     if suffix not in SUFFIXES:
         return None
     return _of_files(files[0] if files else path, dict.fromkeys(files))

@@ -48,7 +48,9 @@ class Attention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, segment: jax.Array, states: Sequence[jax.Array], context: LayerContext) -> jax.Array:
+    def __call__(
+        self, segment: jax.Array, states: Sequence[jax.Array], context: LayerContext
+    ) -> jax.Array:
         """Computes the attention outputs [B, L, D] of a segment.
 
         Keys and values come from `states`, which contains the memory and the segment.
@@ -71,13 +73,20 @@ class Attention(nn.Module):
             they draw.
             """
             rate = c.dropout.qkv
-            return dropout(c, rate, deterministic=deterministic, name=f"drop_{name}")(states) if is_on(rate) else states
+            return (
+                dropout(c, rate, deterministic=deterministic, name=f"drop_{name}")(states)
+                if is_on(rate)
+                else states
+            )
 
         query = drop(self._heads(_project(segment, w_query)), "query")
         key, value = (
             # Memory and segment apart: no gradient goes into the memory, and one product would
             # compute that of K rows.
-            drop(self._heads(jnp.concatenate([_project(part, kernel) for part in states], axis=-2)), name)
+            drop(
+                self._heads(jnp.concatenate([_project(part, kernel) for part in states], axis=-2)),
+                name,
+            )
             for name, kernel in (("key", w_key), ("value", w_value))
         )
         on_probabilities = Dropout(c.dropout.attention, deterministic=deterministic)

@@ -42,7 +42,10 @@ class Dense(NamedTuple):
 
 
 def feed_forward(
-    inputs: jax.Array, inner: Dense, outer: Dense, drop: Callable[[jax.Array], jax.Array] = lambda states: states
+    inputs: jax.Array,
+    inner: Dense,
+    outer: Dense,
+    drop: Callable[[jax.Array], jax.Array] = lambda states: states,
 ) -> jax.Array:
     """Computes drop(drop(ReLU(x W + b)) W' + b'): [B, L, D] -> [B, L, D]."""
     # Sharding: changes no number.
@@ -59,14 +62,23 @@ class FeedForward(nn.Module):
     def __call__(self, inputs: jax.Array, *, deterministic: bool) -> jax.Array:
         """Applies the network: [B, L, D] -> [B, L, D]."""
         c = self.config
-        inner = self._parameters("inner", inputs.dtype, (c.d_model, axes.EMBED), (c.d_inner, axes.INNER))
-        outer = self._parameters("outer", inputs.dtype, (c.d_inner, axes.INNER), (c.d_model, axes.EMBED))
+        inner = self._parameters(
+            "inner", inputs.dtype, (c.d_model, axes.EMBED), (c.d_inner, axes.INNER)
+        )
+        outer = self._parameters(
+            "outer", inputs.dtype, (c.d_inner, axes.INNER), (c.d_model, axes.EMBED)
+        )
         # Two modules, each with a random stream of its own.
         return feed_forward(
-            inputs, inner, outer, lambda states: dropout(c, c.dropout.rate, deterministic=deterministic)(states)
+            inputs,
+            inner,
+            outer,
+            lambda states: dropout(c, c.dropout.rate, deterministic=deterministic)(states),
         )
 
-    def _parameters(self, name: str, dtype: jnp.dtype, rows: tuple[int, str], columns: tuple[int, str]) -> Dense:
+    def _parameters(
+        self, name: str, dtype: jnp.dtype, rows: tuple[int, str], columns: tuple[int, str]
+    ) -> Dense:
         """Creates `name`_kernel and `name`_bias. `rows` and `columns` are (size, logical axis)."""
         (n_row, row_axis), (n_column, column_axis) = rows, columns
         init = axes.normal(self.config.init_std, row_axis, column_axis)
@@ -87,7 +99,9 @@ class Block(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, inputs: jax.Array, memory: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, inputs: jax.Array, memory: jax.Array, context: LayerContext
+    ) -> tuple[jax.Array, jax.Array]:
         """Applies one layer: inputs [B, L, D] and memory [B, M, D] -> outputs [B, L, D].
 
         Returns the inputs again as a second result.
@@ -97,8 +111,14 @@ class Block(nn.Module):
         would copy it once per layer.
         """
         c = self.config
-        attention, feed_forward = Attention(c, name="attention"), FeedForward(c, name="feed_forward")
-        attention_norm, feed_forward_norm = layer_norm("attention_norm", c), layer_norm("feed_forward_norm", c)
+        attention, feed_forward = (
+            Attention(c, name="attention"),
+            FeedForward(c, name="feed_forward"),
+        )
+        attention_norm, feed_forward_norm = (
+            layer_norm("attention_norm", c),
+            layer_norm("feed_forward_norm", c),
+        )
         encoding = encoding_of(c)
         context = context.replace(parameters=encoding.layer_parameters(context.parameters))
         feed = functools.partial(feed_forward, deterministic=context.deterministic)
@@ -120,7 +140,9 @@ class Stack(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, inputs: jax.Array, memory: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, inputs: jax.Array, memory: jax.Array, context: LayerContext
+    ) -> tuple[jax.Array, jax.Array]:
         """Applies all layers: [B, L, D] and memory [N, B, M, D] -> outputs [B, L, D].
 
         Returns the layer inputs [N, B, L, D] as a second result.
@@ -144,7 +166,10 @@ def _with_remat(block: type[nn.Module], remat: Remat) -> type[nn.Module]:
     """
     if remat is Remat.NONE:
         return block
-    policies = {Remat.FULL: None, Remat.DOTS: jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+    policies = {
+        Remat.FULL: None,
+        Remat.DOTS: jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    }
     # Inside a scan the compiler cannot merge the recomputation with the forward pass, so the
     # barrier that prevents it would only cost time.
     return nn.remat(block, policy=policies[remat], prevent_cse=False)

@@ -19,7 +19,9 @@ class Dropout(nn.Dropout):
 
     rate: Rate  # type: ignore[assignment]
 
-    def __call__(self, inputs: jax.Array, deterministic: bool | None = None, rng: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, inputs: jax.Array, deterministic: bool | None = None, rng: jax.Array | None = None
+    ) -> jax.Array:
         """Zeros random numbers of an array of any shape and scales up the others."""
         deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
         if not is_on(self.rate) or deterministic:
@@ -47,7 +49,9 @@ def is_on(rate: Rate) -> bool:
     return isinstance(rate, jax.Array) or rate > 0
 
 
-def dropout(config: ModelConfig, rate: Rate, *, deterministic: bool | None = None, name: str | None = None) -> Dropout:
+def dropout(
+    config: ModelConfig, rate: Rate, *, deterministic: bool | None = None, name: str | None = None
+) -> Dropout:
     """Returns dropout for arrays [..., positions, width].
 
     With `model.dropout.locked` all positions share a mask (variational dropout: Gal and Ghahramani,

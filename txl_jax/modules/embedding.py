@@ -37,7 +37,9 @@ class Embedding(nn.Module):
         c = self.config
         sizes = cluster_sizes(c, self.vocab_size) if c.div_val > 1 else [self.vocab_size]
         self.tables = [_table(self, i, size) for i, size in enumerate(sizes)]
-        self.projections = [_projection(self, i) if c.has_projections else None for i in range(len(sizes))]
+        self.projections = [
+            _projection(self, i) if c.has_projections else None for i in range(len(sizes))
+        ]
 
     def __call__(self, tokens: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Embeds tokens: int [B, L] -> [B, L, D] in the compute type, scaled by sqrt(D).
@@ -59,7 +61,9 @@ class Embedding(nn.Module):
             return embedded
         kept = jax.random.bernoulli(self.make_rng("dropout"), 1 - rate, (self.vocab_size,))
         begins = (jnp.arange(tokens.shape[-1]) == 0)[None]
-        others = jnp.where(kept[tokens][..., None], embedded / jnp.asarray(1 - rate, embedded.dtype), 0)
+        others = jnp.where(
+            kept[tokens][..., None], embedded / jnp.asarray(1 - rate, embedded.dtype), 0
+        )
         return jnp.where(begins[..., None], embedded, others)
 
 
@@ -95,9 +99,13 @@ class Softmax(nn.Module):
         self.sizes = cluster_sizes(c, self.vocab_size)
         self.bias = self.param("bias", axes.zeros(axes.VOCAB), (self.vocab_size,))
         table_sizes = self.sizes if c.div_val > 1 else [self.vocab_size]
-        self.own_tables = [None if c.tie_weight else _table(self, i, size) for i, size in enumerate(table_sizes)]
+        self.own_tables = [
+            None if c.tie_weight else _table(self, i, size) for i, size in enumerate(table_sizes)
+        ]
         own = [c.has_projections and not tied for tied in c.tie_projs or (False,) * c.n_cluster]
-        self.own_projections = [_projection(self, i) if is_own else None for i, is_own in enumerate(own)]
+        self.own_projections = [
+            _projection(self, i) if is_own else None for i, is_own in enumerate(own)
+        ]
         if c.cutoffs:
             n_tail = len(c.cutoffs)
             tail_table = axes.normal(c.init_std, axes.CLUSTERS, axes.CLUSTER_EMBED)
@@ -107,7 +115,9 @@ class Softmax(nn.Module):
     def nll(self, hidden: jax.Array, targets: jax.Array, embedding: Embedding) -> jax.Array:
         """Computes each target's loss in nats, [B, L]."""
         clusters, tails = self._weights(embedding)
-        return adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, self.config.cutoffs)
+        return adaptive_softmax.negative_log_likelihood(
+            hidden, targets, clusters, tails, self.config.cutoffs
+        )
 
     def log_probabilities(self, hidden: jax.Array, embedding: Embedding) -> jax.Array:
         """Computes the log probabilities (logprobs) of all tokens, [B, L, V]."""
@@ -131,8 +141,15 @@ class Softmax(nn.Module):
             table = tables[i] if c.div_val > 1 else tables[0][start : start + size]
             projection = None
             if c.has_projections:
-                own, theirs = self.own_projections[i], embedding.projections[i if c.div_val > 1 else 0]
+                own, theirs = (
+                    self.own_projections[i],
+                    embedding.projections[i if c.div_val > 1 else 0],
+                )
                 projection = jnp.asarray(theirs if own is None else own, c.dtype)
-            clusters.append(Cluster(table.astype(c.dtype), self.bias[start : start + size], projection))
+            clusters.append(
+                Cluster(table.astype(c.dtype), self.bias[start : start + size], projection)
+            )
             start += size
-        return clusters, TailEntries(self.tail_table.astype(c.dtype), self.tail_bias) if c.cutoffs else None
+        return clusters, TailEntries(
+            self.tail_table.astype(c.dtype), self.tail_bias
+        ) if c.cutoffs else None

@@ -106,7 +106,10 @@ def _make_layer(config: ModelConfig, number: int) -> nn.Module:
     The layer maps the inputs and a state of two arrays [B, D] to the state after the inputs and the
     outputs.
     """
-    types: dict[str, Any] = {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.result_type(float)}
+    types: dict[str, Any] = {
+        "dtype": jnp.dtype(config.dtype),
+        "param_dtype": jnp.result_type(float),
+    }
     if config.network is Network.QRNN:
         # A window of 2 in the first layer and of 1 in the others, as Merity et al. (2018) use it
         # for word models.
@@ -136,7 +139,9 @@ class QRNNLayer(nn.Module):
         if self.window == 2:
             before = jnp.concatenate([newest[:, None], inputs[:, :-1]], axis=1)
             seen = jnp.concatenate([before, inputs], axis=-1)
-        gates = nn.Dense(3 * self.features, dtype=self.dtype, param_dtype=self.param_dtype, name="gates")(seen)
+        gates = nn.Dense(
+            3 * self.features, dtype=self.dtype, param_dtype=self.param_dtype, name="gates"
+        )(seen)
         z, f, o = jnp.split(gates.astype(jnp.promote_types(gates.dtype, jnp.float32)), 3, axis=-1)
         cells = fo_pool(nn.tanh(z), nn.sigmoid(f), cell.astype(z.dtype))
         outputs = (nn.sigmoid(o) * cells).astype(inputs.dtype)

@@ -85,14 +85,19 @@ class TransformerXL(nn.Module):
         memory.check(tokens, self.config.n_layer)
         segment_len, mem_len = tokens.shape[1], memory.mem_len
         drop = functools.partial(self.drop_input, deterministic=deterministic)
-        codes = encoding_of(self.config).shared_codes(mem_len + segment_len, clamp_len=clamp_len, drop=drop)
+        codes = encoding_of(self.config).shared_codes(
+            mem_len + segment_len, clamp_len=clamp_len, drop=drop
+        )
         window = self.config.compat.window(mem_len, same_length=same_length)
         # None unless data.reset_at keeps documents apart.
         documents = memory_lib.documents(tokens, self.end_token)
         start = None if documents is None else documents.start
         visibility = Visibility(memory.valid, segment_len, mem_len, window, document_start=start)
         context = LayerContext(
-            codes, visibility, implementation=self.implementations.training, deterministic=deterministic
+            codes,
+            visibility,
+            implementation=self.implementations.training,
+            deterministic=deterministic,
         )
         embedded = self.embed(tokens, clamp_len=clamp_len, deterministic=deterministic)
         hidden, layer_inputs = self.stack(drop(embedded), memory.hidden, context)
@@ -106,7 +111,9 @@ class TransformerXL(nn.Module):
             memory = Memory(memory.hidden, documents.valid(memory.valid))
         return hidden, memory
 
-    def embed(self, tokens: jax.Array, *, clamp_len: int | None, deterministic: bool = True) -> jax.Array:
+    def embed(
+        self, tokens: jax.Array, *, clamp_len: int | None, deterministic: bool = True
+    ) -> jax.Array:
         """Computes the input of the first layer before dropout, [B, L, D].
 
         `tokens` is int [B, L], or embeddings [B, L, D].

@@ -41,7 +41,9 @@ class TailEntries(NamedTuple):
     bias: jax.Array  # [C - 1]
 
 
-def embed(tokens: jax.Array, clusters: Sequence[Cluster], cutoffs: Sequence[int], *, dtype: jnp.dtype) -> jax.Array:
+def embed(
+    tokens: jax.Array, clusters: Sequence[Cluster], cutoffs: Sequence[int], *, dtype: jnp.dtype
+) -> jax.Array:
     """Embeds tokens: int [B, ...] -> [B, ..., D] of type `dtype`, not yet scaled by sqrt(D).
 
     Rows are cast after the lookup, so that gradients of a token's many occurrences add up in the
@@ -112,14 +114,21 @@ def _nll_of_tokens(
     vocab_axis = axes.vocab_axis()
     # Without collectives a device's tails need not wait for another's.
     sync_axes = batch_spec(hidden.shape[0]) if vocab_axis else ()
-    local = functools.partial(_nll, cutoffs=cutoffs, chunk_size=chunk_size, vocab_axis=vocab_axis, sync_axes=sync_axes)
+    local = functools.partial(
+        _nll, cutoffs=cutoffs, chunk_size=chunk_size, vocab_axis=vocab_axis, sync_axes=sync_axes
+    )
     if ambient_mesh() is None:
         return local(hidden, targets, clusters=clusters, tails=tails)
     return _on_mesh(local, (hidden, targets), clusters, tails=tails)
 
 
 def _embed(
-    tokens: jax.Array, *, clusters: Sequence[Cluster], cutoffs: Sequence[int], dtype: jnp.dtype, vocab_axis: str | None
+    tokens: jax.Array,
+    *,
+    clusters: Sequence[Cluster],
+    cutoffs: Sequence[int],
+    dtype: jnp.dtype,
+    vocab_axis: str | None,
 ) -> jax.Array:
     """`embed` on one device.
 
@@ -160,7 +169,9 @@ def _nll(
     cluster_of_target = jnp.searchsorted(jnp.asarray(cutoffs, targets.dtype), targets, side="right")
     n_head_token = cutoffs[0] if cutoffs else clusters[0].table.shape[0]
     head_target = jnp.where(cluster_of_target == 0, targets, n_head_token + cluster_of_target - 1)
-    nll = _head_nll(hidden, head_target, clusters[0], tails, n_token=n_head_token, vocab_axis=vocab_axis)
+    nll = _head_nll(
+        hidden, head_target, clusters[0], tails, n_token=n_head_token, vocab_axis=vocab_axis
+    )
     for c in range(1, len(clusters)):
         tail = chunked_apply(
             functools.partial(_cluster_nll, vocab_axis=vocab_axis),
@@ -175,7 +186,9 @@ def _nll(
     return nll
 
 
-def log_probabilities(hidden: jax.Array, clusters: Sequence[Cluster], tails: TailEntries | None) -> jax.Array:
+def log_probabilities(
+    hidden: jax.Array, clusters: Sequence[Cluster], tails: TailEntries | None
+) -> jax.Array:
     """Computes the log probabilities (logprobs) of all tokens: [..., D] -> [..., V].
 
     The result is in at least float32.
@@ -189,7 +202,9 @@ def log_probabilities(hidden: jax.Array, clusters: Sequence[Cluster], tails: Tai
     return jnp.concatenate(parts, axis=-1)
 
 
-def _cluster_nll(cluster: Cluster, hidden: jax.Array, labels: jax.Array, *, vocab_axis: str | None) -> jax.Array:
+def _cluster_nll(
+    cluster: Cluster, hidden: jax.Array, labels: jax.Array, *, vocab_axis: str | None
+) -> jax.Array:
     """Computes the losses of one cluster's labels, in nats.
 
     The shapes are [..., D] and int [...] -> [...]. `vocab_axis` is as in `_nll`.
@@ -214,14 +229,20 @@ def _head_nll(
         return _cluster_nll(with_tails(head, tails), hidden, labels, vocab_axis=vocab_axis)
     of_token = labels < n_token
     own_labels = jnp.where(of_token, labels, -1)
-    own_total, own_target = _sharded_softmax(logits(hidden, head), own_labels, vocab_axis=vocab_axis)
+    own_total, own_target = _sharded_softmax(
+        logits(hidden, head), own_labels, vocab_axis=vocab_axis
+    )
     entries = logits(hidden, Cluster(tails.table, tails.bias, head.projection))
-    entry = jnp.take_along_axis(entries, jnp.maximum(labels - n_token, 0)[..., None], axis=-1)[..., 0]
+    entry = jnp.take_along_axis(entries, jnp.maximum(labels - n_token, 0)[..., None], axis=-1)[
+        ..., 0
+    ]
     log_total = jnp.logaddexp(own_total, jax.nn.logsumexp(entries, axis=-1))
     return log_total - jnp.where(of_token, own_target, entry)
 
 
-def _sharded_softmax(own: jax.Array, labels: jax.Array, *, vocab_axis: str) -> tuple[jax.Array, jax.Array]:
+def _sharded_softmax(
+    own: jax.Array, labels: jax.Array, *, vocab_axis: str
+) -> tuple[jax.Array, jax.Array]:
     """Computes a softmax over sharded logits.
 
     Device i has the logits [..., rows] of the labels i * rows, .., (i + 1) * rows - 1.
@@ -245,18 +266,29 @@ def _first_row(rows: int, vocab_axis: str | None) -> jax.Array | int:
 
 
 def _on_mesh(
-    local: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], clusters: Sequence[Cluster], **replicated: Any
+    local: Callable[..., jax.Array],
+    arrays: tuple[jax.Array, ...],
+    clusters: Sequence[Cluster],
+    **replicated: Any,
 ) -> jax.Array:
     """Calls `local` under `shard_map`.
 
     Arrays [B, ...] are sharded by rows and clusters by tokens. Everything else is replicated.
     """
-    rows, tokens = PartitionSpec(batch_spec(arrays[0].shape[0]) or None), PartitionSpec(axes.vocab_axis())
+    rows, tokens = (
+        PartitionSpec(batch_spec(arrays[0].shape[0]) or None),
+        PartitionSpec(axes.vocab_axis()),
+    )
     of_cluster = Cluster._make([tokens, tokens, PartitionSpec()])
     num_shards = axes.num_vocab_shards()
-    named = {"clusters": [_pad_to_shards(cluster, num_shards) for cluster in clusters], **replicated}
+    named = {
+        "clusters": [_pad_to_shards(cluster, num_shards) for cluster in clusters],
+        **replicated,
+    }
     specs = {"clusters": [of_cluster] * len(clusters), **dict.fromkeys(replicated, PartitionSpec())}
-    mapped = shard_map(lambda own, named: local(*own, **named), in_specs=(rows, specs), out_specs=rows)
+    mapped = shard_map(
+        lambda own, named: local(*own, **named), in_specs=(rows, specs), out_specs=rows
+    )
     return mapped(arrays, named)
 
 
@@ -293,7 +325,10 @@ def with_tails(head: Cluster, tails: TailEntries | None) -> Cluster:
     """Returns the head with the tails' entries after its own tokens."""
     if tails is None:
         return head
-    table, bias = jnp.concatenate([head.table, tails.table]), jnp.concatenate([head.bias, tails.bias])
+    table, bias = (
+        jnp.concatenate([head.table, tails.table]),
+        jnp.concatenate([head.bias, tails.bias]),
+    )
     return Cluster(table, bias, head.projection)
 
 

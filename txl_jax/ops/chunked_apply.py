@@ -71,7 +71,11 @@ def _forward(
 
 
 def _backward(
-    function: PositionFunction, chunk_size: int, sync_axes: tuple[str, ...], residuals: Any, cotangent: jax.Array
+    function: PositionFunction,
+    chunk_size: int,
+    sync_axes: tuple[str, ...],
+    residuals: Any,
+    cotangent: jax.Array,
 ) -> tuple[Any, ...]:
     del chunk_size, sync_axes  # The residuals have the chunks and their synchronised number.
     weights, states, labels, chunks, n_chunk = residuals
@@ -80,9 +84,13 @@ def _backward(
         of_weights, of_states = gradients
         positions = chunks[i]
         chunk_labels = _take(labels, positions)
-        _, pull_back = jax.vjp(lambda w, s: function(w, s, chunk_labels), weights, _take(states, positions))
+        _, pull_back = jax.vjp(
+            lambda w, s: function(w, s, chunk_labels), weights, _take(states, positions)
+        )
         more, of_chunk = pull_back(_take(cotangent, positions))
-        of_weights = jax.tree.map(lambda total, new: total + new.astype(total.dtype), of_weights, more)
+        of_weights = jax.tree.map(
+            lambda total, new: total + new.astype(total.dtype), of_weights, more
+        )
         return of_weights, of_states.at[positions].set(of_chunk, mode="drop")
 
     def zeros(weight: jax.Array) -> jax.Array:

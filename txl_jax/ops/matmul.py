@@ -150,7 +150,9 @@ def project(inputs: jax.Array, kernel: jax.Array | Int8 | Transposed) -> jax.Arr
     else:
         flat = kernel.reshape(n, math.prod(columns))
         if inputs.size == n and n % 2 == 0:
-            halves = jnp.einsum("pn,pnm->pm", inputs.reshape(2, n // 2), flat.reshape(2, n // 2, -1))
+            halves = jnp.einsum(
+                "pn,pnm->pm", inputs.reshape(2, n // 2), flat.reshape(2, n // 2, -1)
+            )
             outputs = jnp.sum(halves, axis=0)
         else:
             # One matrix of rows: with several axes, XLA's CPU backend takes twice the time for the
@@ -159,7 +161,9 @@ def project(inputs: jax.Array, kernel: jax.Array | Int8 | Transposed) -> jax.Arr
     return outputs.reshape(*inputs.shape[:-1], *columns)
 
 
-def multiply_by_rows(states: jax.Array, table: jax.Array | Int8Table, dtype: jnp.dtype) -> jax.Array:
+def multiply_by_rows(
+    states: jax.Array, table: jax.Array | Int8Table, dtype: jnp.dtype
+) -> jax.Array:
     """Multiplies with the rows of a table: [..., n] x [m, n] -> [..., m] of type `dtype`.
 
     On a CPU several states, up to `_MOST_STATES`, are the right side of the product. Tables of
@@ -225,7 +229,9 @@ def _rounded(array: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     return jnp.round(array / jnp.where(scale > 0, scale, 1)), scale
 
 
-def row_product(row: jax.Array, matrix: jax.Array, otherwise: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+def row_product(
+    row: jax.Array, matrix: jax.Array, otherwise: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
     """Computes [..., 1, n] x [..., n, m] -> [..., 1, m] in the type of `row`.
 
     On a CPU as sums over slabs of the matrix. The products of XLA's CPU backend read float32

@@ -48,7 +48,12 @@ def sample(
 
 
 def sample_rows(
-    keys: jax.Array, hidden: jax.Array, clusters: Sequence[Cluster], *, temperature: jax.Array, top_p: jax.Array
+    keys: jax.Array,
+    hidden: jax.Array,
+    clusters: Sequence[Cluster],
+    *,
+    temperature: jax.Array,
+    top_p: jax.Array,
 ) -> jax.Array:
     """Samples one token per row: keys [B] and hidden states [B, D] -> int32 [B].
 
@@ -76,7 +81,9 @@ def sample_rows(
     return drawn
 
 
-def top_k_tokens(hidden: jax.Array, clusters: Sequence[Cluster], k: int) -> tuple[jax.Array, jax.Array]:
+def top_k_tokens(
+    hidden: jax.Array, clusters: Sequence[Cluster], k: int
+) -> tuple[jax.Array, jax.Array]:
     """Returns the log probabilities of the k most likely tokens, and the tokens.
 
     The log probabilities are [B, k], the largest first, and the tokens are int32 [B, k]. The tokens
@@ -96,7 +103,9 @@ def top_k_tokens(hidden: jax.Array, clusters: Sequence[Cluster], k: int) -> tupl
         ) -> tuple[jax.Array, jax.Array]:
             inside, places, _ = _top_log_p(adaptive_softmax.logits(hidden, cluster), k, head[:, :0])
             more = entries[:, c, None] + inside, bounds[c + 1] + places
-            log_p, tokens = (jnp.concatenate(pair, axis=1) for pair in zip(found, more, strict=True))
+            log_p, tokens = (
+                jnp.concatenate(pair, axis=1) for pair in zip(found, more, strict=True)
+            )
             log_p, chosen = jax.lax.top_k(log_p, k)
             return log_p, jnp.take_along_axis(tokens, chosen, axis=1)
 
@@ -125,19 +134,26 @@ def mask_top_p(logits: jax.Array, top_p: float | jax.Array) -> jax.Array:
     return jnp.where(logits >= smallest, logits, -jnp.inf)
 
 
-def _sample_cluster_first(keys: jax.Array, hidden: jax.Array, clusters: Sequence[Cluster]) -> jax.Array:
+def _sample_cluster_first(
+    keys: jax.Array, hidden: jax.Array, clusters: Sequence[Cluster]
+) -> jax.Array:
     """Samples from the head, and then inside the tail that was sampled.
 
     The head's last entries are the tails.
     """
-    bounds, head = _bounds(clusters), jax.nn.log_softmax(adaptive_softmax.logits(hidden, clusters[0]))
+    bounds, head = (
+        _bounds(clusters),
+        jax.nn.log_softmax(adaptive_softmax.logits(hidden, clusters[0])),
+    )
     drawn = _categorical(_fold(keys, 0), head)
     nothing = jnp.zeros_like(drawn)
     for c, cluster in enumerate(clusters[1:]):
         inside = drawn == bounds[1] + c
 
         def sample_tail(c: int = c, cluster: Cluster = cluster) -> jax.Array:
-            return bounds[c + 1] + _categorical(_fold(keys, c + 1), adaptive_softmax.logits(hidden, cluster))
+            return bounds[c + 1] + _categorical(
+                _fold(keys, c + 1), adaptive_softmax.logits(hidden, cluster)
+            )
 
         word = jax.lax.cond(jnp.any(inside), sample_tail, lambda: nothing)
         # A word's id may equal the place of an entry: found words are negative until all tails are
@@ -152,7 +168,9 @@ def _bounds(clusters: Sequence[Cluster]) -> list[int]:
     return list(itertools.accumulate([sizes[0] - (len(clusters) - 1), *sizes[1:]], initial=0))
 
 
-def _top_log_p(logits: jax.Array, k: int, others: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _top_log_p(
+    logits: jax.Array, k: int, others: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Finds the up to k most likely entries of a softmax over `logits` and `others`.
 
     `logits` is [B, n] and `others` is [B, m]. `others` is not searched.
@@ -169,7 +187,11 @@ def _top_log_p(logits: jax.Array, k: int, others: jax.Array) -> tuple[jax.Array,
         most = jnp.maximum(most, jnp.max(others, axis=1, keepdims=True))
     # One row in groups would be summed a number at a time: 16.7 ms for wt103_base's tables, and
     # 13.9 so.
-    total = jnp.sum(jnp.exp(logits - most), axis=1, keepdims=True) if len(logits) == 1 else groups.sum_exp(most)
+    total = (
+        jnp.sum(jnp.exp(logits - most), axis=1, keepdims=True)
+        if len(logits) == 1
+        else groups.sum_exp(most)
+    )
     total += jnp.sum(jnp.exp(others - most), axis=1, keepdims=True)
     log_total = jnp.log(total)
     return found - most - log_total, places, others - most - log_total
@@ -193,12 +215,16 @@ class _Groups(NamedTuple):
         width = max(math.isqrt(n // k), 1)  # Makes the two searches about as long.
         n_full = (n - 1) // width
         columns = logits.T
-        return cls(columns[: n_full * width].reshape(n_full, width, batch), columns[n_full * width :])
+        return cls(
+            columns[: n_full * width].reshape(n_full, width, batch), columns[n_full * width :]
+        )
 
     def top(self, k: int) -> tuple[jax.Array, jax.Array]:
         """Returns the up to k largest, and their places."""
         n_full, width, batch = self.full.shape
-        largest = jnp.concatenate([jnp.max(self.full, axis=1), jnp.max(self.rest, axis=0, keepdims=True)])
+        largest = jnp.concatenate(
+            [jnp.max(self.full, axis=1), jnp.max(self.rest, axis=0, keepdims=True)]
+        )
         # Without the barrier XLA computes the largest of each group again while it sorts them.
         _, chosen = jax.lax.top_k(jax.lax.optimization_barrier(largest).T, min(k, n_full + 1))
         # [k, w, B]

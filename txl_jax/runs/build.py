@@ -77,7 +77,9 @@ class AttentionChoice(NamedTuple):
                 reasoned.append(f"{use} {name}")
             elif before.get(use, name) != name:
                 reasoned.append(f"{use} was {before[use]} and is now {name}")
-        return "; ".join(f"{', '.join(uses)} ({reason})" for reason, uses in clauses.items() if uses)
+        return "; ".join(
+            f"{', '.join(uses)} ({reason})" for reason, uses in clauses.items() if uses
+        )
 
 
 def training_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Problem:
@@ -100,7 +102,9 @@ def evaluation_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> P
     lengths, rows = config.eval, config.eval.batch_size
     capacity = cache_capacity(mem_len=lengths.mem_len, segment_len=lengths.segment_len)
     n_position = table_length(
-        segment_len=lengths.segment_len, capacity=capacity, clamp_len=config.model.clamp(lengths.clamp_len)
+        segment_len=lengths.segment_len,
+        capacity=capacity,
+        clamp_len=config.model.clamp(lengths.clamp_len),
     )
     if batch_axes(mesh, rows) is not None:
         rows //= num_batch_shards(mesh)
@@ -111,11 +115,15 @@ def evaluation_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> P
         n_keys=capacity + lengths.segment_len,
         window=config.model.compat.window(lengths.mem_len, same_length=lengths.same_length),
         capacity=capacity,
-        cache_dtype=None if lengths.cache_dtype is CacheDType.INT8 else str(lengths.cache_dtype or config.model.dtype),
+        cache_dtype=None
+        if lengths.cache_dtype is CacheDType.INT8
+        else str(lengths.cache_dtype or config.model.dtype),
     )
 
 
-def _of_both(config: ExperimentConfig, mesh: Mesh | AbstractMesh, *, n_position: int) -> dict[str, Any]:
+def _of_both(
+    config: ExperimentConfig, mesh: Mesh | AbstractMesh, *, n_position: int
+) -> dict[str, Any]:
     """Describes what both problems state alike.
 
     An abstract mesh has no devices, and counts as CPUs.
@@ -144,10 +152,22 @@ def _choose(before: Implementation | str, path: str, problem: Problem, *, runs: 
     failed: dict[str, str] = {}  # Paths, and why.
     while True:
         chosen = None
-        if isinstance(before, Implementation) and path in (choose.AUTO, before.path) and before.path not in failed:
-            chosen = Chosen(before, "as in earlier starts") if choose.can_serve(before, problem) else None
+        if (
+            isinstance(before, Implementation)
+            and path in (choose.AUTO, before.path)
+            and before.path not in failed
+        ):
+            chosen = (
+                Chosen(before, "as in earlier starts")
+                if choose.can_serve(before, problem)
+                else None
+            )
         chosen = chosen or Chosen(*choose.choose(path, problem, failed))
-        finding = first_contact.compare(chosen.implementation, problem) if runs else first_contact.Finding(False, "")
+        finding = (
+            first_contact.compare(chosen.implementation, problem)
+            if runs
+            else first_contact.Finding(False, "")
+        )
         if not finding.failed:
             reasons = filter(None, [*(failed.values() or [chosen.reason]), finding.sentence])
             return chosen._replace(reason="; ".join(reasons), failed=bool(failed))
@@ -234,7 +254,10 @@ class Built:
 
     def init_params(self) -> Any:
         """Returns the parameters before the first update, initialized in place on the devices."""
-        return self.jit(lambda: nn.unbox(self._first_params()), out_shardings=_shardings(self.abstract_state.params))()
+        return self.jit(
+            lambda: nn.unbox(self._first_params()),
+            out_shardings=_shardings(self.abstract_state.params),
+        )()
 
     def init_state(self, warm_state: Callable[[Any], TrainState] | None = None) -> TrainState:
         """Returns the state before the first update, made on the devices.
@@ -244,7 +267,9 @@ class Built:
         if warm_state is not None:
             return warm_state(self.init_params())
         shardings = _shardings(self.abstract_state)
-        return self.jit(lambda: nn.unbox(self._first_state(self._first_params())), out_shardings=shardings)()
+        return self.jit(
+            lambda: nn.unbox(self._first_state(self._first_params())), out_shardings=shardings
+        )()
 
     def state_from_params(self, params: Any) -> TrainState:
         """Returns the state before the first training step.
@@ -266,7 +291,9 @@ class Built:
         # The state must come out as it went in, or the next call would not take it.
         shardings = _shardings(self.abstract_state), named_sharding(self.mesh)
         jitted = self.jit(step, donate_argnums=0, out_shardings=shardings)
-        return Compilation.of(jitted.lower(self.abstract_state, self.abstract_segments(self.config.train)))
+        return Compilation.of(
+            jitted.lower(self.abstract_state, self.abstract_segments(self.config.train))
+        )
 
     def check_batch_size(self) -> None:
         """Raises `UserError` if the training rows cannot be split evenly.
@@ -296,7 +323,9 @@ class Built:
         placed = self._sharding(batch_axes(self.mesh, batch_size))
         own = placed.addressable_devices_indices_map((batch_size,))
         where = f"process {jax.process_index()} has no device in the mesh {dict(self.mesh.shape)}"
-        require(own, f"{where}. Start fewer processes, or pass --mesh.data=none to use all devices.")
+        require(
+            own, f"{where}. Start fewer processes, or pass --mesh.data=none to use all devices."
+        )
         return np.unique(np.concatenate([np.arange(batch_size)[index] for index in own.values()]))
 
     def place(self, segments: Segments, *, batch_size: int | None = None) -> Segments:
@@ -320,7 +349,9 @@ class Built:
 
         One call of the train or eval step takes these segments.
         """
-        per_call = lengths.segments_per_call if isinstance(lengths, TrainConfig) else SEGMENTS_PER_CALL
+        per_call = (
+            lengths.segments_per_call if isinstance(lengths, TrainConfig) else SEGMENTS_PER_CALL
+        )
         tokens = (per_call, lengths.batch_size, lengths.segment_len)
         kinds = (tokens, "int32"), (tokens, "int32"), (tokens, "float32"), (tokens[:2], "bool")
         pairs = zip(kinds, self._segment_shardings(lengths.batch_size), strict=True)
@@ -363,7 +394,9 @@ class Built:
     def window_step(self) -> WindowStep:
         """The jitted evaluation of windows."""
         lengths = self.config.eval
-        step = make_window_step(self.model, clamp_len=lengths.clamp_len, temperature=lengths.temperature)
+        step = make_window_step(
+            self.model, clamp_len=lengths.clamp_len, temperature=lengths.temperature
+        )
         return bind_mesh(self.mesh, step)
 
     @functools.cached_property
@@ -395,7 +428,9 @@ def _shardings(tree: Any) -> Any:
 def abstract_arrays(arrays: Any, shardings: Any) -> Any:
     """Returns the shapes and dtypes of a tree of arrays, with these shardings."""
     return jax.tree.map(
-        lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed), arrays, shardings
+        lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
+        arrays,
+        shardings,
     )
 
 
@@ -418,18 +453,28 @@ def build(
     config.validate()
     config.model.validate_vocabulary(vocab_size)
     reset_at = config.data.reset_at
-    is_there = end_token is None if reset_at is None else end_token is not None and 0 <= end_token < vocab_size
+    is_there = (
+        end_token is None
+        if reset_at is None
+        else end_token is not None and 0 <= end_token < vocab_size
+    )
     require(
-        is_there, f"end_token must be the id of data.reset_at ({reset_at!r}) among {vocab_size} tokens, got {end_token}"
+        is_there,
+        f"end_token must be the id of data.reset_at ({reset_at!r}) among {vocab_size} tokens, got {end_token}",
     )
     mesh = make_mesh(config.mesh) if mesh is None else mesh
     check_devices(config.eval.weight_dtype, mesh.size)
     dtype = config.model.dtype
     is_supported = jax.dtypes.canonicalize_dtype(dtype) == dtype
-    require(is_supported, f"model.dtype is {dtype}, which JAX supports only if JAX_ENABLE_X64=1 is set")
+    require(
+        is_supported, f"model.dtype is {dtype}, which JAX supports only if JAX_ENABLE_X64=1 is set"
+    )
     for name, axis in (("d_model", FSDP), ("n_head", TENSOR), ("d_inner", TENSOR)):
         size, devices = getattr(config.model, name), mesh.shape[axis]
-        require(size % devices == 0, f"model.{name} must be a multiple of mesh.{axis} ({devices}), got {size}")
+        require(
+            size % devices == 0,
+            f"model.{name} must be a multiple of mesh.{axis} ({devices}), got {size}",
+        )
     model: AnyModel
     attention = None
     if config.model.network is not Network.TRANSFORMER_XL:
@@ -441,9 +486,13 @@ def build(
         before = recorded or Implementations(path, path)
         attention = AttentionChoice(
             _choose(before.training, path, training_problem(config, mesh), runs="training" in uses),
-            _choose(before.cached, path, evaluation_problem(config, mesh), runs="evaluation" in uses),
+            _choose(
+                before.cached, path, evaluation_problem(config, mesh), runs="evaluation" in uses
+            ),
         )
-        chosen = Implementations(attention.training.implementation, attention.evaluation.implementation)
+        chosen = Implementations(
+            attention.training.implementation, attention.evaluation.implementation
+        )
         model = TransformerXL(config.model, vocab_size, end_token, attention=chosen)
     optimizer, schedule = optimizer_lib.make_optimizer(config), optimizer_lib.learning_rate(config)
     return Built(config, model, optimizer, schedule, mesh, attention)
@@ -455,5 +504,7 @@ def build_for(config: ExperimentConfig, vocabulary: Vocabulary, **options: Any) 
     Raises `UserError` too if `data.reset_at` is not the text of one token.
     """
     end = config.data.reset_at
-    end_token = None if end is None else ready_ids.find_tokens(vocabulary, end, name="data.reset_at")[0]
+    end_token = (
+        None if end is None else ready_ids.find_tokens(vocabulary, end, name="data.reset_at")[0]
+    )
     return build(config, vocab_size=vocabulary.size, end_token=end_token, **options)

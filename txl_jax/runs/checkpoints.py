@@ -27,7 +27,9 @@ class RunCheckpoints(contextlib.ExitStack):
         self._confirm = run.confirm
         self._latest = Checkpointer(run.latest, keep=keep, log=log)
         # Of each member's best parameters; `save_best` writes them.
-        self.best = [Checkpointer(Run(run.path, name).best, keep=1, log=log) for name in members.labels]
+        self.best = [
+            Checkpointer(Run(run.path, name).best, keep=1, log=log) for name in members.labels
+        ]
 
     def __enter__(self) -> Self:
         for checkpointer in [self._latest, *self.best]:

@@ -91,18 +91,27 @@ def convert(
             log(f"note      {note}")
         if to_format in _THEIRS:
             own_settings.write(folder, read.info, _THEIRS[to_format])
-            log(f"settings  {own_settings.NAME} has those that the format lacks, so that we read the same model back")
+            log(
+                f"settings  {own_settings.NAME} has those that the format lacks, so that we read the same model back"
+            )
         size = sum(map(storage.size, folder.iterdir())) / 1e6
-        log(f"written   {size:,.1f} MB after {time.monotonic() - began:.1f} s, reading it back to compare all of it")
+        log(
+            f"written   {size:,.1f} MB after {time.monotonic() - began:.1f} s, reading it back to compare all of it"
+        )
         difference = _verify(read, folder, to_format)
     seconds = time.monotonic() - began
-    log(f"verified  tensors equal bit for bit, losses to {difference:.1g} nats, {seconds:.1f} s in total")
+    log(
+        f"verified  tensors equal bit for bit, losses to {difference:.1g} nats, {seconds:.1f} s in total"
+    )
     log(f"to        {to_format}: {target}")
 
 
 def _read(source: str, member: str | None, log: Callable[[str], None]) -> Model:
     if holds_other_weights(source) and not portable.is_portable(source):
-        require(member is None, f"--ensemble_member is {member!r}, but {source} is not an ensemble. Omit it.")
+        require(
+            member is None,
+            f"--ensemble_member is {member!r}, but {source} is not an ensemble. Omit it.",
+        )
         require(
             not storage.is_remote(source),
             f"{source} must be a local path, because other implementations' weights need random access. Copy it first.",
@@ -115,9 +124,16 @@ def _read(source: str, member: str | None, log: Callable[[str], None]) -> Model:
     # If checkpoints were averaged, the weights are the mean already, and results.json has the
     # scores of others.
     config = config_tree.replace(found.config, {"eval.average_checkpoints": None})
-    scores = {} if found.config.eval.average_checkpoints is not None else _scores(found.source, step)
+    scores = (
+        {} if found.config.eval.average_checkpoints is not None else _scores(found.source, step)
+    )
     description = f"{found.description.partition(', ')[2]}, after {step:,} updates"
-    return Model("run", ModelInfo(config, found.vocabulary, step, description, scores), leaves.from_tree(params), [])
+    return Model(
+        "run",
+        ModelInfo(config, found.vocabulary, step, description, scores),
+        leaves.from_tree(params),
+        [],
+    )
 
 
 def _scores(run: Run, step: int) -> dict[str, Any]:
@@ -136,8 +152,12 @@ def _describe(read: Model, log: Callable[[str], None]) -> None:
     log(f"tokens    {info.vocabulary.size:,} of kind {info.vocabulary.kind}")
     log(f"weights   {count:,} parameters in {len(read.leaves)} arrays")
     for group in ("model", "eval"):
-        changed = config_tree.differences(getattr(ExperimentConfig(), group), getattr(info.config, group))
-        values = ", ".join(f"{leaf.name}={config_tree.format_value(value)}" for leaf, _, value in changed)
+        changed = config_tree.differences(
+            getattr(ExperimentConfig(), group), getattr(info.config, group)
+        )
+        values = ", ".join(
+            f"{leaf.name}={config_tree.format_value(value)}" for leaf, _, value in changed
+        )
         log(f"{group:<10}{values or 'the defaults'}")
     for note in read.notes:
         log(f"note      {note}")
@@ -156,7 +176,9 @@ def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
     after = portable.stored_settings(again)
     # The sizes are checked with the tensors. Equal ones have more than one name: d_embed=none is
     # d_model.
-    sizes = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.shapes_params}
+    sizes = {
+        leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.shapes_params
+    }
     changed = [name for name in before if before[name] != after[name] and name not in sizes]
     changed += [] if back.info.vocabulary == vocabulary else ["the vocabulary"]
     require(not changed, f"{', '.join(changed)} changed when read back. Please report this bug.")
@@ -170,13 +192,17 @@ def _check_same_tensors(read: Leaves, written: Leaves) -> None:
 
     Names, shapes and float32 values must be equal. One array is compared at a time.
     """
-    shapes = [{path: str(list(leaf.shape)) for path, leaf in each.items()} for each in (read, written)]
+    shapes = [
+        {path: str(list(leaf.shape)) for path, leaf in each.items()} for each in (read, written)
+    ]
     if difference := describe_difference(shapes[1], shapes[0]):
         raise CheckpointError(f"the written weights differ from those read ({difference})")
     for path, leaf in read.items():
         before, after = (np.asarray(each.read(), np.float32) for each in (leaf, written[path]))
         if not np.array_equal(before.view(np.uint32), after.view(np.uint32)):
-            raise CheckpointError(f"parameter {path} changed when it was written. Check the disk and try again.")
+            raise CheckpointError(
+                f"parameter {path} changed when it was written. Check the disk and try again."
+            )
 
 
 def check_same_losses(expected: np.ndarray, found: np.ndarray) -> float:
@@ -185,10 +211,14 @@ def check_same_losses(expected: np.ndarray, found: np.ndarray) -> float:
     Raises `CheckpointError` if it is more than rounding, or not finite.
     """
     if not np.isfinite(expected).all():
-        raise CheckpointError("the weights give losses that are not finite. They are corrupted, or from another model.")
+        raise CheckpointError(
+            "the weights give losses that are not finite. They are corrupted, or from another model."
+        )
     difference = float(np.abs(expected - found).max())
     if not difference <= 1e-5 * max(1.0, float(np.abs(expected).max())):
-        raise CheckpointError(f"the converted weights give different losses, by up to {difference:.3g} nats")
+        raise CheckpointError(
+            f"the converted weights give different losses, by up to {difference:.3g} nats"
+        )
     return difference
 
 
@@ -198,9 +228,17 @@ def _losses(config: ExperimentConfig, parameters: Leaves, *, vocab_size: int) ->
     The tokens include the ends of every cluster.
     """
     # Equal settings share one compiled program: the source and the result usually have them.
-    built = _build(ExperimentConfig(model=config.model, eval=config.eval, mesh=MeshConfig(data=1)), vocab_size)
-    tokens = np.random.default_rng(0).integers(vocab_size, size=_ROWS * _ROW_LEN + 1, dtype=np.int32)
-    ends = [end for cutoff in (*config.model.cutoffs, vocab_size) for end in (cutoff - 1, cutoff % vocab_size)]
+    built = _build(
+        ExperimentConfig(model=config.model, eval=config.eval, mesh=MeshConfig(data=1)), vocab_size
+    )
+    tokens = np.random.default_rng(0).integers(
+        vocab_size, size=_ROWS * _ROW_LEN + 1, dtype=np.int32
+    )
+    ends = [
+        end
+        for cutoff in (*config.model.cutoffs, vocab_size)
+        for end in (cutoff - 1, cutoff % vocab_size)
+    ]
     ends = ends[: len(tokens) - 1]
     tokens[1 : len(ends) + 1] = ends
     params = portable.place(parameters, built.abstract_state.params)  # One after another.

@@ -47,8 +47,19 @@ class Ensemble(Built):
         """
         configs = member_configs(base.config, members)
         size = base.mesh.size
-        require(size == 1, f"an ensemble must train on one device, got a mesh of {size}. Pass --mesh.data=1.")
-        return cls(base.config, base.model, base.optimizer, base.schedule, base.mesh, base.attention, configs)
+        require(
+            size == 1,
+            f"an ensemble must train on one device, got a mesh of {size}. Pass --mesh.data=1.",
+        )
+        return cls(
+            base.config,
+            base.model,
+            base.optimizer,
+            base.schedule,
+            base.mesh,
+            base.attention,
+            configs,
+        )
 
     def init_state(self, warm_state: Callable[[Any], TrainState] | None = None) -> TrainState:
         """Like `Built.init_state`, for all members. `warm_state` makes one member's state."""
@@ -60,8 +71,13 @@ class Ensemble(Built):
             return nn.unbox(init_params(self.model, jax.random.key(seed)))
 
         state_of = warm_state or self.state_from_params
-        states = [state_of(params_of(jnp.asarray(config.seed, jnp.uint32))) for config in self.configs.values()]
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.members.abstract(self.abstract_state))
+        states = [
+            state_of(params_of(jnp.asarray(config.seed, jnp.uint32)))
+            for config in self.configs.values()
+        ]
+        shardings = jax.tree.map(
+            lambda leaf: leaf.sharding, self.members.abstract(self.abstract_state)
+        )
         return jax.device_put(self.members.stack(states), shardings)
 
     def compile_step(self) -> Compilation:
@@ -84,15 +100,25 @@ def member_configs(base: ExperimentConfig, members: MemberSettings) -> dict[str,
     require(len(members) > 1, f"an ensemble must have at least two members, got {len(members)}")
     for name in sorted({name for member in members for name in member}):
         there = f"{', '.join(ensemble_step.VARYING)}{config_tree.did_you_mean(name, ensemble_step.VARYING)}"
-        require(name in ensemble_step.VARYING, f"ensemble members cannot differ in {name}, only in {there}")
-    base.expect(not base.train.patience, "train.patience", "all members train for the same number of steps, so omit it")
+        require(
+            name in ensemble_step.VARYING,
+            f"ensemble members cannot differ in {name}, only in {there}",
+        )
+    base.expect(
+        not base.train.patience,
+        "train.patience",
+        "all members train for the same number of steps, so omit it",
+    )
     names = [member_name(in_order(member)) for member in members]
     configs = [config_tree.replace(base, dict(member)) for member in members]
     alike = any(config in configs[:i] for i, config in enumerate(configs))
     require(not alike, f"ensemble members must differ, got {'; '.join(names)}")
     for config in configs:
         config.validate()
-        require(0 <= config.seed < 2**32, f"seeds of an ensemble must be 0 to {2**32 - 1}, got {config.seed}")
+        require(
+            0 <= config.seed < 2**32,
+            f"seeds of an ensemble must be 0 to {2**32 - 1}, got {config.seed}",
+        )
     return dict(zip(names, configs, strict=True))
 
 
@@ -111,7 +137,9 @@ def split_off(workdir: str, member: str, target: str) -> None:
     source = Run.read(workdir, member=member)
     with Run.open(target) as made:
         made.claim()
-        restored = load_state(build_for(source.config, source.text.vocabulary, uses=()), source, log=say)
+        restored = load_state(
+            build_for(source.config, source.text.vocabulary, uses=()), source, log=say
+        )
         if restored is None:
             raise UserError(f"{workdir} has no checkpoint yet. Train it first.")
         step, state, notes = restored
@@ -125,7 +153,9 @@ def split_off(workdir: str, member: str, target: str) -> None:
         records = [record for record in read_metrics(source.path) if record.get("member") == member]
         for record in records:
             del record["member"]
-        replace_appended(os.path.join(made.path, METRICS), [json.dumps(record) + "\n" for record in records])
+        replace_appended(
+            os.path.join(made.path, METRICS), [json.dumps(record) + "\n" for record in records]
+        )
         if results := read_results(source.path, member):
             storage.write_json(os.path.join(made.path, RESULTS), results)
         made.weights = source.weights

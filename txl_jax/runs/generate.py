@@ -28,7 +28,10 @@ from txl_jax.runtime.output import say
 
 
 def generate_text(
-    config: ExperimentConfig, model: Run | Weights, *, stop_requested: Callable[[], Any] = lambda: False
+    config: ExperimentConfig,
+    model: Run | Weights,
+    *,
+    stop_requested: Callable[[], Any] = lambda: False,
 ) -> list[bytes]:
     """Prints and saves `generate.samples` texts of a trained model.
 
@@ -45,7 +48,9 @@ def generate_text(
     built = weights.build(log=say)
     step, params = weights.params(built, log=say)
     at_most = "at most " if config.generate.stop else ""
-    print(f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---")
+    print(
+        f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---"
+    )
     texts = sample(built, params, stop_requested, functools.partial(print, end="", flush=True))
     path = os.path.join(folder or "", f"sample-seed{config.generate.seed}.txt")
     is_saved = bool(texts) and folder is not None
@@ -69,24 +74,43 @@ def continue_prompts(
     `generate_text`. `eval.batch_size` samples are generated in parallel. Arguments and errors are
     as for `score.score_documents`.
     """
-    config, vocabulary, batch_size = model.config.generate, model.vocabulary, model.config.eval.batch_size
+    config, vocabulary, batch_size = (
+        model.config.generate,
+        model.vocabulary,
+        model.config.eval.batch_size,
+    )
     check_can_generate(model.config)
     options: dict[str, Any] = {"ending": read_stop(config, vocabulary), "batch_size": batch_size}
     built = model.build(log=say)
     generator = built.generator(built.prepare_params(model.params(built, log=say)[1]))
     n_unknown = 0
     n_token = 0
-    rows = ((numbered, sample) for numbered in enumerate(prompts) for sample in range(config.samples))
+    rows = (
+        (numbered, sample) for numbered in enumerate(prompts) for sample in range(config.samples)
+    )
     while group := list(itertools.islice(rows, batch_size)):
-        read = [ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}") for (_, (line, text)), _ in group]
+        read = [
+            ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}")
+            for (_, (line, text)), _ in group
+        ]
         n_unknown += vocabulary.count_unknown(*read)
         n_token += sum(map(len, read))
-        ids, draws = [each if len(each) else vocabulary.start for each in read], [(config.seed, k) for _, k in group]
+        ids, draws = (
+            [each if len(each) else vocabulary.start for each in read],
+            [(config.seed, k) for _, k in group],
+        )
         texts = [""] * len(group)
-        for number, piece in generator.pieces(ids, config, draws=draws, decode=vocabulary.decode, **options):
+        for number, piece in generator.pieces(
+            ids, config, draws=draws, decode=vocabulary.decode, **options
+        ):
             texts[number] += piece
         for ((index, (_, prompt)), sample), text in zip(group, texts, strict=True):
-            record = {"index": index, "sample": sample, "prompt": prompt.decode(errors="replace"), "text": text}
+            record = {
+                "index": index,
+                "sample": sample,
+                "prompt": prompt.decode(errors="replace"),
+                "text": text,
+            }
             write(json.dumps(record) + "\n")
     note_unknown(n_unknown, n_token, "so the model does not read the prompts as they are written")
 
@@ -106,20 +130,32 @@ def make_sampler(config: ExperimentConfig, vocabulary: Vocabulary) -> Callable[.
     ending = read_stop(settings, vocabulary)
     as_bytes = isinstance(vocabulary, ByteVocabulary)
     typed = os.fsencode(
-        distributed.broadcast_from_primary(lambda: os.fsdecode(read_prompt(settings, as_bytes=as_bytes)))
+        distributed.broadcast_from_primary(
+            lambda: os.fsdecode(read_prompt(settings, as_bytes=as_bytes))
+        )
     )
     ids = ready_ids.token_ids(vocabulary, typed, name="the prompt")
-    note_unknown(vocabulary.count_unknown(ids), len(ids), "so the model does not read the prompt as it is written")
+    note_unknown(
+        vocabulary.count_unknown(ids),
+        len(ids),
+        "so the model does not read the prompt as it is written",
+    )
     # As the model reads it: words with single spaces between them, for example.
     prompt = vocabulary.decode(ids)
 
     def sample(
-        built: Built, params: Any, stop_requested: Callable[[], Any], write: Callable[[str], Any] = lambda text: None
+        built: Built,
+        params: Any,
+        stop_requested: Callable[[], Any],
+        write: Callable[[str], Any] = lambda text: None,
     ) -> list[bytes]:
         generator = built.generator(built.prepare_params(params))
         first = ids if len(ids) else vocabulary.start
         blocks = generator.tokens(first, settings, stop_token=ending, stop_requested=stop_requested)
-        streams = [TextStream(vocabulary.decode, (), ending, "surrogateescape") for _ in range(settings.samples)]
+        streams = [
+            TextStream(vocabulary.decode, (), ending, "surrogateescape")
+            for _ in range(settings.samples)
+        ]
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         write(decoder.decode(prompt))
         texts = [prompt] * settings.samples
@@ -152,8 +188,12 @@ def as_file(texts: Sequence[bytes]) -> bytes:
 def check_can_generate(config: ExperimentConfig) -> None:
     """Raises `UserError` if the model cannot generate token by token."""
     is_transformer = config.model.network is Network.TRANSFORMER_XL
-    config.expect(is_transformer, "model.network", "its models can be scored, but cannot generate text")
-    counted = "its positions count within a segment. Only models with relative positions generate text"
+    config.expect(
+        is_transformer, "model.network", "its models can be scored, but cannot generate text"
+    )
+    counted = (
+        "its positions count within a segment. Only models with relative positions generate text"
+    )
     config.expect(encoding_of(config.model).generates_by_token, "model.encoding", counted)
     alone = "each token would attend only to the one before it. Set --eval.mem_len, and no stride"
     config.expect(config.eval.mem_len, "eval.mem_len eval.stride", alone)
@@ -169,7 +209,10 @@ def read_prompt(config: GenerateConfig, *, as_bytes: bool = False) -> bytes:
     if not config.prompt_file:
         # The bytes that are typed need not be valid UTF-8.
         return os.fsencode(unescape(config.prompt or ""))
-    with rephrased(f"cannot read the prompt file {config.prompt_file} (%s). Check --generate.prompt_file.", OSError):
+    with rephrased(
+        f"cannot read the prompt file {config.prompt_file} (%s). Check --generate.prompt_file.",
+        OSError,
+    ):
         content = storage.read_small(config.prompt_file)
     return content if as_bytes else content.removeprefix(BYTE_ORDER_MARK.encode())
 

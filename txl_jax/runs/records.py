@@ -57,7 +57,11 @@ class RunRecords:
         The kinds are "train", "valid" and "test".
         """
         found = ((each["step"], each.get(field)) for each in self.records if each["kind"] == kind)
-        return [(step, value) for step, value in found if isinstance(value, int | float) and abs(value) < 1e300]
+        return [
+            (step, value)
+            for step, value in found
+            if isinstance(value, int | float) and abs(value) < 1e300
+        ]
 
     def scores(self, kind: str) -> list[Point]:
         """Returns the curve of the measure in the records of a kind."""
@@ -80,10 +84,15 @@ class RunRecords:
 
         Startup, evaluation and checkpoints are not included.
         """
-        rates = [(step, rate) for step, rate in self.curve("train", "tokens_per_second") if rate > 0]
+        rates = [
+            (step, rate) for step, rate in self.curve("train", "tokens_per_second") if rate > 0
+        ]
         tokens_per_step = self.config.train.batch_size * self.config.train.new_tokens
         before = [0, *(step for step, _ in rates)]
-        return sum((step - since) * tokens_per_step / rate for since, (step, rate) in zip(before, rates, strict=False))
+        return sum(
+            (step - since) * tokens_per_step / rate
+            for since, (step, rate) in zip(before, rates, strict=False)
+        )
 
     def row(self, names: Sequence[str]) -> dict[str, Any]:
         """Returns the run as a row with these settings.
@@ -91,15 +100,22 @@ class RunRecords:
         Until training ends, the best score is the recorded one.
         """
         row: dict[str, Any] = {"run": self.name}
-        row |= {name: config_tree.format_value(config_tree.get(self.config, name)) for name in names}
+        row |= {
+            name: config_tree.format_value(config_tree.get(self.config, name)) for name in names
+        }
         if seconds := self.training_seconds:
             row["seconds"] = round(seconds, 1)
         if self.results is not None:
             for name, totals in _totals(self.results).items():
                 row[name] = math.inf if totals.diverged else totals.value(self.measure)
             test = (self.results.get("test") or {}).items()
-            row |= {name: value for name, value in test if name in PER_BYTE and isinstance(value, float)}
-            row |= {"measure": str(self.measure), "steps": self.results.get("steps", self.last_step)}
+            row |= {
+                name: value for name, value in test if name in PER_BYTE and isinstance(value, float)
+            }
+            row |= {
+                "measure": str(self.measure),
+                "steps": self.results.get("steps", self.last_step),
+            }
             return row | {"state": state_of(self.results)}
         row["state"] = f"{self.last_step:,} of {self.config.train.steps:,} training steps"
         if valid := self.scores("valid"):
@@ -113,7 +129,9 @@ def _totals(results: Mapping[str, Any]) -> dict[str, Totals]:
 
 def state_of(results: Mapping[str, Any]) -> str:
     """Returns the state of a run with these results: "finished", or "diverged"."""
-    return "diverged" if any(totals.diverged for totals in _totals(results).values()) else "finished"
+    return (
+        "diverged" if any(totals.diverged for totals in _totals(results).values()) else "finished"
+    )
 
 
 def read_runs(paths: Sequence[str]) -> list[RunRecords]:
@@ -123,8 +141,15 @@ def read_runs(paths: Sequence[str]) -> list[RunRecords]:
     """
     folders = list(dict.fromkeys(folder for path in paths for folder in _workdirs(path)))
     last = [Path(folder).name for folder in folders]
-    short = {folder: name if last.count(name) == 1 else folder for folder, name in zip(folders, last, strict=True)}
-    return [run for folder in folders for run in _read(folder, "" if len(folders) == 1 else short[folder])]
+    short = {
+        folder: name if last.count(name) == 1 else folder
+        for folder, name in zip(folders, last, strict=True)
+    }
+    return [
+        run
+        for folder in folders
+        for run in _read(folder, "" if len(folders) == 1 else short[folder])
+    ]
 
 
 def _workdirs(path: str) -> list[str]:
@@ -134,7 +159,11 @@ def _workdirs(path: str) -> list[str]:
         return [folder]
     below = [os.path.join(folder, name) for name in names(folder)] if is_dir(folder) else []
     if not (found := [each for each in below if holds_run(each)]):
-        what = "a directory without runs (no config.json in it or right below)" if is_dir(folder) else "not a directory"
+        what = (
+            "a directory without runs (no config.json in it or right below)"
+            if is_dir(folder)
+            else "not a directory"
+        )
         raise UserError(f"{path} is {what}. Pass a run's --workdir, or a sweep's --out.")
     return found
 
@@ -152,7 +181,9 @@ def _read(folder: str, name: str) -> Iterator[RunRecords]:
             name=": ".join(filter(None, [name, member])) or Path(folder).name,
             path=folder,
             member=member,
-            config=config_tree.replace(record.config, dict(members[member])) if member else record.config,
+            config=config_tree.replace(record.config, dict(members[member]))
+            if member
+            else record.config,
             measure=record.text.vocabulary.measure,
             records=[each for each in records if each.get("member") == member],
             results=results if results and ended else None,
@@ -177,7 +208,9 @@ def seed_groups(names: Sequence[str], rows: Sequence[Row]) -> list[list[Row]]:
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(repr([row.get(name, "") for name in names if name != SEED]), []).append(row)
+        groups.setdefault(repr([row.get(name, "") for name in names if name != SEED]), []).append(
+            row
+        )
     return list(groups.values())
 
 
@@ -190,7 +223,9 @@ def means(names: Sequence[str], rows: Sequence[Row]) -> list[dict[str, Any]]:
     groups, found = seed_groups(names, rows), []
     for group in groups:
         ended = [row for row in group if row["state"] == "finished"]
-        mean = {name: group[0].get(name, "") for name in names if name != SEED} | {"seeds": len(ended)}
+        mean = {name: group[0].get(name, "") for name in names if name != SEED} | {
+            "seeds": len(ended)
+        }
         if ended:
             mean["measure"] = ended[0]["measure"]
         for name in _SCORES:
@@ -226,8 +261,12 @@ def markdown(names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
     """
     speed = ["tokens_per_second"] * any("tokens_per_second" in row for row in rows)
     # Not where it is every run's bpc.
-    per_byte = [name for name in PER_BYTE if any(name in row and row[name] != row["test"] for row in rows)]
-    yield from _table(["run", *names, *_SCORES, *per_byte, "steps", *speed, "seconds", "state"], rows)
+    per_byte = [
+        name for name in PER_BYTE if any(name in row and row[name] != row["test"] for row in rows)
+    ]
+    yield from _table(
+        ["run", *names, *_SCORES, *per_byte, "steps", *speed, "seconds", "state"], rows
+    )
     if averaged := means(names, rows):
         yield ""
         yield from _table([*(name for name in names if name != SEED), *_SCORES, "seeds"], averaged)

@@ -104,8 +104,15 @@ class Run(contextlib.AbstractContextManager["Run"]):
         choose = f"Choose a member with --ensemble_member: {', '.join(names)}"
         require(not names or member is not None, f"{run.path} contains an ensemble. {choose}")
         if member is not None:
-            there = f"Its members are {', '.join(names)}" if names else "It contains one run, so omit the flag"
-            require(member in names, f"{run.path} has no member for --ensemble_member={member!r}. {there}")
+            there = (
+                f"Its members are {', '.join(names)}"
+                if names
+                else "It contains one run, so omit the flag"
+            )
+            require(
+                member in names,
+                f"{run.path} has no member for --ensemble_member={member!r}. {there}",
+            )
             run.member, run.config = member, config_tree.replace(run.config, dict(names[member]))
         return run
 
@@ -182,7 +189,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
         asked, uses = str(config.model.attention), dict[str, Implementation | None]()
         if not self.is_new and self.config.model.attention is config.model.attention:
             uses = {use: Implementation.parse(text) for use, text in self.attention.items()}
-            if any(getattr(self.config.eval, name) != getattr(config.eval, name) for name in _EVALUATION):
+            if any(
+                getattr(self.config.eval, name) != getattr(config.eval, name)
+                for name in _EVALUATION
+            ):
                 uses["evaluation"] = None
         return Implementations(uses.get("training") or asked, uses.get("evaluation") or asked)
 
@@ -196,9 +206,13 @@ class Run(contextlib.AbstractContextManager["Run"]):
             return
         refused = self._changes(config, allowed=False)
         if (steps := config.train.steps) < (before := self.config.train.steps):
-            found = distributed.broadcast_from_primary(lambda: [step for step, _ in find_steps(self.latest)])
+            found = distributed.broadcast_from_primary(
+                lambda: [step for step, _ in find_steps(self.latest)]
+            )
             if steps < (done := max(found, default=0)):
-                refused.append(f"--train.steps was {before} and is now {steps}, fewer than the {done} already done")
+                refused.append(
+                    f"--train.steps was {before} and is now {steps}, fewer than the {done} already done"
+                )
         old, new = ("; ".join(by_name(each)) or "none" for each in (self.members, members))
         if old != new:
             refused.append(f"the members of the ensemble were {old} and are now {new}")
@@ -225,12 +239,17 @@ class Run(contextlib.AbstractContextManager["Run"]):
             old, now = self.text.vocabulary, text.vocabulary
             if self.text.digest != text.digest:
                 before = self.text.description
-                self._refuse([f"the text was {before!r} and is now {text.description!r}, with other content"])
+                self._refuse(
+                    [f"the text was {before!r} and is now {text.description!r}, with other content"]
+                )
             if old != now:
-                self._refuse([f"the vocabulary had {old.size:,} tokens and has {now.size:,}, or others"])
+                self._refuse(
+                    [f"the vocabulary had {old.size:,} tokens and has {now.size:,}, or others"]
+                )
         if weights and self.weights and weights["sha256"] != self.weights["sha256"]:
             was, is_now = (
-                f"sha256 {each['sha256'][:12]}... of step {each['step']}" for each in (self.weights, weights)
+                f"sha256 {each['sha256'][:12]}... of step {each['step']}"
+                for each in (self.weights, weights)
             )
             changed = f"the weights in {weights['path']} changed since the run in {self.path} began"
             raise UserError(f"{changed} ({was}, now {is_now}). Pass another --workdir.")
@@ -243,8 +262,12 @@ class Run(contextlib.AbstractContextManager["Run"]):
             if self._lock is None:
                 self.claim()
                 if holds_run(self.path):
-                    raise UserError(f"another process has recorded a run in {self.path}. Rerun the same command.")
-            self.record(config, text, attention=attention.record() if attention else {}, members=members)
+                    raise UserError(
+                        f"another process has recorded a run in {self.path}. Rerun the same command."
+                    )
+            self.record(
+                config, text, attention=attention.record() if attention else {}, members=members
+            )
             return self._lock.notes if self._lock else []
 
         self.notes[:0] = distributed.broadcast_from_primary(write)
@@ -262,13 +285,18 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """
         return [
             config_tree.describe_change(leaf, before, after)
-            for leaf, before, after in config_tree.differences(config if self.is_new else self.config, config)
+            for leaf, before, after in config_tree.differences(
+                config if self.is_new else self.config, config
+            )
             if (leaf.setting.free_on_resume or leaf.setting.may_grow) is allowed
         ]
 
     def _refuse(self, refused: list[str]) -> None:
         advice = "To resume, omit these flags. To train a new run, pass another --workdir."
-        require(not refused, f"{self.path} contains a run with other settings: {'; '.join(refused)}. {advice}")
+        require(
+            not refused,
+            f"{self.path} contains a run with other settings: {'; '.join(refused)}. {advice}",
+        )
 
     def record(
         self,
@@ -282,11 +310,16 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
         The file config.json makes the directory a run.
         """
-        facts = {name: getattr(text, name) for name in _TEXT_FACTS} | {"vocabulary_sha256": digest(text.vocabulary)}
+        facts = {name: getattr(text, name) for name in _TEXT_FACTS} | {
+            "vocabulary_sha256": digest(text.vocabulary)
+        }
         saved = {"format": FORMAT, "config": config_tree.to_dict(config), "text": facts}
         optional = {"attention": attention, "warm_start": self.weights, "members": members}
         saved |= {name: value for name, value in optional.items() if value}
-        texts = [json.dumps(saved, indent=2, allow_nan=False, default=dict) + "\n", dumps(text.vocabulary)]
+        texts = [
+            json.dumps(saved, indent=2, allow_nan=False, default=dict) + "\n",
+            dumps(text.vocabulary),
+        ]
         if texts != self._saved:
             storage.write(os.path.join(self.path, _VOCABULARY), texts[1].encode())
             storage.write(os.path.join(self.path, _CONFIG), texts[0].encode())
@@ -329,7 +362,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def _parse(self, record: str, vocabulary: str) -> None:
         with rephrased(self._damaged(_CONFIG), ValueError, LookupError, TypeError, AttributeError):
             saved = json.loads(record)
-            require("txl_jax_model" not in saved, "it belongs to a portable checkpoint: pass that to --init_from")
+            require(
+                "txl_jax_model" not in saved,
+                "it belongs to a portable checkpoint: pass that to --init_from",
+            )
             number = saved.get("format", 1)  # Format 1 has no number.
             # Before anything else, which may mean something else there.
             other = "use commit 624573f for formats 1 and 2, and a newer txl_jax for later formats"
@@ -340,7 +376,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
             for changes in by_name(self.members).values():
                 # And no "../..".
                 numbers = all(isinstance(value, int | float) for value in changes.values())
-                require(numbers, "the settings of ensemble members must be numbers, as they name directories")
+                require(
+                    numbers,
+                    "the settings of ensemble members must be numbers, as they name directories",
+                )
                 from_dict(ExperimentConfig, saved["config"] | changes)
             self.attention, self.weights = saved.get("attention", {}), saved.get("warm_start")
             for implementation in self.attention.values():
@@ -358,7 +397,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     def claim(self) -> None:
         """Makes the directory, locks it, and removes what killed runs left. Process 0 calls it."""
-        require(self.is_new, f"{self.path} already contains a run. Pass another directory with --to=PATH.")
+        require(
+            self.is_new,
+            f"{self.path} already contains a run. Pass another directory with --to=PATH.",
+        )
         try:
             storage.probe(self.path)
         except OSError as error:
@@ -404,9 +446,16 @@ def recorded_folders(path: str | os.PathLike[str]) -> dict[str, str]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         text = storage.read_json(os.path.join(storage.as_path(path), _CONFIG))["text"]
         folders = {name: text[name] for name in ("data_dir", "cache_dir")}
-        is_here = {name: _is_absolute(folder) and storage.is_dir(folder) for name, folder in folders.items()}
+        is_here = {
+            name: _is_absolute(folder) and storage.is_dir(folder)
+            for name, folder in folders.items()
+        }
         # Own text may have been read without a data_dir.
-        return {name: folder for name, folder in folders.items() if is_here["cache_dir"] or is_here[name]}
+        return {
+            name: folder
+            for name, folder in folders.items()
+            if is_here["cache_dir"] or is_here[name]
+        }
     return {}
 
 
@@ -459,7 +508,9 @@ def check_same_settings(config: ExperimentConfig) -> None:
 
     The places of files may differ.
     """
-    settings = {name: value for name, value in config_tree.to_dict(config).items() if name not in _PLACES}
+    settings = {
+        name: value for name, value in config_tree.to_dict(config).items() if name not in _PLACES
+    }
     distributed.assert_same_on_all(settings, "Start all hosts with the same command.")
 
 
@@ -475,6 +526,10 @@ def check_same_text(text: Corpus) -> None:
 
 def check_same_attention(choice: AttentionChoice | None) -> None:
     """Raises `UserError` in all processes if one has chosen other implementations of attention."""
-    facts = {} if choice is None else {f"attention in {use}": name for use, name in choice.record().items()}
+    facts = (
+        {}
+        if choice is None
+        else {f"attention in {use}": name for use, name in choice.record().items()}
+    )
     advice = "Use the same devices and library versions on all hosts, or set --model.attention."
     distributed.assert_same_on_all(facts, advice)

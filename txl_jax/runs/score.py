@@ -82,11 +82,16 @@ def score(
     Raises `Interrupted` on request, and `NonFiniteError` if the loss is nan or infinite.
     """
     lengths = components.config.eval
-    progress = functools.partial(progress_bar, name, measure=measure, log=log, stop_requested=stop_requested)
+    progress = functools.partial(
+        progress_bar, name, measure=measure, log=log, stop_requested=stop_requested
+    )
     if lengths.stride is not None:
         with progress(len(tokens) - 1, unit="token") as show:
             batches = window_batches(
-                tokens, attention_len=lengths.segment_len, stride=lengths.stride, batch_size=lengths.batch_size
+                tokens,
+                attention_len=lengths.segment_len,
+                stride=lengths.stride,
+                batch_size=lengths.batch_size,
             )
             totals = evaluate_windows(
                 components.window_step,
@@ -120,7 +125,13 @@ def score(
 
 
 def score_with_line(
-    components: Built, params: Any, tokens: Any, *, name: str, vocabulary: Vocabulary, **options: Any
+    components: Built,
+    params: Any,
+    tokens: Any,
+    *,
+    name: str,
+    vocabulary: Vocabulary,
+    **options: Any,
 ) -> tuple[Totals, str]:
     """Scores a text like `score`. Returns the totals, and a line about them and the time they took.
 
@@ -136,7 +147,11 @@ def score_with_line(
 
 
 def evaluate_splits(
-    config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, stop_requested: Callable[[], Any] = lambda: False
+    config: ExperimentConfig,
+    corpus: Corpus,
+    model: Run | Weights,
+    *,
+    stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[str, Any]:
     """Scores both splits at the evaluation lengths of `config`. Returns and writes evaluation.json.
 
@@ -162,7 +177,11 @@ def evaluate_splits(
 
 
 def score_tokens(
-    config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, stop_requested: Callable[[], Any] = lambda: False
+    config: ExperimentConfig,
+    corpus: Corpus,
+    model: Run | Weights,
+    *,
+    stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[str, Totals]:
     r"""Scores both splits like `evaluate_splits`.
 
@@ -205,16 +224,28 @@ def _score_splits(
         if scored is not None and np.array_equal(corpus.valid, tokens):
             scores = line.removeprefix(Split.VALID).rpartition("  in ")[0]  # Without the time.
             print(f"{split}{scores}")
-            print(f"note      {split} is the same text as {Split.VALID}, so it was not scored again")
+            print(
+                f"note      {split} is the same text as {Split.VALID}, so it was not scored again"
+            )
             yield step, split, *scored
             continue
-        nats = np.zeros(len(tokens), jnp.promote_types(jnp.float32, weights.config.model.dtype)) if per_token else None
+        nats = (
+            np.zeros(len(tokens), jnp.promote_types(jnp.float32, weights.config.model.dtype))
+            if per_token
+            else None
+        )
         options = {"log": print, "stop_requested": stop_requested, "token_nats": nats}
         vocabulary = corpus.vocabulary
-        totals, line = score_with_line(components, params, tokens, name=split, vocabulary=vocabulary, **options)
+        totals, line = score_with_line(
+            components, params, tokens, name=split, vocabulary=vocabulary, **options
+        )
         print(line)
         if not totals.bytes:
-            note_unknown(vocabulary.count_unknown(tokens[1:]), len(tokens) - 1, "so bits per byte cannot be computed")
+            note_unknown(
+                vocabulary.count_unknown(tokens[1:]),
+                len(tokens) - 1,
+                "so bits per byte cannot be computed",
+            )
         scored = totals, nats
         yield step, split, totals, nats
 
@@ -222,7 +253,9 @@ def _score_splits(
 def note_unknown(unknown: int, tokens: int, consequence: str) -> None:
     """Prints a note about unknown tokens if there are more than one in a thousand."""
     if unknown > MOST_UNKNOWN * tokens:
-        print(f"note      {unknown / tokens:.2%} of the tokens are unknown, {consequence}", flush=True)
+        print(
+            f"note      {unknown / tokens:.2%} of the tokens are unknown, {consequence}", flush=True
+        )
 
 
 class Likeness(NamedTuple):
@@ -251,7 +284,9 @@ class DocumentReader:
         `Built.prepare_params` prepares the parameters.
         """
         check_batch_size(batch_size)
-        lengths = dataclasses.replace(components.config.eval, batch_size=batch_size, stride=None, warmup_tokens=0)
+        lengths = dataclasses.replace(
+            components.config.eval, batch_size=batch_size, stride=None, warmup_tokens=0
+        )
         config = dataclasses.replace(components.config, eval=lengths)
         self._components = dataclasses.replace(components, config=config)
         self._weights = weights
@@ -264,7 +299,9 @@ class DocumentReader:
         """Yields the `Likeness` [T - 1] of all tokens but the first of each document, ids [T]."""
         return self._read((Pairs(ids[:-1], ids[1:]) for ids in tokens), "likeness")
 
-    def hidden_states(self, inputs: Iterable[np.ndarray], *, vectors: bool = False) -> Iterator[np.ndarray]:
+    def hidden_states(
+        self, inputs: Iterable[np.ndarray], *, vectors: bool = False
+    ) -> Iterator[np.ndarray]:
         """Yields the final hidden states [T, D] of each document.
 
         A document is passed as ids [T] or, with `vectors`, as floats [T, D].
@@ -302,10 +339,14 @@ class DocumentReader:
                 for part in pending[0].parts:
                     here = part.segment, part.row, slice(part.length)
                     # Copied, or a short document's result would keep the whole array.
-                    pieces[part.number].append(jax.tree.map(lambda array, here=here: array[here].copy(), results))
+                    pieces[part.number].append(
+                        jax.tree.map(lambda array, here=here: array[here].copy(), results)
+                    )
                     if part.ends:
                         parts = pieces.pop(part.number)
-                        finished[part.number] = jax.tree.map(lambda *each: np.concatenate(each), *parts)
+                        finished[part.number] = jax.tree.map(
+                            lambda *each: np.concatenate(each), *parts
+                        )
                 while rows.delivered in finished:
                     rows.delivered += 1
                     yield finished.pop(rows.delivered - 1)
@@ -330,7 +371,9 @@ class DocumentReader:
         }
         collect = kinds[what]
 
-        def document_step(weights: Any, memory: Any, segments: Segments, count: Any) -> tuple[Any, Any]:
+        def document_step(
+            weights: Any, memory: Any, segments: Segments, count: Any
+        ) -> tuple[Any, Any]:
             def read(memory: Any, segment: Any) -> tuple[Any, Any]:
                 memory = scorer.reset(weights, memory, segment.reset)
                 hidden, memory = scorer.forward(weights, memory, segment.inputs)
@@ -343,7 +386,9 @@ class DocumentReader:
 
             n_segment = segments.targets.shape[0]
             _, shapes = jax.eval_shape(read, memory, jax.tree.map(lambda array: array[0], segments))
-            results = jax.tree.map(lambda shape: jnp.zeros((n_segment, *shape.shape), shape.dtype), shapes)
+            results = jax.tree.map(
+                lambda shape: jnp.zeros((n_segment, *shape.shape), shape.dtype), shapes
+            )
             # A loop instead of a `lax.scan`: few documents fill few of the S segments, and the
             # others take no time.
             memory, results = jax.lax.fori_loop(0, count, body, (memory, results))
@@ -366,7 +411,9 @@ class DocumentReader:
         return likeliest == targets
 
 
-def read_all(documents: Iterable[np.ndarray], read: Callable[[Iterator[np.ndarray]], Iterator[Any]]) -> list[Any]:
+def read_all(
+    documents: Iterable[np.ndarray], read: Callable[[Iterator[np.ndarray]], Iterator[Any]]
+) -> list[Any]:
     """Returns the results of documents in their order.
 
     The longest are read first, so that rows end together.
@@ -379,14 +426,19 @@ def read_all(documents: Iterable[np.ndarray], read: Callable[[Iterator[np.ndarra
 
 def check_batch_size(batch_size: int) -> None:
     """Raises `UserError` if a batch size is below 1."""
-    require(batch_size >= 1, f"batch_size (documents read in parallel) must be at least 1, got {batch_size}")
+    require(
+        batch_size >= 1,
+        f"batch_size (documents read in parallel) must be at least 1, got {batch_size}",
+    )
 
 
 def takes_embeddings(components: Built) -> TransformerXL:
     """Returns the model, or raises `UserError` if it takes only token ids."""
     model = components.model
     if not isinstance(model, TransformerXL):
-        raise UserError(f"model.network is {model.config.network}, which takes only token ids, not embeddings")
+        raise UserError(
+            f"model.network is {model.config.network}, which takes only token ids, not embeddings"
+        )
     return model
 
 
@@ -409,7 +461,9 @@ def open_input(path: str) -> BinaryIO:
         return open(path, "rb")
 
 
-def documents(lines: Iterable[bytes], form: InputFormat, *, as_bytes: bool = False) -> Iterator[tuple[int, bytes]]:
+def documents(
+    lines: Iterable[bytes], form: InputFormat, *, as_bytes: bool = False
+) -> Iterator[tuple[int, bytes]]:
     r"""Yields each document after the number of its first line, counted from 1.
 
     Documents come without the newline at their end.
@@ -418,9 +472,14 @@ def documents(lines: Iterable[bytes], form: InputFormat, *, as_bytes: bool = Fal
     dropped too.
     """
     mark, newline = (b"", b"\n") if as_bytes else (BYTE_ORDER_MARK.encode(), b"\r\n")
-    read = ((number, line.removeprefix(mark) if number == 1 else line) for number, line in enumerate(lines, start=1))
+    read = (
+        (number, line.removeprefix(mark) if number == 1 else line)
+        for number, line in enumerate(lines, start=1)
+    )
     if form is InputFormat.LINES:
-        yield from ((number, line.removesuffix(newline).removesuffix(b"\n")) for number, line in read)
+        yield from (
+            (number, line.removesuffix(newline).removesuffix(b"\n")) for number, line in read
+        )
         return
     for has_text, numbered in itertools.groupby(read, lambda pair: bool(pair[1].strip())):
         if has_text:
@@ -429,7 +488,12 @@ def documents(lines: Iterable[bytes], form: InputFormat, *, as_bytes: bool = Fal
 
 
 def score_documents(
-    model: Weights, texts: Iterable[tuple[int, bytes]], *, name: str, per_token: bool, write: Callable[[str], Any]
+    model: Weights,
+    texts: Iterable[tuple[int, bytes]],
+    *,
+    name: str,
+    per_token: bool,
+    write: Callable[[str], Any],
 ) -> None:
     r"""Writes the JSON records of each document as soon as it is scored.
 
@@ -453,8 +517,15 @@ def score_documents(
     _, params = model.params(components, log=say)
     weights = components.prepare_params(params)
     reader = DocumentReader(components, weights, batch_size=components.config.eval.batch_size)
-    names = [token.decode(errors="backslashreplace") for token in vocabulary.names()] if per_token else []
-    encoded = ((line, ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}")) for line, text in texts)
+    names = (
+        [token.decode(errors="backslashreplace") for token in vocabulary.names()]
+        if per_token
+        else []
+    )
+    encoded = (
+        (line, ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}"))
+        for line, text in texts
+    )
     # The second holds only the documents that are being read.
     to_read, to_name = itertools.tee(encoded)
     scored = zip(reader.nats(ids for _, ids in to_read), to_name, strict=True)
@@ -466,7 +537,9 @@ def score_documents(
         totals = Totals.of(nats)
         check_finite(totals, f"line {line} of {name}")
         known = {"bytes": n_bytes} if (n_bytes := vocabulary.count_bytes(ids[1:])) else {}
-        records: Iterable[dict[str, Any]] = [{"index": index, "nats": totals.nats, "tokens": len(nats), **known}]
+        records: Iterable[dict[str, Any]] = [
+            {"index": index, "nats": totals.nats, "tokens": len(nats), **known}
+        ]
         if per_token:
             # numpy writes the fewest digits that give the number back.
             values = zip(ids[1:].tolist(), map(float, nats.astype(str).tolist()), strict=True)
@@ -475,7 +548,11 @@ def score_documents(
                 for position, (token, value) in enumerate(values, start=1)
             )
         write("".join(json.dumps(record) + "\n" for record in records))
-    note_unknown(n_unknown, n_token, "which makes them look likely. Check that the text is of the model's kind.")
+    note_unknown(
+        n_unknown,
+        n_token,
+        "which makes them look likely. Check that the text is of the model's kind.",
+    )
 
 
 def as_record(totals: Totals, vocabulary: Vocabulary) -> dict[str, Any]:
@@ -493,7 +570,10 @@ def as_result(totals: Totals, vocabulary: Vocabulary) -> dict[str, Any]:
     record: dict[str, Any] = as_record(totals, vocabulary)
     if math.isfinite(record["perplexity"]):
         return record
-    return record | {"perplexity": None, "note": "the loss is too large for a perplexity: exp(loss) overflows"}
+    return record | {
+        "perplexity": None,
+        "note": "the loss is too large for a perplexity: exp(loss) overflows",
+    }
 
 
 def format_scores(totals: Totals, measure: Measure) -> str:
@@ -504,7 +584,13 @@ def format_scores(totals: Totals, measure: Measure) -> str:
 
 @contextlib.contextmanager
 def progress_bar(
-    name: str, total: int, *, unit: str, measure: Measure, log: Callable[[str], None], stop_requested: Callable[[], Any]
+    name: str,
+    total: int,
+    *,
+    unit: str,
+    measure: Measure,
+    log: Callable[[str], None],
+    stop_requested: Callable[[], Any],
 ) -> Iterator[Callable[[float, Totals], None]]:
     """Shows the progress of scoring: on a terminal a bar, elsewhere a line every 20 seconds.
 
@@ -531,7 +617,9 @@ def progress_bar(
                 last_line = now
                 remaining = (now - began) / done * (total - done) if done else math.nan
                 shown_score = f"  {score_so_far} so far" if score_so_far else ""
-                log(f"{name}: {done / total:.0%}{shown_score}  ETA {environment.duration(remaining)}")
+                log(
+                    f"{name}: {done / total:.0%}{shown_score}  ETA {environment.duration(remaining)}"
+                )
 
         yield show
 
@@ -539,7 +627,9 @@ def progress_bar(
 def check_finite(totals: Totals, name: str) -> None:
     """Raises `NonFiniteError` if the loss of a text is nan or infinite."""
     if not math.isfinite(totals.nats):
-        raise NonFiniteError(f"{name}: the summed loss is {totals.nats}, so these parameters cannot be used")
+        raise NonFiniteError(
+            f"{name}: the summed loss is {totals.nats}, so these parameters cannot be used"
+        )
 
 
 def token_lines(tokens: np.ndarray, nats: np.ndarray, vocabulary: Vocabulary) -> Iterator[str]:
@@ -552,7 +642,12 @@ def token_lines(tokens: np.ndarray, nats: np.ndarray, vocabulary: Vocabulary) ->
     for first in range(1, len(tokens), _TOKENS_PER_BLOCK):
         block = slice(first, first + _TOKENS_PER_BLOCK)
         # numpy writes the fewest digits that give the number back.
-        rows = zip(itertools.count(first), tokens[block].tolist(), nats[block].astype(str).tolist(), strict=False)
+        rows = zip(
+            itertools.count(first),
+            tokens[block].tolist(),
+            nats[block].astype(str).tolist(),
+            strict=False,
+        )
         yield from (f"{index}\t{names[token]}\t{value}\n" for index, token, value in rows)
 
 

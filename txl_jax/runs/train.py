@@ -92,10 +92,18 @@ def train_run(
     weights = None
     if config.init_from is not None:
         weights = warm_start.load(built, corpus.vocabulary, run)
-    run.begin(config, corpus, attention=built.attention, weights=weights and weights.record, members=members)
+    run.begin(
+        config,
+        corpus,
+        attention=built.attention,
+        weights=weights and weights.record,
+        members=members,
+    )
     opening = _opening(built, corpus, readers[0]) + (weights.lines if weights else [])
     if members:
-        opening.append(f"ensemble  {'; '.join(built.members.names)}: trained together, losses in this order")
+        opening.append(
+            f"ensemble  {'; '.join(built.members.names)}: trained together, losses in this order"
+        )
     return Trainer(
         built,
         run,
@@ -142,7 +150,10 @@ def train(
       hooks: As in `train_run`, like the other arguments.
     """
     advice = 'Pass txl_jax.preset("small"), for example.'
-    require(isinstance(config, ExperimentConfig), f"config must be an ExperimentConfig, got {config!r:.40}. {advice}")
+    require(
+        isinstance(config, ExperimentConfig),
+        f"config must be an ExperimentConfig, got {config!r:.40}. {advice}",
+    )
     config = config.resolved()
     config.validate()
     # Before a text is read, which may take minutes.
@@ -179,7 +190,11 @@ def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
 
 
 def steps_in(
-    seconds: float, config: ExperimentConfig, corpus: Corpus, *, clock: Callable[[], float] = time.monotonic
+    seconds: float,
+    config: ExperimentConfig,
+    corpus: Corpus,
+    *,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[int, float]:
     """Measures updates.
 
@@ -195,7 +210,9 @@ def steps_in(
     step, state = built.compile_step().program, built.init_state()
     times = [clock()]  # The start, and the end of each call.
     while len(times) < 3 or times[-1] - times[1] < _SECONDS_TO_TIME:
-        segments = reader.segments((len(times) - 1) * train.segments_per_call, train.segments_per_call)
+        segments = reader.segments(
+            (len(times) - 1) * train.segments_per_call, train.segments_per_call
+        )
         state, metrics = step(state, built.place(segments, batch_size=train.batch_size))
         jax.block_until_ready(metrics)
         times.append(clock())

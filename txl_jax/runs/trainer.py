@@ -82,12 +82,20 @@ class Trainer:
     def __post_init__(self) -> None:
         run = self.run
         self._config = self.built.config.train
-        self._log = RunLog(run.path if distributed.is_primary() else None, sinks=self.sinks, confirm=run.confirm)
+        self._log = RunLog(
+            run.path if distributed.is_primary() else None, sinks=self.sinks, confirm=run.confirm
+        )
         self._checkpoints = RunCheckpoints(
             run, self.built.members, keep=self._config.keep_checkpoints, log=self._log.note
         )
         self._validation = Validation(
-            self.built, self.corpus, run, self._checkpoints, self._log, self._is_stopping, self.sampler
+            self.built,
+            self.corpus,
+            run,
+            self._checkpoints,
+            self._log,
+            self._is_stopping,
+            self.sampler,
         )
 
     def _is_stopping(self) -> Any:
@@ -110,12 +118,20 @@ class Trainer:
             if validation.results_after(step) is None:
                 redone.add("test")
             with log.open(step, redone=redone, header=environment.origin(), opening=self.opening):
-                log.settings(config_tree.to_dict(built.config) | validation.facts | environment.describe())
+                log.settings(
+                    config_tree.to_dict(built.config) | validation.facts | environment.describe()
+                )
                 validation.read_losses()
                 if self._has_ended(step):  # A first start skips this.
-                    results = distributed.broadcast_from_primary(lambda: validation.results_after(step))
+                    results = distributed.broadcast_from_primary(
+                        lambda: validation.results_after(step)
+                    )
                     if results:
-                        why = "" if step >= config.steps else ". To continue, raise --train.patience or set it to none."
+                        why = (
+                            ""
+                            if step >= config.steps
+                            else ". To continue, raise --train.patience or set it to none."
+                        )
                         log.print(f"finished  already: {validation.results_path}{why}")
                         return Outcome(True, step, results)
                 if step:
@@ -123,12 +139,16 @@ class Trainer:
                     log.print(f"resuming  from step {step} (epoch {epoch + 1}, segment {index})")
                 # Traces `make_train_step` (training/step.py) with its `jax.grad`.
                 compilation = built.compile_step()
-                _report_build(built, compilation, log, show_details=self.verbose or built.mesh.size > 1)
+                _report_build(
+                    built, compilation, log, show_details=self.verbose or built.mesh.size > 1
+                )
                 self._progress = Progress(
                     log,
                     steps=config.steps,
                     log_every=config.log_every,
-                    cost=flops.of_step(built.config, vocab_size=built.model.vocab_size, n_device=built.mesh.size),
+                    cost=flops.of_step(
+                        built.config, vocab_size=built.model.vocab_size, n_device=built.mesh.size
+                    ),
                     measure=self.corpus.vocabulary.measure,
                     members=built.members,
                     running_totals=saved.get("running_totals"),
@@ -136,13 +156,17 @@ class Trainer:
                 if not self._has_ended(step):
                     step, state = self._loop(compilation.program, step, state)
                 if step < config.steps and validation.out_of_patience:
-                    log.note(f"training ends at step {step}: no better loss in {config.patience} evaluations")
+                    log.note(
+                        f"training ends at step {step}: no better loss in {config.patience} evaluations"
+                    )
                 if self._checkpoints.saved_step != step:
                     self._save(HookContext(step, state, log))
                 self._checkpoints.wait()
                 results = validation.make_results(step, state) if self._has_ended(step) else None
                 if results is None:
-                    log.print(f"stopped   at step {step}, checkpoint saved. Rerun the same command to resume.")
+                    log.print(
+                        f"stopped   at step {step}, checkpoint saved. Rerun the same command to resume."
+                    )
                 return Outcome(results is not None, step, results)
 
     def _changes(self, step: int, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -155,10 +179,14 @@ class Trainer:
         if old == new:
             return changes
         before = config_tree.replace(config, {"train.steps": old})
-        was, rate = (f"{float(learning_rate(each, peak=1.0)(step)):.1%}" for each in (before, config))
+        was, rate = (
+            f"{float(learning_rate(each, peak=1.0)(step)):.1%}" for each in (before, config)
+        )
         if was != rate:
             why = f"the schedule ends with train.steps, now {new:,} instead of {old:,}"
-            self._log.note(f"from step {step:,} the learning rate is {rate} of its peak, not {was}: {why}")
+            self._log.note(
+                f"from step {step:,} the learning rate is {rate} of its peak, not {was}: {why}"
+            )
         return [*changes, {"step": step, "name": "train.steps", "old": old, "new": new}]
 
     def _has_ended(self, step: int) -> bool:
@@ -175,7 +203,11 @@ class Trainer:
         # Saving is last: a checkpoint of a step implies that its evaluation is on disk.
         save = Hook(config.checkpoint_every, self._save)
         # The caller's hooks may load the best parameters.
-        wait = [Hook(config.eval_every, lambda context: self._checkpoints.wait_for_best())] if self.hooks else []
+        wait = (
+            [Hook(config.eval_every, lambda context: self._checkpoints.wait_for_best())]
+            if self.hooks
+            else []
+        )
         hooks = [*evaluation, *wait, *self.hooks, save]
         if stop.is_watched_by_all():
             hooks.append(Hook(config.log_every, self._save_on_notice))
@@ -201,17 +233,27 @@ class Trainer:
                         exclude=progress.exclude,
                     )
                 )
-            prefetched = stack.enter_context(Prefetcher(self._read, segments_per_call=per_call, steps=config.steps))
+            prefetched = stack.enter_context(
+                Prefetcher(self._read, segments_per_call=per_call, steps=config.steps)
+            )
             try:
                 calls = range(step, config.steps, per_call)
-                return run_updates(state, train_step, prefetched, calls, hooks, progress, self._is_stopping)
+                return run_updates(
+                    state, train_step, prefetched, calls, hooks, progress, self._is_stopping
+                )
             except NonFiniteError as error:
                 saved = self._checkpoints.saved_step
-                there = "No checkpoint was written" if saved is None else f"The checkpoint of step {saved} is kept"
+                there = (
+                    "No checkpoint was written"
+                    if saved is None
+                    else f"The checkpoint of step {saved} is kept"
+                )
                 advice = "a longer --optimizer.warmup_steps, in a new --workdir"
                 if self.built.members.names:
                     advice = "start without that --ensemble_member, or split off the other members (--mode=split)"
-                raise NonFiniteError(f"{error}. {there}. Try a lower --optimizer.learning_rate, or {advice}.") from None
+                raise NonFiniteError(
+                    f"{error}. {there}. Try a lower --optimizer.learning_rate, or {advice}."
+                ) from None
 
     def _read(self, first: int, count: int) -> Segments:
         """Returns the segments of the updates from `first` on, placed on the devices.
@@ -235,7 +277,9 @@ class Trainer:
         """Saves before maintenance of a machine, which may end it."""
         if stop.save_requested() and self._checkpoints.saved_step != context.step:
             self._save(context)
-            self._log.note(f"checkpoint saved at step {context.step}, because maintenance may end this machine")
+            self._log.note(
+                f"checkpoint saved at step {context.step}, because maintenance may end this machine"
+            )
 
 
 def run_updates(
@@ -288,7 +332,9 @@ def run_updates(
     return step, state
 
 
-def run_hooks(hooks: Sequence[Hook], step: int, state: TrainState, progress: Progress) -> tuple[TrainState, bool]:
+def run_hooks(
+    hooks: Sequence[Hook], step: int, state: TrainState, progress: Progress
+) -> tuple[TrainState, bool]:
     """Runs hooks one after the other.
 
     Returns the state to continue with, and whether a hook has requested a stop.
@@ -304,7 +350,9 @@ def run_hooks(hooks: Sequence[Hook], step: int, state: TrainState, progress: Pro
     return state, stopping
 
 
-def _report_build(built: Built, compilation: Compilation, log: RunLog, *, show_details: bool) -> None:
+def _report_build(
+    built: Built, compilation: Compilation, log: RunLog, *, show_details: bool
+) -> None:
     """Logs attention, the estimated memory per device, and the compilation time.
 
     Details may go only to log.txt.

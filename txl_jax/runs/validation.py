@@ -73,11 +73,16 @@ class Validation:
 
         def recorded() -> list[list[float]]:
             valid = [record for record in read_metrics(self.run.path) if record["kind"] == "valid"]
-            of_members = [[each for each in valid if each.get("member") == label] for label in self._members.labels]
+            of_members = [
+                [each for each in valid if each.get("member") == label]
+                for label in self._members.labels
+            ]
             return [[record["loss"] for record in records] for records in of_members]
 
         found = distributed.broadcast_from_primary(recorded)
-        self.losses = [[] if self._best(index) is None else losses for index, losses in enumerate(found)]
+        self.losses = [
+            [] if self._best(index) is None else losses for index, losses in enumerate(found)
+        ]
 
     def hooks(self) -> list[Hook]:
         """Returns the hooks that run every `eval_every` steps, in this order."""
@@ -102,30 +107,48 @@ class Validation:
         self.pending = False
         for index, (totals, line) in enumerate(scored):
             best = self._best(index)
-            context.record("valid", as_record(totals, self._vocabulary), member=self._members.labels[index])
+            context.record(
+                "valid", as_record(totals, self._vocabulary), member=self._members.labels[index]
+            )
             # Those of this very step are written again: a kill may have come before they had their
             # digests.
             if best is None or totals.nll < best["loss"] or best["step"] == context.step:
                 context.log(f"{line}  best so far")
-                notes = {"step": context.step, **as_result(totals, self._vocabulary), "eval": self._eval_settings}
+                notes = {
+                    "step": context.step,
+                    **as_result(totals, self._vocabulary),
+                    "eval": self._eval_settings,
+                }
                 self.checkpoints.save_best(index, context.step, of_members[index], notes)
             else:
-                context.log(f"{line}  best {Totals(best['loss'], 1).format(self._measure)} at step {best['step']}")
+                context.log(
+                    f"{line}  best {Totals(best['loss'], 1).format(self._measure)} at step {best['step']}"
+                )
             self.losses[index].append(totals.nll)
         if self.out_of_patience:
             context.request_stop()
 
-    def _score(self, split: Split, of_members: Sequence[Any], *, prefix: str = "") -> list[tuple[Totals, str]] | None:
+    def _score(
+        self, split: Split, of_members: Sequence[Any], *, prefix: str = ""
+    ) -> list[tuple[Totals, str]] | None:
         """Scores a split with each member's parameters.
 
         Returns the scores and a line about them for each member, or None if stopped.
         """
-        tokens = self.corpus.test if split is Split.TEST else self.corpus.valid[: self._config.eval.valid_tokens]
+        tokens = (
+            self.corpus.test
+            if split is Split.TEST
+            else self.corpus.valid[: self._config.eval.valid_tokens]
+        )
         options: dict[str, Any] = {"log": self.log.print, "stop_requested": self.stop_requested}
-        names = [f"{prefix}{self._members.prefix(index)}{split}" for index in range(len(of_members))]
+        names = [
+            f"{prefix}{self._members.prefix(index)}{split}" for index in range(len(of_members))
+        ]
         try:
             return [
-                score_with_line(self.built, params, tokens, name=name, vocabulary=self._vocabulary, **options)
+                score_with_line(
+                    self.built, params, tokens, name=name, vocabulary=self._vocabulary, **options
+                )
                 for name, params in zip(names, of_members, strict=True)
             ]
         except Interrupted:
@@ -137,7 +160,9 @@ class Validation:
         if self.pending or average is None:
             return None
         for index, losses in enumerate(self.losses):
-            if not weight_averaging.has_begun(average, index) and weight_averaging.is_due(losses, trigger):
+            if not weight_averaging.has_begun(average, index) and weight_averaging.is_due(
+                losses, trigger
+            ):
                 context.log(
                     f"note      {self._members.prefix(index)}weight averaging starts: no better loss than "
                     f"{trigger} evaluations ago"
@@ -147,7 +172,10 @@ class Validation:
 
     def sample(self, context: HookContext) -> None:
         """Writes a sample from the evaluated parameters, in an ensemble the first member's."""
-        due = context.step % (self._config.train.sample_every or 1) == 0 or context.step == self._config.train.steps
+        due = (
+            context.step % (self._config.train.sample_every or 1) == 0
+            or context.step == self._config.train.steps
+        )
         if self.pending or not due or self.sampler is None:
             return
         params = self._members.take(context.state.scored_params, 0)
@@ -168,7 +196,9 @@ class Validation:
                 return None
             if notes is None or notes["eval"] == self._eval_settings:
                 return notes
-            self.log.note(f"the best step is chosen again: step {notes['step']} was scored with other --eval settings")
+            self.log.note(
+                f"the best step is chosen again: step {notes['step']} was scored with other --eval settings"
+            )
             return None
 
         return distributed.broadcast_from_primary(comparable)
@@ -180,7 +210,11 @@ class Validation:
         It describes the text, the size, and the weights that the run began with.
         """
         corpus, weights = self.corpus, self.run.weights
-        facts = {"corpus": corpus.name, "text": corpus.description, "parameters": self.built.num_parameters}
+        facts = {
+            "corpus": corpus.name,
+            "text": corpus.description,
+            "parameters": self.built.num_parameters,
+        }
         return facts | ({"warm_start": dict(weights)} if weights else {})
 
     def results_after(self, step: int) -> dict[str, Any] | None:
@@ -201,7 +235,9 @@ class Validation:
 
         Returns None if a stop was requested meanwhile.
         """
-        best, of_members = zip(*(self._best_or_last(i, state) for i in range(len(self._members))), strict=True)
+        best, of_members = zip(
+            *(self._best_or_last(i, state) for i in range(len(self._members))), strict=True
+        )
         scored = self._score(Split.TEST, of_members)
         if scored is None:
             return None
@@ -210,9 +246,13 @@ class Validation:
             self.log.record("test", step, as_record(totals, self._vocabulary), member=label)
             self.log.print(line)
             if totals.diverged:
-                self.log.note("the run diverged. Try a lower --optimizer.learning_rate, in a new --workdir.")
+                self.log.note(
+                    "the run diverged. Try a lower --optimizer.learning_rate, in a new --workdir."
+                )
             test = as_result(totals, self._vocabulary)
-            results.append({"best_valid": own, "test": {"step": own["step"] if own else step, **test}})
+            results.append(
+                {"best_valid": own, "test": {"step": own["step"] if own else step, **test}}
+            )
         content = {
             **self.facts,
             "steps": step,
@@ -236,7 +276,9 @@ class Validation:
         If the checkpoint is unreadable, returns None and the last parameters.
         """
         try:
-            restored = self.checkpoints.best[index].restore({"params": self.built.abstract_state.params})
+            restored = self.checkpoints.best[index].restore(
+                {"params": self.built.abstract_state.params}
+            )
         except CheckpointError as error:
             self.log.note(f"{error} The parameters of the last step are used instead.")
             restored = None

@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from txl_jax.config import Encoding, ExperimentConfig, InitVocabulary, NormPlace, TokenizerConfig, config_tree
+from txl_jax.config import (
+    Encoding,
+    ExperimentConfig,
+    InitVocabulary,
+    NormPlace,
+    TokenizerConfig,
+    config_tree,
+)
 from txl_jax.config.config_tree import require
 from txl_jax.data import corpus as corpus_lib
 from txl_jax.data.corpus import Corpus
@@ -49,7 +56,9 @@ class WarmStart(NamedTuple):
     def lines(self) -> list[str]:
         """Describes the weights, for the startup summary of the run."""
         record, tokens = self.record, self.record["tokens"]
-        moved = f" ({tokens['moved']:,} moved to a cluster of another size)" if tokens["moved"] else ""
+        moved = (
+            f" ({tokens['moved']:,} moved to a cluster of another size)" if tokens["moved"] else ""
+        )
         counts = f"{tokens['kept']:,} tokens kept, {tokens['new']:,} new{moved}, {tokens['dropped']:,} dropped"
         return [
             f"init      weights from {record['path']}, step {record['step']:,}, sha256 {record['sha256'][:12]}...",
@@ -66,14 +75,20 @@ def basis(path: str, run: Run) -> Weights:
     return _open(path) if run.is_new else Weights.of_run(run)
 
 
-def with_trained_settings(defaults: ExperimentConfig, trained: Weights, which: InitVocabulary) -> ExperimentConfig:
+def with_trained_settings(
+    defaults: ExperimentConfig, trained: Weights, which: InitVocabulary
+) -> ExperimentConfig:
     """Returns `defaults` with the settings that come from the trained model.
 
     These are its sizes and compatibility settings and, if its vocabulary is kept, its token
     settings.
     """
     leaves = config_tree.leaves(ExperimentConfig)
-    names = [leaf.name for leaf in leaves if leaf.setting.shapes_params or leaf.name.startswith("model.compat.")]
+    names = [
+        leaf.name
+        for leaf in leaves
+        if leaf.setting.shapes_params or leaf.name.startswith("model.compat.")
+    ]
     taken = {name: config_tree.get(trained.config, name) for name in names}
     if which is InitVocabulary.KEPT:
         taken |= tokenizer_settings(trained.vocabulary)
@@ -93,7 +108,9 @@ def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: st
         if vocabulary is not None:
             theirs = config_tree.replace(config, tokenizer_settings(vocabulary))
             different = config_tree.differences(theirs, config)
-            named = "; ".join(f"{leaf.name} is {ours} instead of {kept}" for leaf, kept, ours in different)
+            named = "; ".join(
+                f"{leaf.name} is {ours} instead of {kept}" for leaf, kept, ours in different
+            )
             basis_of = f"init_vocabulary is kept (the vocabulary of {config.init_from})"
             require(not different, f"{basis_of}, but {named}. Omit these flags.")
         return corpus_lib.read_corpus(config.data, data_dir, cache_dir, vocabulary=vocabulary)
@@ -104,8 +121,14 @@ def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: st
 def other_sizes(config: ExperimentConfig, trained: ExperimentConfig) -> dict[str, Any]:
     """Returns the trained model's values of settings that determine parameters and differ."""
     different = config_tree.differences(trained, config)
-    sizes = [each for each in different if each[0].setting.shapes_params and _is_read(each[0].name, config)]
-    return {leaf.name: old for leaf, old, new in sizes if leaf.name != _CUTOFFS or len(old) != len(new)}
+    sizes = [
+        each
+        for each in different
+        if each[0].setting.shapes_params and _is_read(each[0].name, config)
+    ]
+    return {
+        leaf.name: old for leaf, old, new in sizes if leaf.name != _CUTOFFS or len(old) != len(new)
+    }
 
 
 def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
@@ -115,10 +138,16 @@ def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
     """
     refused = []
     for name, theirs in other_sizes(config, trained).items():
-        here, there = (config_tree.format_value(value) or "empty" for value in (config_tree.get(config, name), theirs))
+        here, there = (
+            config_tree.format_value(value) or "empty"
+            for value in (config_tree.get(config, name), theirs)
+        )
         refused.append(f"{name} is {here} instead of {there}")
     advice = "Omit these settings to take them from the weights."
-    require(not refused, f"the weights in {config.init_from} are from another model: {', '.join(refused)}. {advice}")
+    require(
+        not refused,
+        f"the weights in {config.init_from} are from another model: {', '.join(refused)}. {advice}",
+    )
 
 
 def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
@@ -139,14 +168,18 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
     rows = distributed.run_on_all(lambda: _match(config, trained, vocabulary))
     # The trained model on the mesh of the run that begins.
     ours = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
-    changed = {name: config_tree.get(config, name) for name in ours} | {"eval.average_checkpoints": None}
+    changed = {name: config_tree.get(config, name) for name in ours} | {
+        "eval.average_checkpoints": None
+    }
     theirs = config_tree.replace(trained.config, changed)
     same_mesh = build_for(theirs, trained.vocabulary, mesh=components.mesh, uses=())
     step, params = trained.params(same_mesh)
     initial = components.abstract_state.params
     record = {"path": trained.path, "step": step, "sha256": digest(params), "tokens": rows.counts}
     shardings = jax.tree.map(lambda leaf: leaf.sharding, initial)
-    move = components.jit(transfer(rows, trained.config.model, config.model), out_shardings=shardings)
+    move = components.jit(
+        transfer(rows, trained.config.model, config.model), out_shardings=shardings
+    )
 
     def state(own: Any) -> TrainState:
         return components.state_from_params(move(own, params))
@@ -176,7 +209,9 @@ def _open(path: str) -> Weights:
 def tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:
     """Returns the settings that determine token ids, from a vocabulary."""
     given = {"kind": vocabulary.kind, **vocabulary.header()}
-    names = [leaf.name for leaf in config_tree.leaves(TokenizerConfig) if leaf.setting.shapes_tokens]
+    names = [
+        leaf.name for leaf in config_tree.leaves(TokenizerConfig) if leaf.setting.shapes_tokens
+    ]
     tokenizer = TokenizerConfig(**{name: given[name] for name in names if name in given})
     return {f"data.tokenizer.{name}": getattr(tokenizer, name) for name in names}
 
@@ -202,7 +237,9 @@ def _match(config: ExperimentConfig, trained: Weights, vocabulary: Vocabulary) -
         f"the tokens of {trained.path} are of kind {kinds[0]}, but the text's are of kind {kinds[1]}. Pass "
         "--init_vocabulary=kept to read the text in that vocabulary.",
     )
-    matched = np.arange(vocabulary.size, dtype=np.int32) if same else match_tokens(theirs, vocabulary)
+    matched = (
+        np.arange(vocabulary.size, dtype=np.int32) if same else match_tokens(theirs, vocabulary)
+    )
     return row_map(matched, trained.config.model, config.model, old_size=theirs.size)
 
 
@@ -213,4 +250,8 @@ def _note(config: ExperimentConfig, trained: ExperimentConfig) -> str:
         for leaf, theirs, ours in config_tree.differences(trained, config)
         if leaf.name in _NOTED or (leaf.name.startswith("model.") and leaf.name not in _UNNOTED)
     ]
-    return f"note      settings that differ from the pretrained model's: {', '.join(named)}" if named else ""
+    return (
+        f"note      settings that differ from the pretrained model's: {', '.join(named)}"
+        if named
+        else ""
+    )

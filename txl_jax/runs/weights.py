@@ -61,7 +61,9 @@ class Weights:
     @classmethod
     def of(cls, model: "Run | Weights", config: ExperimentConfig) -> "Weights":
         """Returns a trained model with other settings of evaluation, generation or data."""
-        return dataclasses.replace(cls.of_run(model) if isinstance(model, Run) else model, config=config)
+        return dataclasses.replace(
+            cls.of_run(model) if isinstance(model, Run) else model, config=config
+        )
 
     def outputs(self, *, needed: bool = False) -> str | None:
         """Returns the directory for scores and samples, or None if the model's own is read-only.
@@ -73,12 +75,16 @@ class Weights:
 
         def find() -> str | None:
             try:
-                folder = self.out or (self.source.outputs if isinstance(self.source, Run) else self.path)
+                folder = self.out or (
+                    self.source.outputs if isinstance(self.source, Run) else self.path
+                )
                 storage.probe(folder)
                 return folder
             except OSError as error:
                 found = f"cannot write to {self.out or self.path} ({error.strerror or error})"
-                require(not needed and not self.out, f"{found}. Pass a writable directory as --out.")
+                require(
+                    not needed and not self.out, f"{found}. Pass a writable directory as --out."
+                )
                 say(f"note      no file will be written: {found}. Pass --out to write elsewhere.")
                 return None
 
@@ -106,7 +112,9 @@ class Weights:
                 log(f"attention: {line}")
         return built
 
-    def params(self, built: Built, *, log: Callable[[str], None] = lambda line: None) -> tuple[int, Any]:
+    def params(
+        self, built: Built, *, log: Callable[[str], None] = lambda line: None
+    ) -> tuple[int, Any]:
         """Loads the parameters onto the mesh, in their shardings: (training steps, parameters).
 
         For a run see `load_parameters`. From a portable checkpoint each device reads its own part
@@ -161,17 +169,23 @@ def _open_portable(folder: str, member: str | None, no_run: UserError) -> Weight
             one = f"the ensemble member is {member!r}, but {folder} contains one model. Omit the member."
             require(member is None, one)
         elif exported.is_exported(folder):
-            raise UserError(f"{folder} is an exported model (docs/export.md). Pass the directory it was exported from.")
+            raise UserError(
+                f"{folder} is an exported model (docs/export.md). Pass the directory it was exported from."
+            )
         elif holds_other_weights(folder):
             convert = f"`python -m experiments.convert --from={folder} --to=NEW_DIRECTORY`"
-            raise UserError(f"{folder} contains another implementation's weights. Convert them with {convert} first.")
+            raise UserError(
+                f"{folder} contains another implementation's weights. Convert them with {convert} first."
+            )
         else:
             raise no_run
 
     # Process 0 decides, so that all processes go the same way, whatever each of them sees.
     distributed.broadcast_from_primary(check)
     info = distributed.run_on_all(lambda: portable.read_info(folder))
-    return Weights(folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info)
+    return Weights(
+        folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info
+    )
 
 
 def holds_other_weights(path: str) -> bool:
@@ -201,9 +215,13 @@ def load_to_score(
     check_same_text(corpus)
     weights = Weights.of(model, config)
     theirs, ours = weights.vocabulary, corpus.vocabulary
-    trained, scored = f"{weights.description}, with {theirs.size} tokens", f"{corpus.description!r} was read with"
+    trained, scored = (
+        f"{weights.description}, with {theirs.size} tokens",
+        f"{corpus.description!r} was read with",
+    )
     require(
-        ours == theirs, f"this is {trained}, but {scored} {ours.size} or others. Read it in the model's vocabulary."
+        ours == theirs,
+        f"this is {trained}, but {scored} {ours.size} or others. Read it in the model's vocabulary.",
     )
     if not isinstance(weights.source, Run) or corpus.digest != weights.source.text.digest:
         log(f"note      scored text: {corpus.description}. Model: {weights.description}.")
@@ -223,7 +241,9 @@ def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tu
     """
     if count := built.config.eval.average_checkpoints:
         return _mean_of_latest(built, run, count, log=log)
-    has_best, has_latest = distributed.broadcast_from_primary(lambda: [exists(run.best), exists(run.latest)])
+    has_best, has_latest = distributed.broadcast_from_primary(
+        lambda: [exists(run.best), exists(run.latest)]
+    )
     if has_best:
         try:
             with Checkpointer(run.best, keep=1, log=log) as best:
@@ -243,7 +263,12 @@ def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tu
 
 
 def load_state(
-    built: Built, run: Run, *, log: Callable[[str], None], before: int | None = None, casts: bool = False
+    built: Built,
+    run: Run,
+    *,
+    log: Callable[[str], None],
+    before: int | None = None,
+    casts: bool = False,
 ) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Loads the latest valid training state.
 
@@ -256,14 +281,18 @@ def load_state(
     members = Members(run.member_names)
     index = run.member_names.index(run.member) if run.member else 0
     with Checkpointer(run.latest, keep=built.config.train.keep_checkpoints, log=log) as latest:
-        restored = latest.restore(members.abstract(built.abstract_state), before=before, casts=casts)
+        restored = latest.restore(
+            members.abstract(built.abstract_state), before=before, casts=casts
+        )
     if restored is None:
         return None
     step, state, notes = restored
     return step, members.take(state, index), notes
 
 
-def _mean_of_latest(built: Built, run: Run, count: int, *, log: Callable[[str], None]) -> tuple[int, Any]:
+def _mean_of_latest(
+    built: Built, run: Run, count: int, *, log: Callable[[str], None]
+) -> tuple[int, Any]:
     """Averages the scored parameters of the latest checkpoints.
 
     Returns the last step and the mean.
@@ -278,5 +307,7 @@ def _mean_of_latest(built: Built, run: Run, count: int, *, log: Callable[[str], 
         steps.append(restored[0])
         params = restored[1].scored_params
         total = params if total is None else jax.tree.map(jnp.add, total, params)
-    log(f"note      parameters are the mean of the checkpoints at steps {', '.join(map(str, reversed(steps)))}")
+    log(
+        f"note      parameters are the mean of the checkpoints at steps {', '.join(map(str, reversed(steps)))}"
+    )
     return steps[0], jax.tree.map(lambda leaf: leaf / count, total)

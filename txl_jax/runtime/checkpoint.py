@@ -70,7 +70,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """
 
     def __init__(self, directory: AnyPath, *, keep: int, log: Callable[[str], None]):
-        self._directory = storage.as_path(directory) if is_remote(directory) else os.path.abspath(directory)
+        self._directory = (
+            storage.as_path(directory) if is_remote(directory) else os.path.abspath(directory)
+        )
         if self._directory.startswith("gs://"):
             storage.make_gcsfs_patient()
         self._keep = keep
@@ -104,17 +106,23 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         `RemoteProcessError` if that happened in another process.
         """
         distributed.run_on_all(self.wait)
-        path = os.path.join(self._directory, distributed.broadcast_from_primary(lambda: self._prepare(step)))
+        path = os.path.join(
+            self._directory, distributed.broadcast_from_primary(lambda: self._prepare(step))
+        )
         with self._writing(step):
             if self._writer is None:
                 self._writer = _open_writer(os.path.basename(self._directory))
             tree = _drop_empty(state)
             arrays = stored_arrays.describe(tree)
-            args = ocp.args.Composite(state=ocp.args.StandardSave(tree), notes=ocp.args.JsonSave(notes))
+            args = ocp.args.Composite(
+                state=ocp.args.StandardSave(tree), notes=ocp.args.JsonSave(notes)
+            )
             with contextlib.ExitStack() as links:
                 folder = links.enter_context(storage.without_wildcards(self._directory))
                 self._writer.save(os.path.join(folder, os.path.basename(path)), args=args)
-                finish = functools.partial(self._finish, self._writer, step, path, arrays, links.pop_all())
+                finish = functools.partial(
+                    self._finish, self._writer, step, path, arrays, links.pop_all()
+                )
             self._pending = step, self._threads.submit(finish)
 
     def sweep(self) -> None:
@@ -148,7 +156,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             found = _steps(self._directory)
             if newer := sorted({other for other, _, _ in found if other > step}):
                 after = f"checkpoints of steps {', '.join(map(str, newer))} in {self._directory} come after step {step}"
-                fate = "they belong to an abandoned run, and are deleted once the new one is verified"
+                fate = (
+                    "they belong to an abandoned run, and are deleted once the new one is verified"
+                )
                 self._log(f"{after}, which is now saved: {fate}")
             again = next((number + 1 for other, number, _ in found if other == step), 0)
             return f"{step}.again-{again}" if again else str(step)
@@ -172,12 +182,18 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         is_complete = self._opens_everywhere(path, arrays)
         if not distributed.is_primary() or not is_complete:
             return
-        digests = {os.path.relpath(file, path): storage.sha256(file) for file in storage.files_below(path)}
+        digests = {
+            os.path.relpath(file, path): storage.sha256(file) for file in storage.files_below(path)
+        }
         storage.write_json(os.path.join(path, DIGESTS), digests)
         found = find_steps(self._directory)
         older = {other: folder for other, folder in reversed(found) if other < step}
         # Steps without digests are deleted first.
-        best = sorted(older, key=lambda step: (storage.exists(os.path.join(older[step], DIGESTS)), step), reverse=True)
+        best = sorted(
+            older,
+            key=lambda step: (storage.exists(os.path.join(older[step], DIGESTS)), step),
+            reverse=True,
+        )
         kept = {path, *(older[step] for step in best[: self._keep - 1])}
         for _, folder in found:
             if folder not in kept:
@@ -226,7 +242,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         except Exception as error:
             self._writer = None
             wrong = f"the checkpoint of step {step} could not be written to {self._directory} ({_short(error)})"
-            advice = "Free space or allow writing there, then resume: earlier checkpoints are intact."
+            advice = (
+                "Free space or allow writing there, then resume: earlier checkpoints are intact."
+            )
             raise CheckpointError(f"{wrong}. {advice}") from error
 
     # Reading
@@ -264,7 +282,11 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         found = distributed.broadcast_from_primary(
             lambda: [(step, os.path.basename(path)) for step, path in find_steps(self._directory)]
         )
-        found = [(step, os.path.join(self._directory, name)) for step, name in found if before is None or step < before]
+        found = [
+            (step, os.path.join(self._directory, name))
+            for step, name in found
+            if before is None or step < before
+        ]
         if not found:
             return None
         unverified: list[tuple[int, str]] = []
@@ -274,17 +296,27 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             damage = distributed.broadcast_from_primary(functools.partial(find_damage, path))
             if damage == NO_DIGESTS:
                 unverified.append((step, path))
-                self._log(f"checkpoint {path} is not verified ({damage}), so verified ones are tried first")
+                self._log(
+                    f"checkpoint {path} is not verified ({damage}), so verified ones are tried first"
+                )
             elif damage is not None:
                 self._skip(path, damage, tried)
-            elif restored := self._try_restore(path, abstract_state, tried, is_verified=True, casts=casts):
+            elif restored := self._try_restore(
+                path, abstract_state, tried, is_verified=True, casts=casts
+            ):
                 return step, *restored
         for step, path in unverified:
-            self._log(f"no verified checkpoint could be restored, so {path} is tried, which is not verified")
-            if restored := self._try_restore(path, abstract_state, tried, is_verified=False, casts=casts):
+            self._log(
+                f"no verified checkpoint could be restored, so {path} is tried, which is not verified"
+            )
+            if restored := self._try_restore(
+                path, abstract_state, tried, is_verified=False, casts=casts
+            ):
                 return step, *restored
         lost = f"none of the checkpoints in {self._directory} can be restored ({'; '.join(tried)})"
-        raise CheckpointError(f"{lost}. Restore a copy of one, or move them away to start from scratch.")
+        raise CheckpointError(
+            f"{lost}. Restore a copy of one, or move them away to start from scratch."
+        )
 
     def _skip(self, path: str, damage: str, tried: list[str]) -> None:
         tried.append(f"{os.path.basename(path)}: {damage}")
@@ -306,22 +338,32 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 needed = describe_arrays(wanted)
                 found = describe_arrays(saved)
                 # Orbax casts to the types that are wanted.
-                known = {name: needed[name] for name in found if casts and _is_wider(needed.get(name, ""), found[name])}
+                known = {
+                    name: needed[name]
+                    for name in found
+                    if casts and _is_wider(needed.get(name, ""), found[name])
+                }
                 difference = describe_difference(found | known, needed)
                 if not difference:
-                    args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), notes=ocp.args.JsonRestore())
+                    args = ocp.args.Composite(
+                        state=ocp.args.StandardRestore(wanted), notes=ocp.args.JsonRestore()
+                    )
                     restored = reader.restore(plain_path, args=args)
         except Exception as error:  # noqa: BLE001 (damage shows as nearly any type)
             failure = _short(error)
         if failure := distributed.first_error(failure):
             # An older one would undo updates because of the network.
             if is_verified and is_remote(path):
-                raise UserError(f"cannot read {path} ({failure}). Start again once it can be reached.")
+                raise UserError(
+                    f"cannot read {path} ({failure}). Start again once it can be reached."
+                )
             self._skip(path, f"Orbax cannot restore it ({failure})", tried)
             return None
         if restored is None:  # An older step would not be better.
             other = f"checkpoint {path} belongs to another model ({difference})"
-            raise CheckpointError(f"{other}. Use the configuration that it was saved with, or another directory.")
+            raise CheckpointError(
+                f"{other}. Use the configuration that it was saved with, or another directory."
+            )
         return _restore_empty(restored.state, abstract_state), restored.notes
 
 
@@ -354,13 +396,17 @@ def _steps(directory: AnyPath) -> list[tuple[int, int, str]]:
     Each item is (step, how many times it was written before, name).
     """
     found = map(_STEP.fullmatch, storage.names(directory, missing_ok=True))
-    return sorted(((int(match[1]), int(match[2] or 0), match[0]) for match in found if match), reverse=True)
+    return sorted(
+        ((int(match[1]), int(match[2] or 0), match[0]) for match in found if match), reverse=True
+    )
 
 
 def _is_left_over(directory: AnyPath, name: str) -> bool:
     """Returns whether a name is of a step that was not completed, or not deleted completely."""
     if is_remote(directory):
-        return bool(_STEP.fullmatch(name)) and not storage.exists(os.path.join(directory, name, COMMIT))
+        return bool(_STEP.fullmatch(name)) and not storage.exists(
+            os.path.join(directory, name, COMMIT)
+        )
     return bool(_LEFTOVER.fullmatch(name))
 
 
@@ -392,7 +438,9 @@ def find_damage(folder: AnyPath) -> str | None:
         # An outage is not damage.
         if is_remote(folder) and not isinstance(error, FileNotFoundError):
             raise storage.access_error("read", path, error) from error
-        return NO_DIGESTS if name == DIGESTS else f"the file {name} cannot be read ({error.strerror})"
+        return (
+            NO_DIGESTS if name == DIGESTS else f"the file {name} cannot be read ({error.strerror})"
+        )
     except (ValueError, AttributeError):  # Digests that cannot be read vouch for nothing.
         return NO_DIGESTS
     return None
@@ -406,7 +454,9 @@ def describe_arrays(tree: Any) -> dict[str, str]:
     described = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-        described[jax.tree_util.keystr(path, simple=True, separator="/")] = f"{dtype}{list(np.shape(leaf))}"
+        described[jax.tree_util.keystr(path, simple=True, separator="/")] = (
+            f"{dtype}{list(np.shape(leaf))}"
+        )
     return described
 
 
@@ -436,7 +486,9 @@ def describe_difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
 
 
 def _without_widths(described: dict[str, str]) -> dict[str, str]:
-    return {name: re.sub(r"^(float|u?int)(32|64)\b", r"\1", text) for name, text in described.items()}
+    return {
+        name: re.sub(r"^(float|u?int)(32|64)\b", r"\1", text) for name, text in described.items()
+    }
 
 
 def _drop_empty(tree: Any) -> Any:
@@ -479,7 +531,9 @@ def _open_writer(name: str) -> ocp.AsyncCheckpointer:
     # Its threads wait for folders that are created asynchronously, with another such limit, which
     # cannot be set.
     asynchronous = ocp.options.AsyncOptions(create_directories_asynchronously=False, **timeout)
-    return ocp.AsyncCheckpointer(_handler(), async_options=asynchronous, multiprocessing_options=multiprocessing)
+    return ocp.AsyncCheckpointer(
+        _handler(), async_options=asynchronous, multiprocessing_options=multiprocessing
+    )
 
 
 def _short(error: BaseException) -> str:
@@ -505,7 +559,9 @@ def quiet_orbax() -> None:
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_wanted)  # Adds no filter twice.
-    warnings.filterwarnings("ignore", r"coroutine '.*serialize.*' was never awaited", RuntimeWarning)
+    warnings.filterwarnings(
+        "ignore", r"coroutine '.*serialize.*' was never awaited", RuntimeWarning
+    )
     if sys.unraisablehook is sys.__unraisablehook__:
         sys.unraisablehook = _hide_closed_loops
 
@@ -517,7 +573,10 @@ def _is_wanted(record: logging.LogRecord) -> bool:
     """
     if record.name == "asyncio":
         return "os_error_code=" not in str(record.exc_info and record.exc_info[1])
-    return absl.logging.get_verbosity() >= absl.logging.INFO or f"{os.sep}orbax{os.sep}" not in record.pathname
+    return (
+        absl.logging.get_verbosity() >= absl.logging.INFO
+        or f"{os.sep}orbax{os.sep}" not in record.pathname
+    )
 
 
 def _hide_closed_loops(unraisable: Any) -> None:

@@ -76,7 +76,9 @@ def first_error(own: str | None) -> str | None:
     if not is_multiprocess():
         return own
     errors = gather_texts(own or "")
-    return next((f"process {number}: {error}" for number, error in enumerate(errors) if error), None)
+    return next(
+        (f"process {number}: {error}" for number, error in enumerate(errors) if error), None
+    )
 
 
 def assert_same_on_all(facts: Mapping[str, Any], advice: str) -> None:
@@ -88,7 +90,10 @@ def assert_same_on_all(facts: Mapping[str, Any], advice: str) -> None:
     for number, other in enumerate(others, start=1):
         names = [name for name in first | other if other.get(name) != first.get(name)][:3]
         if names:
-            found = (f"{name} must be {first.get(name)}, as in process 0, got {other.get(name)}" for name in names)
+            found = (
+                f"{name} must be {first.get(name)}, as in process 0, got {other.get(name)}"
+                for name in names
+            )
             raise _known_to_all(UserError(f"process {number}: {', '.join(found)}. {advice}"))
 
 
@@ -107,7 +112,9 @@ def check_seen_by_all(folder: str, complaint: str, *, seconds: float) -> None:
     """
     if not is_multiprocess():
         return
-    marker = os.path.join(folder, broadcast_from_primary(lambda: f".seen-by-all-{secrets.token_hex(8)}"))
+    marker = os.path.join(
+        folder, broadcast_from_primary(lambda: f".seen-by-all-{secrets.token_hex(8)}")
+    )
     broadcast_from_primary(lambda: storage.write(marker, b""))
 
     def wait() -> None:
@@ -131,7 +138,9 @@ def to_host(array: Any) -> np.ndarray:
 
     Gathers an array that is sharded over multiple processes.
     """
-    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+    if isinstance(array, jax.Array) and not (
+        array.is_fully_addressable or array.is_fully_replicated
+    ):
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
     return np.asarray(array)
 
@@ -155,5 +164,9 @@ def gather_texts(text: str) -> list[str]:
     own = np.frombuffer(text.encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.int32(len(own))).tolist()
     padded = np.pad(own, (0, max(lengths) - len(own)))
-    texts = multihost_utils.process_allgather(padded) if len(padded) else np.zeros((len(lengths), 0), np.uint8)
+    texts = (
+        multihost_utils.process_allgather(padded)
+        if len(padded)
+        else np.zeros((len(lengths), 0), np.uint8)
+    )
     return [row[:length].tobytes().decode() for row, length in zip(texts, lengths, strict=True)]

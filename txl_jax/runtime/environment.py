@@ -46,7 +46,9 @@ def origin() -> list[str]:
     if (root / ".git").exists():  # Else git would name the checkout around a virtual environment.
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             git = ["git", "-C", str(root), "rev-parse", "HEAD"]
-            versions.append(f"commit {subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True).strip()}")
+            versions.append(
+                f"commit {subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True).strip()}"
+            )
     return [f"command   {words}", f"versions  {', '.join(versions)}"]
 
 
@@ -59,7 +61,9 @@ def device_kind() -> str:
     if device.platform != "cpu":
         return device.device_kind
     cpuinfo = Path("/proc/cpuinfo")
-    named = re.search("^model name.*: (.*)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
+    named = (
+        re.search("^model name.*: (.*)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
+    )
     processor = named[1].strip() if named else platform.processor() or platform.machine()
     return f"CPU ({processor}, {os.cpu_count()} cores)"
 
@@ -67,7 +71,9 @@ def device_kind() -> str:
 def bytes_on_device(tree: Any) -> int:
     """Returns the bytes that a tree of arrays takes on one device."""
     leaves = jax.tree.leaves(tree)
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+    )
 
 
 def device_memory_bytes() -> int | None:
@@ -76,7 +82,10 @@ def device_memory_bytes() -> int | None:
     Only devices of this process count. The memory in use is unknown for CPUs.
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
+    return max(
+        (found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found),
+        default=None,
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -22,7 +22,16 @@ from typing import Any
 
 from txl_jax.errors import UserError
 from txl_jax.runtime.output import say
-from txl_jax.runtime.storage import AnyPath, file_system, is_remote, lock_now, patiently, read, remote_call, remove
+from txl_jax.runtime.storage import (
+    AnyPath,
+    file_system,
+    is_remote,
+    lock_now,
+    patiently,
+    read,
+    remote_call,
+    remove,
+)
 
 NAME = ".lock"
 BEAT_SECONDS = 15.0
@@ -62,7 +71,9 @@ class RunLock(contextlib.ExitStack):
         elif self._scheme == "gs":
             self._acquire_object()
         else:
-            self.notes.append(f"this run is not locked, because {self._scheme}:// has no locks: do not start it twice")
+            self.notes.append(
+                f"this run is not locked, because {self._scheme}:// has no locks: do not start it twice"
+            )
 
     def check(self) -> None:
         """Raises `UserError` if this process knows that another run has taken the lock over."""
@@ -76,7 +87,9 @@ class RunLock(contextlib.ExitStack):
         self.check()
 
     def _refused(self, holder: str) -> UserError:
-        return UserError(f"another run ({holder}) is training in {self._folder}. Stop it, or pass another --workdir.")
+        return UserError(
+            f"another run ({holder}) is training in {self._folder}. Stop it, or pass another --workdir."
+        )
 
     def _acquire_file(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -87,7 +100,9 @@ class RunLock(contextlib.ExitStack):
                 handle.seek(0)
                 raise self._refused(f"process {handle.read().strip() or 'unknown'}") from error
             if missing is not None:
-                self.notes.append(f"this run is not locked, because {missing}: do not start it twice")
+                self.notes.append(
+                    f"this run is not locked, because {missing}: do not start it twice"
+                )
             handle.truncate(0)
             handle.write(str(os.getpid()))
             handle.flush()
@@ -110,7 +125,9 @@ class RunLock(contextlib.ExitStack):
             if alive is False or unrenewed > STALE_SECONDS:
                 if self._delete(lock[0]):
                     remove(self._beat_of(record))
-                    self.notes.append(f"the lock was taken over from {holder}, which has ended or did not renew it")
+                    self.notes.append(
+                        f"the lock was taken over from {holder}, which has ended or did not renew it"
+                    )
                 continue
             if first is None:
                 say(
@@ -143,7 +160,11 @@ class RunLock(contextlib.ExitStack):
         if self._lost is not None or self._is_own():
             return
         record = self._read()
-        other = "it was removed" if record is None else f"another run ({record.get('holder')}) has taken it over"
+        other = (
+            "it was removed"
+            if record is None
+            else f"another run ({record.get('holder')}) has taken it over"
+        )
         self._lost = (
             f"the lock of {self._folder} was lost, because it was not renewed for a minute: {other}. This run stops, "
             "and has written nothing since."
@@ -158,13 +179,22 @@ class RunLock(contextlib.ExitStack):
         if record is None or lock is None:
             return False
         alive = _is_alive(record)
-        return (_stat(self._beat_of(record)) or lock)[1] <= STALE_SECONDS if alive is None else alive
+        return (
+            (_stat(self._beat_of(record)) or lock)[1] <= STALE_SECONDS if alive is None else alive
+        )
 
     def _create(self) -> bool:
         """Creates the object if it does not exist. Returns whether it is this run's."""
         uploads = file_system("gs").base.replace("/storage/v1", "/upload/storage/v1") + "b/{}/o"
-        query = {"uploadType": "media", "name": self._path.split("/", 3)[3], "ifGenerationMatch": "0"}
-        data, headers = json.dumps(self._record).encode(), {"Content-Type": "application/octet-stream"}
+        query = {
+            "uploadType": "media",
+            "name": self._path.split("/", 3)[3],
+            "ifGenerationMatch": "0",
+        }
+        data, headers = (
+            json.dumps(self._record).encode(),
+            {"Content-Type": "application/octet-stream"},
+        )
         try:
             _call("POST", self._path, uploads, data=data, headers=headers, **query)
         except FileExistsError:
@@ -232,7 +262,9 @@ def _stat(url: str) -> tuple[str, float] | None:
         return None
     found = json.loads(answer)
     now = email.utils.parsedate_to_datetime(headers["Date"])
-    return str(found["generation"]), (now - datetime.datetime.fromisoformat(found["updated"])).total_seconds()
+    return str(found["generation"]), (
+        now - datetime.datetime.fromisoformat(found["updated"])
+    ).total_seconds()
 
 
 def _machine() -> str | None:

@@ -49,7 +49,9 @@ def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise LogError(f"cannot read {path} ({error.strerror}). Allow reading, or move it away.") from error
+        raise LogError(
+            f"cannot read {path} ({error.strerror}). Allow reading, or move it away."
+        ) from error
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -62,7 +64,9 @@ def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
             records.append(record)
         elif number < len(lines):
             wrong = f"line {number} of {path} is corrupted (it must be a JSON object with kind and step)"
-            raise LogError(f"{wrong}. Repair or delete that line, or move the file away to start a new one.")
+            raise LogError(
+                f"{wrong}. Repair or delete that line, or move the file away to start a new one."
+            )
     return records
 
 
@@ -73,7 +77,9 @@ def read_appended(path: AnyPath) -> bytes:
     """
     path = storage.as_path(path)
     while parts := _parts(path):
-        first = max((place for place, (_, part) in enumerate(parts) if part.endswith(".all")), default=0)
+        first = max(
+            (place for place, (_, part) in enumerate(parts) if part.endswith(".all")), default=0
+        )
         # A run that starts meanwhile has replaced the parts.
         with contextlib.suppress(FileNotFoundError):
             return b"".join(storage.read(part) for _, part in parts[first:])
@@ -130,7 +136,11 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
     """
 
     def __init__(
-        self, folder: AnyPath | None, *, sinks: Sequence[Sink] = (), confirm: Callable[[], None] = lambda: None
+        self,
+        folder: AnyPath | None,
+        *,
+        sinks: Sequence[Sink] = (),
+        confirm: Callable[[], None] = lambda: None,
     ):
         self._folder = None if folder is None else storage.as_path(folder)
         self._sinks = list(sinks)
@@ -147,7 +157,12 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._closing = contextlib.ExitStack()
 
     def open(
-        self, step: int = 0, *, redone: Collection[str] = (), header: Sequence[str] = (), opening: Sequence[str] = ()
+        self,
+        step: int = 0,
+        *,
+        redone: Collection[str] = (),
+        header: Sequence[str] = (),
+        opening: Sequence[str] = (),
     ) -> Self:
         """Opens the files, and writes the lines `header` and `opening`, and all earlier lines.
 
@@ -162,11 +177,15 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         with storage.writing(self._folder):
             storage.make_folder(self._folder)
             _drop_repeated(self._folder, step, redone)
-            self._texts = {name: _Text(os.path.join(self._folder, name)) for name in (METRICS, LINES)}
+            self._texts = {
+                name: _Text(os.path.join(self._folder, name)) for name in (METRICS, LINES)
+            }
         for text in self._texts.values():
             if text.file is not None:
                 self._closing.enter_context(text.file)
-        self._sinks.insert(0, TensorBoard(os.path.join(self._folder, "tensorboard"), first_step=step))
+        self._sinks.insert(
+            0, TensorBoard(os.path.join(self._folder, "tensorboard"), first_step=step)
+        )
         # The last one is called first, and each even if one before it fails. A sink that fails adds
         # a line.
         for act in (self._texts.clear, self._threads.shutdown, self._upload_all):
@@ -199,20 +218,31 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         """Passes settings by dotted names, and metadata, on to the sinks."""
         self._each("settings", values)
 
-    def record(self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None) -> None:
+    def record(
+        self, kind: str, step: int, values: Mapping[str, float], *, member: str | None = None
+    ) -> None:
         """Adds a record to metrics.jsonl.
 
         The record is the line `{"kind": kind, "step": step, "time": now, **values}`, with `member`
         if passed.
         """
         if taken := {"kind", "step", "member"} & values.keys():
-            raise UserError(f"a record's values must not have the reserved names {sorted(taken)}. Rename them.")
-        numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
-        record: dict[str, Any] = {"kind": kind, "step": int(step)} | ({} if member is None else {"member": member})
+            raise UserError(
+                f"a record's values must not have the reserved names {sorted(taken)}. Rename them."
+            )
+        numbers = {
+            name: value if isinstance(value, int) else float(value)
+            for name, value in values.items()
+        }
+        record: dict[str, Any] = {"kind": kind, "step": int(step)} | (
+            {} if member is None else {"member": member}
+        )
         # A hook's own value of that name wins.
         record["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         # json would write NaN, which is not valid JSON, and other readers would stop at the line.
-        record |= {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
+        record |= {
+            name: value if math.isfinite(value) else str(value) for name, value in numbers.items()
+        }
         self._append(METRICS, json.dumps(record, allow_nan=False))
         self._each("record", kind, int(step), numbers, member)
 
@@ -275,7 +305,11 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self._wait()
 
     def _begin_upload(self) -> None:
-        parts = {_part(text.path, text.number): "".join(text.lines) for text in self._texts.values() if text.lines}
+        parts = {
+            _part(text.path, text.number): "".join(text.lines)
+            for text in self._texts.values()
+            if text.lines
+        }
 
         def upload() -> None:
             self._make_sure()
@@ -312,7 +346,9 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
                 if sink in self._failed:
                     continue
                 self._failed.append(sink)
-                reason = ": ".join(filter(None, (type(error).__name__, str(error).partition("\n")[0][:200])))
+                reason = ": ".join(
+                    filter(None, (type(error).__name__, str(error).partition("\n")[0][:200]))
+                )
                 self.note(
                     f"{type(sink).__name__} failed and is skipped until the next start. The run continues ({reason})"
                 )
@@ -323,7 +359,8 @@ def _drop_repeated(folder: str, last_step: int, redone: Collection[str]) -> None
     kept = "".join(
         json.dumps(record) + "\n"
         for record in read_metrics(folder)
-        if record["step"] < last_step or (record["step"] == last_step and record["kind"] not in redone)
+        if record["step"] < last_step
+        or (record["step"] == last_step and record["kind"] not in redone)
     )
     path = os.path.join(folder, METRICS)
     with contextlib.suppress(FileNotFoundError):

@@ -81,7 +81,9 @@ class _Text(io.TextIOWrapper):
         self._control = control
         self._has_colors = os.isatty(number)
         buffer = io.BufferedWriter(self.descriptor)
-        super().__init__(buffer, encoding=encoding, errors="backslashreplace", line_buffering=by_line)
+        super().__init__(
+            buffer, encoding=encoding, errors="backslashreplace", line_buffering=by_line
+        )
 
     def write(self, text: str) -> int:
         super().write(self._escaped(text))
@@ -115,7 +117,9 @@ def print_if_possible(text: str) -> None:
         try:
             print(text, flush=True)
         except UnicodeEncodeError as error:
-            print(text.encode(error.encoding, "backslashreplace").decode(error.encoding), flush=True)
+            print(
+                text.encode(error.encoding, "backslashreplace").decode(error.encoding), flush=True
+            )
 
 
 def prepare() -> None:
@@ -134,7 +138,9 @@ def prepare() -> None:
         sys.stderr = tolerant(2, sys.stderr, control=_CONTROL_OF_ERRORS)
 
 
-def tolerant(number: int, before: Any, *, control: re.Pattern[str] = _CONTROL, by_line: bool = True) -> _Text:
+def tolerant(
+    number: int, before: Any, *, control: re.Pattern[str] = _CONTROL, by_line: bool = True
+) -> _Text:
     """Returns a stream that writes to an open file without ever raising.
 
     It replaces the stream `before`, if any.
@@ -142,7 +148,9 @@ def tolerant(number: int, before: Any, *, control: re.Pattern[str] = _CONTROL, b
     if before is not None:
         with contextlib.suppress(OSError, ValueError):
             before.flush()
-    return _Text(number, getattr(before, "encoding", None) or "utf-8", control=control, by_line=by_line)
+    return _Text(
+        number, getattr(before, "encoding", None) or "utf-8", control=control, by_line=by_line
+    )
 
 
 def is_prepared(stream: Any) -> bool:

@@ -96,7 +96,11 @@ def _traced(folder: str) -> Iterator[None]:
     """Profiles the block into a directory or a URL."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Each Python call, which is most of a trace and slows the run.
-    place = tempfile.TemporaryDirectory(prefix="profile-") if is_remote(folder) else contextlib.nullcontext(folder)
+    place = (
+        tempfile.TemporaryDirectory(prefix="profile-")
+        if is_remote(folder)
+        else contextlib.nullcontext(folder)
+    )
     with place as local:
         jax.profiler.start_trace(local, profiler_options=options)
         yield

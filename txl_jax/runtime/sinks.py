@@ -40,7 +40,9 @@ class Sink:
         Called first in every start.
         """
 
-    def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
+    def record(
+        self, kind: str, step: int, values: Mapping[str, float], member: str | None = None
+    ) -> None:
         """Takes one record, after `step` updates, in an ensemble about one member.
 
         `kind` is "train", "valid", "test" or a hook's own. `values` may be nan or infinite.
@@ -67,7 +69,10 @@ def grouped_names(kind: str, values: Mapping[str, float], member: str | None) ->
     {'seed=2/valid/loss': 2.0}
     """
     prefix = "" if member is None else f"{member}/"
-    return {f"{prefix}{'speed' if name in MEASURED else kind}/{name}": value for name, value in values.items()}
+    return {
+        f"{prefix}{'speed' if name in MEASURED else kind}/{name}": value
+        for name, value in values.items()
+    }
 
 
 _NUMBERED = re.compile(r"events\.(\d+)\.")
@@ -104,7 +109,9 @@ class TensorBoard(Sink):
         """
         self._settings = values
 
-    def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
+    def record(
+        self, kind: str, step: int, values: Mapping[str, float], member: str | None = None
+    ) -> None:
         """Adds a scalar for each value.
 
         "=" in a member's name becomes "_", because TensorBoard requires it.
@@ -112,14 +119,21 @@ class TensorBoard(Sink):
         scalar = _tensorboard("summary").scalar
         # It warns of each NaN, beside our own lines.
         logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
-        self._write(step, *(scalar(*named) for named in grouped_names(kind, values, member).items()))
+        self._write(
+            step, *(scalar(*named) for named in grouped_names(kind, values, member).items())
+        )
 
     def text(self, step: int, tag: str, text: str) -> None:
         """Adds a text as a block of code, so that each character is kept.
 
         TensorBoard shows texts as Markdown.
         """
-        self._write(step, _tensorboard("summary").text(tag, "".join(f"    {line}\n" for line in text.splitlines())))
+        self._write(
+            step,
+            _tensorboard("summary").text(
+                tag, "".join(f"    {line}\n" for line in text.splitlines())
+            ),
+        )
 
     def flush(self) -> None:
         """Writes the settings, and uploads files for object storage.
@@ -148,7 +162,10 @@ class TensorBoard(Sink):
         summary = _tensorboard("summary")
         rows = "".join(f"| {name} | {value} |\n" for name, value in values.items())
         # The plugin takes numbers, booleans and strings.
-        plain = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in values.items()}
+        plain = {
+            name: value if isinstance(value, bool | int | float) else str(value)
+            for name, value in values.items()
+        }
         experiment, start, _ = summary.hparams(plain, dict.fromkeys(_RESULTS, 0.0))
         table = summary.text("settings", f"| setting | value |\n|---|---|\n{rows}")
         self._write(self._first_step, table, experiment, start)
@@ -164,7 +181,9 @@ class TensorBoard(Sink):
         """Begins the next file. The first one of a start hides the later steps of earlier files."""
         if is_first := self._number == 0:
             if is_remote(self._folder):
-                self._local = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorboard-"))
+                self._local = self._stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix="tensorboard-")
+                )
             make_folder(self._local)
             found = map(_NUMBERED.match, names(self._folder, missing_ok=True))
             self._number = max((int(match[1]) for match in found if match), default=0)
@@ -176,7 +195,9 @@ class TensorBoard(Sink):
             self._add(step=self._first_step + 1, session_log=session(status=session.START))
 
     def _add(self, **fields: Any) -> None:
-        self._file.write_event(_tensorboard("proto.event_pb2").Event(wall_time=time.time(), **fields))
+        self._file.write_event(
+            _tensorboard("proto.event_pb2").Event(wall_time=time.time(), **fields)
+        )
         self._file.flush()
 
 
@@ -201,7 +222,9 @@ class WeightsAndBiases(Sink):
     def __init__(self, project: str, workdir: AnyPath):
         if importlib.util.find_spec("wandb") is None:
             missing = f"--wandb_project is {project!r}, but wandb is not installed"
-            raise UserError(f"{missing}. Run pip install 'txl_jax[wandb]', or omit --wandb_project.")
+            raise UserError(
+                f"{missing}. Run pip install 'txl_jax[wandb]', or omit --wandb_project."
+            )
         self._project = project
         self._workdir = os.fspath(workdir)
         self._run: Any = None
@@ -224,7 +247,9 @@ class WeightsAndBiases(Sink):
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    def record(self, kind: str, step: int, values: Mapping[str, float], member: str | None = None) -> None:
+    def record(
+        self, kind: str, step: int, values: Mapping[str, float], member: str | None = None
+    ) -> None:
         """Adds the values at their step."""
         self._run.log({"step": step, **grouped_names(kind, values, member)})
 
@@ -232,7 +257,9 @@ class WeightsAndBiases(Sink):
         """Adds a text as a table of one row."""
         import wandb
 
-        self._run.log({"step": step, tag: wandb.Table(columns=["step", "text"], data=[[step, text]])})
+        self._run.log(
+            {"step": step, tag: wandb.Table(columns=["step", "text"], data=[[step, text]])}
+        )
 
     def close(self) -> None:
         """Ends the run, once all is sent."""

@@ -135,8 +135,15 @@ class StopRequest(contextlib.ExitStack):
             self.signal_number = number
         self.close()  # The handlers before this one act from now on.
         if self._notes_hangups:
-            self.callback(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_IGN))
-        _print_now(signal.Signals(number).name, "stopping", self._is_multiprocess, ". A second one stops at once")
+            self.callback(
+                signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            )
+        _print_now(
+            signal.Signals(number).name,
+            "stopping",
+            self._is_multiprocess,
+            ". A second one stops at once",
+        )
         if self._is_multiprocess:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -163,7 +170,9 @@ def act_on_notices() -> None:
     if server := metadata_server():
         maintenance = "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", request_save
         for notice in (maintenance, ("preempted", "TRUE", request_stop)):
-            threading.Thread(target=_watch, args=(server, *notice), name=f"notice of {notice[0]}", daemon=True).start()
+            threading.Thread(
+                target=_watch, args=(server, *notice), name=f"notice of {notice[0]}", daemon=True
+            ).start()
         _watching.set()
 
 
@@ -192,7 +201,11 @@ def _watch(server: str, key: str, final: str, act: Callable[[str], None]) -> Non
         session.headers["Metadata-Flavor"] = "Google"
         url, etag, before = f"http://{server}/computeMetadata/v1/instance/{key}", "0", ""
         while True:
-            query: dict[str, str | int] = {"wait_for_change": "true", "timeout_sec": _WAIT_SECONDS, "last_etag": etag}
+            query: dict[str, str | int] = {
+                "wait_for_change": "true",
+                "timeout_sec": _WAIT_SECONDS,
+                "last_etag": etag,
+            }
             try:
                 answer = session.get(url, params=query, timeout=(5, 2 * _WAIT_SECONDS))
                 if answer.status_code == requests.codes.not_found:

@@ -42,8 +42,12 @@ _MAX_PIPED_BYTES = 16 << 20  # Flags and prompts are far smaller, and a pipe may
 _ANSWER_SECONDS = 120  # A request without an answer is given up, and tried again.
 _LONGEST_PAUSE_SECONDS = 15.0
 _PASSING_CODES = {408, 429, 500, 502, 503, 504}
-_PASSING_ERRORS = re.compile("Connect|Timeout|Disconnect|ProxyError|ClientOSError|ServerError|IncompleteRead|Payload")
-_DENIED = re.compile(r"Forbidden|\b40[13]\b|Access ?Denied|Unauthorized|Invalid Credentials|Anonymous caller", re.I)
+_PASSING_ERRORS = re.compile(
+    "Connect|Timeout|Disconnect|ProxyError|ClientOSError|ServerError|IncompleteRead|Payload"
+)
+_DENIED = re.compile(
+    r"Forbidden|\b40[13]\b|Access ?Denied|Unauthorized|Invalid Credentials|Anonymous caller", re.I
+)
 # How a file system without locks answers flock.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 _FINAL_ERRORS = {  # Every other error has the number EIO.
@@ -78,7 +82,9 @@ def as_path(text: AnyPath) -> str:
         raise UserError(f"the path must be a local directory or {known}, got {name}")
     module, extra = _SCHEMES[scheme]
     if importlib.util.find_spec(module) is None:
-        raise UserError(f"the path {name} needs the package {module}. Run pip install 'txl_jax[{extra}]'")
+        raise UserError(
+            f"the path {name} needs the package {module}. Run pip install 'txl_jax[{extra}]'"
+        )
     return f"{scheme}://{rest}"
 
 
@@ -90,7 +96,9 @@ def expand_home(path: str) -> str:
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         user = path.partition("/")[0]
-        raise UserError(f"the home directory {user} of the path {path} is unknown. Pass a path without it.")
+        raise UserError(
+            f"the home directory {user} of the path {path} is unknown. Pass a path without it."
+        )
     return expanded
 
 
@@ -133,7 +141,11 @@ def modified(path: AnyPath) -> float:
 
 def read(path: AnyPath) -> bytes:
     """Returns the bytes of a file."""
-    return bytes(remote_call(path, "cat_file")) if is_remote(path) else Path(_ending(path)).read_bytes()
+    return (
+        bytes(remote_call(path, "cat_file"))
+        if is_remote(path)
+        else Path(_ending(path)).read_bytes()
+    )
 
 
 def read_text(path: AnyPath) -> str:
@@ -158,7 +170,9 @@ def read_small(path: AnyPath) -> bytes:
     with open(path, "rb") as pipe:
         content = pipe.read(_MAX_PIPED_BYTES + 1)
     if len(content) > _MAX_PIPED_BYTES:
-        raise OSError(errno.EFBIG, f"a pipe must have at most {_MAX_PIPED_BYTES:,} bytes", os.fspath(path))
+        raise OSError(
+            errno.EFBIG, f"a pipe must have at most {_MAX_PIPED_BYTES:,} bytes", os.fspath(path)
+        )
     return content
 
 
@@ -197,7 +211,9 @@ def sha256(path: AnyPath) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     found, length = hashlib.sha256(), size(path)
     for start in range(0, length, _BLOCK_BYTES):
-        found.update(remote_call(path, "cat_file", start=start, end=min(start + _BLOCK_BYTES, length)))
+        found.update(
+            remote_call(path, "cat_file", start=start, end=min(start + _BLOCK_BYTES, length))
+        )
     return found.hexdigest()
 
 
@@ -348,7 +364,9 @@ def writing(path: AnyPath) -> Iterator[None]:
         yield
     except OSError as error:
         wrong = f"cannot write to {error.filename or path} ({error.strerror or error})"
-        raise LogError(f"{wrong}. Free space or allow writing there, or pass another directory.") from error
+        raise LogError(
+            f"{wrong}. Free space or allow writing there, or pass another directory."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -465,7 +483,9 @@ def locked(path: AnyPath) -> Iterator[bool]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         if missing is not None:
             folder = os.path.dirname(path)
-            say(f"note      {folder} is not locked, because {missing}: do not prepare a text there twice at a time")
+            say(
+                f"note      {folder} is not locked, because {missing}: do not prepare a text there twice at a time"
+            )
         yield missing is None
 
 
@@ -510,7 +530,9 @@ def file_system(scheme: str) -> Any:
 def remote_call(path: AnyPath, method: str, *args: Any, **kwargs: Any) -> Any:
     """Calls a method of a URL's file system with the URL."""
     url = os.fspath(path)
-    return patiently(lambda: getattr(file_system(url.partition("://")[0]), method)(url, *args, **kwargs), url)
+    return patiently(
+        lambda: getattr(file_system(url.partition("://")[0]), method)(url, *args, **kwargs), url
+    )
 
 
 def patiently(act: Callable[[], T], url: str) -> T:
@@ -569,16 +591,22 @@ def _is_passing(error: BaseException) -> bool:
     code = getattr(error, "code", getattr(error, "status", None))
     if code is not None and str(code).isdigit():
         return int(code) in _PASSING_CODES
-    return bool(_PASSING_ERRORS.search(type(error).__name__)) and not isinstance(error, tuple(_FINAL_ERRORS))
+    return bool(_PASSING_ERRORS.search(type(error).__name__)) and not isinstance(
+        error, tuple(_FINAL_ERRORS)
+    )
 
 
 def _as_os_error(error: Exception, url: str) -> OSError:
     """Returns the error in one line, with the type that the system's would have."""
     line = " ".join(str(error).split())[:200] or type(error).__name__
-    number = next((number for kind, number in _FINAL_ERRORS.items() if isinstance(error, kind)), errno.EIO)
+    number = next(
+        (number for kind, number in _FINAL_ERRORS.items() if isinstance(error, kind)), errno.EIO
+    )
     if number == errno.EIO and _DENIED.search(line):
         number, line = errno.EACCES, f"permission denied: {line}"
-    return OSError(number, os.strerror(number) if number in (errno.ENOENT, errno.EEXIST) else line, url)
+    return OSError(
+        number, os.strerror(number) if number in (errno.ENOENT, errno.EEXIST) else line, url
+    )
 
 
 def access_error(what: str, path: AnyPath, error: OSError) -> UserError:
@@ -590,7 +618,10 @@ def access_error(what: str, path: AnyPath, error: OSError) -> UserError:
     if not is_remote(path):
         advice = "Check its permissions and the free space on its disk, or pass another --workdir."
     elif isinstance(error, FileNotFoundError):
-        reason, advice = "no such bucket or object", "Create the bucket, or pass the name of an existing one."
+        reason, advice = (
+            "no such bucket or object",
+            "Create the bucket, or pass the name of an existing one.",
+        )
     elif isinstance(error, PermissionError):
         role = "the role Storage Object User on the bucket"
         advice = f"Log in with `gcloud auth application-default login`, or grant this machine's account {role}."

@@ -53,7 +53,9 @@ def describe(tree: Any) -> dict[str, StoredArray]:
     return found
 
 
-def find_missing(folder: AnyPath, arrays: Mapping[str, StoredArray], *, seconds: float = 0.0) -> str | None:
+def find_missing(
+    folder: AnyPath, arrays: Mapping[str, StoredArray], *, seconds: float = 0.0
+) -> str | None:
     """Opens each array, and reads the first byte of one of its chunks.
 
     Args:
@@ -80,7 +82,9 @@ def _find_missing(folder: str, arrays: Mapping[str, StoredArray]) -> str | None:
     # What was read in this call is current enough to be used again.
     began = time.time()
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": _base(folder)}, context=context).result()
+    store = tensorstore.KvStore.open(
+        {"driver": "ocdbt", "base": _base(folder)}, context=context
+    ).result()
 
     # All requests are under way before the first answer is waited for.
     headers = {name: store.read(f"{name}/.zarray", staleness_bound=began) for name in arrays}
@@ -92,7 +96,9 @@ def _find_missing(folder: str, arrays: Mapping[str, StoredArray]) -> str | None:
         zarray = json.loads(header.value)
         if tuple(zarray["shape"]) != array.shape:
             return f"the array {name} has shape {zarray['shape']} instead of {list(array.shape)}"
-        chunks[name] = _read_first_byte(store, f"{name}/{_chunk_key(array.start, zarray['chunks'])}", began)
+        chunks[name] = _read_first_byte(
+            store, f"{name}/{_chunk_key(array.start, zarray['chunks'])}", began
+        )
     for name, chunk in chunks.items():
         if not chunk.result().value:
             return f"values of the array {name} are missing"

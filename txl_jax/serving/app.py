@@ -23,7 +23,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
@@ -44,7 +50,9 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # Of the histogram of
 _BODIES = (protocol.Body, protocol.CompletionBody, protocol.TokenizeBody, protocol.DetokenizeBody)
 
 
-def make_app(engine: Engine, model: str, *, hosts: Sequence[str] = LOOPBACK, keys: Sequence[str] = ()) -> Starlette:
+def make_app(
+    engine: Engine, model: str, *, hosts: Sequence[str] = LOOPBACK, keys: Sequence[str] = ()
+) -> Starlette:
     """Returns the application, which starts the engine and stops it at its end.
 
     `model` is its name for clients. `hosts` are the names that clients may use for this server, or
@@ -74,7 +82,9 @@ def make_app(engine: Engine, model: str, *, hosts: Sequence[str] = LOOPBACK, key
         Middleware(OwnPagesOnly, hosts=hosts),
     ]
     handlers = {HTTPException: _http_error}
-    app = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers, middleware=middleware)
+    app = Starlette(
+        routes=routes, lifespan=server.lifespan, exception_handlers=handlers, middleware=middleware
+    )
     app.state.count = server.count  # For answers that are given without the application.
     return app
 
@@ -90,8 +100,12 @@ class _Server(Collector):
         self._paths: dict[str, Any] = {}  # Of the schema.
         self._registry = registry = CollectorRegistry()
         registry.register(self)
-        self._requests = Counter("txl_requests", "Requests, by status.", ["status"], registry=registry)
-        self._seconds = Histogram("txl_request_seconds", "Time of completions.", buckets=_SECONDS, registry=registry)
+        self._requests = Counter(
+            "txl_requests", "Requests, by status.", ["status"], registry=registry
+        )
+        self._seconds = Histogram(
+            "txl_request_seconds", "Time of completions.", buckets=_SECONDS, registry=registry
+        )
 
     def count(self, status: int) -> None:
         """Counts a request that was answered with this status."""
@@ -128,24 +142,35 @@ class _Server(Collector):
                     content = await self._json(request)
                     request.state.body = await asyncio.to_thread(protocol.parse, content, body)
                 found = await handle(request)
-                response = found if isinstance(found, Response) else await asyncio.to_thread(JSONResponse, found)
+                response = (
+                    found
+                    if isinstance(found, Response)
+                    else await asyncio.to_thread(JSONResponse, found)
+                )
             except RequestError as error:
                 response = error_response(error)
             except ClientDisconnect:
                 response = Response(status_code=499)
             except Exception:  # noqa: BLE001 (clients get a sentence, and the log the traceback)
                 _log.exception("a request failed")
-                response = error_response(RequestError("internal server error", status=500, code="internal"))
+                response = error_response(
+                    RequestError("internal server error", status=500, code="internal")
+                )
             return response
 
         method = "POST" if body else method
         answers = {"default": {"description": "JSON, or text of /metrics"}}
         operation: dict[str, Any] = {"summary": handle.__doc__, "responses": answers}
         if "{" in path:
-            operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+            operation["parameters"] = [
+                {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            ]
         if body:
             schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+            operation["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": schema}},
+            }
         self._paths.setdefault(path.replace(":path", ""), {})[method.lower()] = operation
         return Route(path, answer, methods=[method])
 
@@ -173,22 +198,31 @@ class _Server(Collector):
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         """Returns the token ids of a text."""
-        return await asyncio.to_thread(protocol.tokenize, request.state.body, self._vocabulary, self._limits)
+        return await asyncio.to_thread(
+            protocol.tokenize, request.state.body, self._vocabulary, self._limits
+        )
 
     async def detokenize(self, request: Request) -> dict[str, Any]:
         """Returns the text of token ids."""
-        return await asyncio.to_thread(protocol.detokenize, request.state.body, self._vocabulary, self._limits)
+        return await asyncio.to_thread(
+            protocol.detokenize, request.state.body, self._vocabulary, self._limits
+        )
 
     async def make_session(self, request: Request) -> Response:
         """Makes a session. At the limit, the session that was idle longest is evicted."""
         if await request.is_disconnected():
             # Nobody would learn the name of the session, so nobody would delete it.
             raise ClientDisconnect
-        return JSONResponse(self._described(self._store.create(request.state.owner)), status_code=201)
+        return JSONResponse(
+            self._described(self._store.create(request.state.owner)), status_code=201
+        )
 
     async def list_sessions(self, request: Request) -> dict[str, Any]:
         """Lists one's own sessions."""
-        return {"object": "list", "data": [*map(self._described, self._store.of_owner(request.state.owner))]}
+        return {
+            "object": "list",
+            "data": [*map(self._described, self._store.of_owner(request.state.owner))],
+        }
 
     async def show_session(self, request: Request) -> dict[str, Any]:
         """Describes a session."""
@@ -202,7 +236,9 @@ class _Server(Collector):
 
     async def metrics(self, _request: Request) -> Response:
         """Returns the figures in the format of Prometheus."""
-        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            generate_latest(self._registry), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def health(self, _request: Request) -> Response:
         """Answers 200, or 503 once the engine has failed and only a restart of the server helps."""
@@ -215,13 +251,21 @@ class _Server(Collector):
     async def schema(self, _request: Request) -> Response:
         """Returns the routes and the models of their bodies, in OpenAPI."""
         template = "#/components/schemas/{model}"
-        _, found = models_json_schema([(body, "validation") for body in _BODIES], ref_template=template)
+        _, found = models_json_schema(
+            [(body, "validation") for body in _BODIES], ref_template=template
+        )
         head = {"openapi": "3.1.0", "info": {"title": "txl_jax", "version": __version__}}
-        return JSONResponse(head | {"paths": self._paths, "components": {"schemas": found["$defs"]}})
+        return JSONResponse(
+            head | {"paths": self._paths, "components": {"schemas": found["$defs"]}}
+        )
 
     async def page(self, _request: Request) -> Response:
         """Returns the page to type into."""
-        page = importlib.resources.files("txl_jax.serving").joinpath("page.html").read_text(encoding="utf-8")
+        page = (
+            importlib.resources.files("txl_jax.serving")
+            .joinpath("page.html")
+            .read_text(encoding="utf-8")
+        )
         return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
 
     def collect(self) -> Iterable[Metric]:
@@ -229,14 +273,20 @@ class _Server(Collector):
         engine, store, counters = self._engine, self._store, self._engine.counters
         yield GaugeMetricFamily("txl_rows", "Rows of the compiled step.", engine.step.batch_size)
         yield GaugeMetricFamily("txl_rows_busy", "Rows in use.", engine.num_busy)
-        yield GaugeMetricFamily("txl_choices_waiting", "Choices waiting for a row.", engine.num_waiting)
+        yield GaugeMetricFamily(
+            "txl_choices_waiting", "Choices waiting for a row.", engine.num_waiting
+        )
         yield GaugeMetricFamily("txl_sessions", "Sessions kept.", store.num_sessions)
         yield GaugeMetricFamily("txl_session_bytes", "Memory of the sessions.", store.num_bytes)
-        yield CounterMetricFamily("txl_sessions_evicted", "Sessions evicted for others.", store.num_evicted)
+        yield CounterMetricFamily(
+            "txl_sessions_evicted", "Sessions evicted for others.", store.num_evicted
+        )
         yield GaugeMetricFamily("txl_ready", "Whether requests are taken.", engine.ready)
         yield CounterMetricFamily("txl_tokens_read", "Prompt tokens read.", counters.read)
         yield CounterMetricFamily("txl_tokens_written", "Tokens generated.", counters.written)
-        ended = CounterMetricFamily("txl_choices_ended", "Choices finished, by reason.", labels=["reason"])
+        ended = CounterMetricFamily(
+            "txl_choices_ended", "Choices finished, by reason.", labels=["reason"]
+        )
         for reason, count in list(counters.ended.items()):
             ended.add_metric([reason], count)
         yield ended
@@ -300,7 +350,9 @@ class _Stream(StreamingResponse):
     """
 
     def __init__(self, run: CompletionRun, seconds: Histogram):
-        super().__init__(run.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        super().__init__(
+            run.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
         self._run, self._seconds = run, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -319,7 +371,9 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
         advice = f"Did you mean {near[0]}? " if near else ""
         message = f"{path} does not exist. {advice}For completions, use POST /v1/completions, and for probes /healthz."
         return error_response(RequestError(message, status=error.status_code, code="not_found"))
-    matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    matching = (
+        route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE
+    )
     # Of all routes of the path.
     allowed = ", ".join(sorted({name for route in matching for name in route.methods}))
     message = f"{method} is not allowed for {path}, only {allowed}"

@@ -34,7 +34,9 @@ class CompletionRun:
     Texts and JSON are made in other threads.
     """
 
-    def __init__(self, engine: Engine, body: CompletionBody, *, model: str, names: protocol.TokenNames):
+    def __init__(
+        self, engine: Engine, body: CompletionBody, *, model: str, names: protocol.TokenNames
+    ):
         """Does not start anything, unlike `submit`.
 
         `names` are the vocabulary's. Raises `RequestError`.
@@ -72,11 +74,21 @@ class CompletionRun:
         store, name, is_fork = self._engine.store, self._body.session, self._body.fork
         session = None if name is None or is_fork else store.begin(name, owner)
         try:
-            state = session.state if session else EMPTY if name is None else store.get(name, owner).state
+            state = (
+                session.state
+                if session
+                else EMPTY
+                if name is None
+                else store.get(name, owner).state
+            )
             if not len(state.pending) and not all(len(prompt.tokens) for prompt in self._prompts):
                 raise RequestError("prompt must not be empty for an empty session", param="prompt")
-            sinks = (functools.partial(self._put, number * self._body.n) for number in itertools.count())
-            self._jobs = [Job(prompt, next(sinks), self._until, session, state) for prompt in self._prompts]
+            sinks = (
+                functools.partial(self._put, number * self._body.n) for number in itertools.count()
+            )
+            self._jobs = [
+                Job(prompt, next(sinks), self._until, session, state) for prompt in self._prompts
+            ]
             self._engine.submit(self._jobs)
         except BaseException:
             if session is not None:
@@ -167,7 +179,9 @@ class CompletionRun:
             own.clear()  # Its logprobs take as much memory as their text.
         head = json.dumps(self._head).removesuffix("}").encode()
         usage = json.dumps(self._usage()).encode()
-        return b"".join([head, b', "choices": [', b", ".join(choices), b'], "usage": ', usage, b"}"])
+        return b"".join(
+            [head, b', "choices": [', b", ".join(choices), b'], "usage": ', usage, b"}"]
+        )
 
     def _event(self, index: int, piece: Piece) -> bytes:
         """Returns the event of a piece, empty if the piece shows nothing."""
@@ -179,7 +193,11 @@ class CompletionRun:
         """Returns the numbers of tokens: of each prompt once, and of all samples."""
         prompt = sum(len(prompt.tokens) for prompt in self._prompts)
         written = sum(writer.written for writer in self._writers)
-        return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
+        }
 
 
 async def _left(request: Request) -> None:

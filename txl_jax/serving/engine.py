@@ -161,7 +161,9 @@ class _Row:
 class Engine:
     """Runs jobs on one device, in the R rows of a `Step`."""
 
-    def __init__(self, step: Step, params: Any, vocabulary: Vocabulary, store: SessionStore, limits: Limits):
+    def __init__(
+        self, step: Step, params: Any, vocabulary: Vocabulary, store: SessionStore, limits: Limits
+    ):
         """Does not start the thread.
 
         `store` keeps the sessions' memories, `limits.waiting` limits the queue.
@@ -192,9 +194,14 @@ class Engine:
                 # A new exception each time: one that is raised again collects the traceback of
                 # every request.
                 raise RequestError(self._refusal, status=503, code="unavailable")
-            count, most = sum(job.waiting for job in jobs), self.limits.waiting + self.step.batch_size
+            count, most = (
+                sum(job.waiting for job in jobs),
+                self.limits.waiting + self.step.batch_size,
+            )
             if count > most:
-                message = f"a request must have at most {most} choices (the server's limit), got {count}"
+                message = (
+                    f"a request must have at most {most} choices (the server's limit), got {count}"
+                )
                 raise RequestError(message, param="n")
             if self.num_waiting + count > most:
                 message = f"the queue is full ({self.num_waiting} of {self.limits.waiting} choices). Try again later."
@@ -267,11 +274,15 @@ class Engine:
         self._params = None  # The prepared ones are copies.
         self._cache = self.step.init_cache(self._weights)
         self._beginning = self.step.empty_row(self._weights)
-        self._cache, _, _ = self.step.write(self._weights, self._cache, Rows.idle(self.step.batch_size))
+        self._cache, _, _ = self.step.write(
+            self._weights, self._cache, Rows.idle(self.step.batch_size)
+        )
         for width in WIDTHS:
             tokens = np.zeros(width + 1, np.int32)
             self._cache, _ = self.step.read(self._weights, self._cache, 0, 0, tokens, scored=False)
-        self._cache = self.step.put(self._cache, 0, self._beginning or self.step.take(self._cache, 0))
+        self._cache = self.step.put(
+            self._cache, 0, self._beginning or self.step.take(self._cache, 0)
+        )
 
     def _wait(self) -> bool:
         """Waits for work. Returns whether the thread continues."""
@@ -287,7 +298,9 @@ class Engine:
         now = time.monotonic()
         for job in self._jobs():
             if job.cancelled:
-                self._fail(job, RequestError("the client has disconnected", status=499, code="cancelled"))
+                self._fail(
+                    job, RequestError("the client has disconnected", status=499, code="cancelled")
+                )
             elif now > job.until:
                 self._fail(job, timed_out())
 
@@ -359,7 +372,9 @@ class Engine:
 
     def _read_segment(self, number: int, row: _Row) -> None:
         scored = row.prompt.logprobs and row.prompt.echo
-        self._cache, scores = self.step.read(self._weights, self._cache, number, row.position, row.left, scored=scored)
+        self._cache, scores = self.step.read(
+            self._weights, self._cache, number, row.position, row.left, scored=scored
+        )
         count = len(scores.nats)
         self.counters.read += count
         tokens, row.left = row.left[1 : count + 1], row.left[count:]
@@ -372,7 +387,9 @@ class Engine:
         """Keeps the memory after a prompt for the samples that wait, once it is read."""
         job = row.job
         if job.waiting and not job.is_read and not row.reads:
-            job.state = State(self.step.take(self._cache, number), row.position, row.left, row.tokens)
+            job.state = State(
+                self.step.take(self._cache, number), row.position, row.left, row.tokens
+            )
             job.is_read = True
 
     def _write(self) -> None:
@@ -390,7 +407,11 @@ class Engine:
                     self._end(number, row, Piece("", row.left[:0], None, end="length"))
             elif not row.reads:
                 writing[number] = row
-                rows.last[number], rows.number[number], rows.key[number] = row.left[0], row.number, row.key
+                rows.last[number], rows.number[number], rows.key[number] = (
+                    row.left[0],
+                    row.number,
+                    row.key,
+                )
                 rows.steps[number] = min(self.step.block, prompt.max_tokens - row.number)
                 rows.temperature[number], rows.top_p[number] = prompt.temperature, prompt.top_p
                 rows.scored[number] = prompt.logprobs
@@ -399,7 +420,9 @@ class Engine:
         self._cache, tokens, scores = self.step.write(self._weights, self._cache, rows)
         for number, row in writing.items():
             count = int(rows.steps[number])
-            own = Scores(*(each[number, :count] for each in scores)) if rows.scored[number] else None
+            own = (
+                Scores(*(each[number, :count] for each in scores)) if rows.scored[number] else None
+            )
             if number in self._rows:  # Not ended by another row of its job.
                 with self._failing_alone(row.job):
                     self._pass_on(number, row, tokens[number, :count], own)
@@ -414,7 +437,10 @@ class Engine:
             count, text = len(pieces), "".join(pieces)
         else:
             text = row.text.add(tokens)
-        tokens, scores = tokens[:count], None if scores is None else Scores(*(each[:count] for each in scores))
+        tokens, scores = (
+            tokens[:count],
+            None if scores is None else Scores(*(each[:count] for each in scores)),
+        )
         row.number += count
         row.position += count
         row.left = tokens[-1:]

@@ -150,7 +150,11 @@ class OwnPagesOnly:
                 is_allowed = False
             elif is_foreign and not is_allowed:
                 app = error_response(RequestError(_refusal(origin), status=403, code="cross_site"))
-        if is_allowed and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+        if (
+            is_allowed
+            and scope["method"] == "OPTIONS"
+            and "access-control-request-method" in headers
+        ):
             app = _preflight(headers)
         await app(scope, receive, share if is_allowed else send)
 
@@ -174,7 +178,10 @@ def _refusal(origin: str) -> str:
 
 def _preflight(headers: Headers) -> Response:
     """Returns the answer to a browser that asks whether an allowed page may send its request."""
-    allowed = {"Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Max-Age": str(PREFLIGHT_SECONDS)}
+    allowed = {
+        "Access-Control-Allow-Methods": "GET, POST, DELETE",
+        "Access-Control-Max-Age": str(PREFLIGHT_SECONDS),
+    }
     asked = headers.get("access-control-request-headers")
     if asked:
         # Clients send names of their own, as OpenAI's.

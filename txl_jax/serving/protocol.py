@@ -62,7 +62,10 @@ class Body(pydantic.BaseModel):
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> Any:
         schema = handler.resolve_ref_schema(handler(core_schema))
         for name, each in schema.get("properties", {}).items():
-            schema["properties"][name] = {"anyOf": [each, {"type": "null"}], "default": each.get("default")}
+            schema["properties"][name] = {
+                "anyOf": [each, {"type": "null"}],
+                "default": each.get("default"),
+            }
         return schema
 
 
@@ -118,18 +121,24 @@ _AnyBody = TypeVar("_AnyBody", bound=Body)
 def error_json(error: RequestError) -> dict[str, Any]:
     """Returns OpenAI's error object."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+    return {
+        "error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    }
 
 
 def parse(content: bytes, kind: type[_AnyBody]) -> _AnyBody:
     """Returns a body, which may be empty. Raises `RequestError` for anything else."""
     try:
-        found = json.loads(content.decode() or "{}", parse_constant=_refuse_constant, object_pairs_hook=_object)
+        found = json.loads(
+            content.decode() or "{}", parse_constant=_refuse_constant, object_pairs_hook=_object
+        )
         return kind.model_validate(found)
     except pydantic.ValidationError as error:
         raise _error_of(error.errors(include_url=False, include_context=False)[0]) from None
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON ({str(error)[:100]})", code="malformed_json") from None
+        raise RequestError(
+            f"the body is not valid JSON ({str(error)[:100]})", code="malformed_json"
+        ) from None
 
 
 def _error_of(error: Any) -> RequestError:
@@ -138,7 +147,9 @@ def _error_of(error: Any) -> RequestError:
         return RequestError("the body must be a JSON object", code="malformed_json")
     name = ".".join(map(str, error["loc"][: 1 if error["loc"][0] in _MESSAGES else None]))
     said = error["msg"].replace("Input should", "must")
-    message = _MESSAGES.get(name, f"{name} {said[:1].lower()}{said[1:]}, got {reprlib.repr(error['input'])}")
+    message = _MESSAGES.get(
+        name, f"{name} {said[:1].lower()}{said[1:]}, got {reprlib.repr(error['input'])}"
+    )
     return RequestError(message, param=name)
 
 
@@ -160,7 +171,9 @@ def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: Limits) -> 
         message = f"max_tokens must be at most {limits.new_tokens}, got {body.max_tokens}"
         raise RequestError(message, param="max_tokens")
     if not body.max_tokens and not body.echo:
-        raise RequestError("max_tokens must be at least 1 unless echo is true, got 0", param="max_tokens")
+        raise RequestError(
+            "max_tokens must be at least 1 unless echo is true, got 0", param="max_tokens"
+        )
     given: Any = body.prompt
     several = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     count = len(several) * body.n
@@ -187,7 +200,12 @@ def tokenizer_info(vocabulary: Vocabulary) -> dict[str, Any]:
     """
     start, text = vocabulary.start, vocabulary.decode(vocabulary.start).decode(errors="replace")
     bos = text if np.array_equal(_ids(text, vocabulary), start) else None
-    return {"bos_token": bos, "bos_token_id": int(start[0]), "eos_token": None, "vocab_size": vocabulary.size}
+    return {
+        "bos_token": bos,
+        "bos_token_id": int(start[0]),
+        "eos_token": None,
+        "vocab_size": vocabulary.size,
+    }
 
 
 def tokenize(body: TokenizeBody, vocabulary: Vocabulary, limits: Limits) -> dict[str, Any]:
@@ -332,7 +350,9 @@ class ChoiceWriter:
                 found["top_logprobs"] += self._tops(piece.scores, tokens, logprobs)
         return found
 
-    def _tops(self, scores: Scores, tokens: list[int], logprobs: list[float]) -> list[dict[str, float]]:
+    def _tops(
+        self, scores: Scores, tokens: list[int], logprobs: list[float]
+    ) -> list[dict[str, float]]:
         """Returns the most likely tokens at each place, by their texts.
 
         The generated token's logprob equals `token_logprobs` to the last bit: lm-evaluation-harness
@@ -402,7 +422,9 @@ def _size(body: CompletionBody, prompt_tokens: int, count: int) -> int:
 def _check_total(total: int, limits: Limits) -> None:
     if total > limits.tokens:
         most = f"the prompts plus max_tokens of all choices must be at most {limits.tokens} tokens, got {total}"
-        counted = "With echo a prompt counts n times, and with logprobs each entry of a token counts too."
+        counted = (
+            "With echo a prompt counts n times, and with logprobs each entry of a token counts too."
+        )
         advice = "Shorten the prompts, lower max_tokens, n or logprobs, or continue a session over several requests."
         raise RequestError(f"{most}. {counted} {advice}", param="prompt", code="too_many_tokens")
 

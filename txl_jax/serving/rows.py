@@ -100,7 +100,9 @@ class Step:
         self.capacity = cache_capacity(mem_len=self.mem_len + block, segment_len=min(WIDTHS))
         self._prepare: Callable[..., DecodeParams] = components.jit(self._prepare_params)
         self._init: Callable[..., KVCache] = components.jit(self._init_rows, static_argnums=1)
-        self._write = components.jit(decode.decode_block, static_argnames=("count", "top"), donate_argnums=1)
+        self._write = components.jit(
+            decode.decode_block, static_argnames=("count", "top"), donate_argnums=1
+        )
         self._read = components.jit(_read_row, donate_argnums=1)
         self.put: Callable[..., KVCache] = components.jit(decode.put_row, donate_argnums=0)
         self.take: Callable[..., KVCache] = components.jit(decode.take_row)
@@ -128,20 +130,33 @@ class Step:
         is_masked = self._model.config.compat.memory_start is MemoryStart.MASKED
         return None if is_masked else self._init(weights.segment, 1)
 
-    def write(self, weights: Weights, cache: KVCache, rows: Rows) -> tuple[KVCache, np.ndarray, Scores]:
+    def write(
+        self, weights: Weights, cache: KVCache, rows: Rows
+    ) -> tuple[KVCache, np.ndarray, Scores]:
         """Samples up to K tokens of each row. The cache is donated.
 
         Returns the cache, and tokens int32 [R, K] and their scores [R, K], of which a row's first
         `steps` count.
         """
-        of_rows = decode.Rows(rows.last[:, None], rows.number, rows.steps, rows.key, np.int32(-1), rows.scored)
+        of_rows = decode.Rows(
+            rows.last[:, None], rows.number, rows.steps, rows.key, np.int32(-1), rows.scored
+        )
         limits = Limits(rows.temperature, rows.top_p)
         cache = self._at(cache, rows.position)
-        cache, tokens, _, scores = self._write(weights.token, cache, of_rows, limits, count=self.block, top=TOP)
+        cache, tokens, _, scores = self._write(
+            weights.token, cache, of_rows, limits, count=self.block, top=TOP
+        )
         return cache, np.asarray(tokens), Scores(*map(np.asarray, scores))
 
     def read(
-        self, weights: Weights, cache: KVCache, row: int, position: int, tokens: np.ndarray, *, scored: bool
+        self,
+        weights: Weights,
+        cache: KVCache,
+        row: int,
+        position: int,
+        tokens: np.ndarray,
+        *,
+        scored: bool,
     ) -> tuple[KVCache, Scores]:
         """Reads the next tokens of one row at its position. The cache is donated.
 
@@ -161,7 +176,9 @@ class Step:
 
     def normal_position(self, position: int) -> int:
         """Returns the smallest position of the same slots and number of visible ones."""
-        return position if position < 2 * self.capacity else self.capacity + position % self.capacity
+        return (
+            position if position < 2 * self.capacity else self.capacity + position % self.capacity
+        )
 
     def _at(self, cache: KVCache, position: np.ndarray) -> KVCache:
         """Returns the cache with its rows at these positions, [R]."""
@@ -179,17 +196,26 @@ class Step:
             mem_len=self.capacity,
             clamp_len=c.clamp_len,
             weight_dtype=c.weight_dtype,
-            transposed=self.batch_size > 1 and self._components.mesh.devices.flat[0].platform == "cpu",
+            transposed=self.batch_size > 1
+            and self._components.mesh.devices.flat[0].platform == "cpu",
         ).for_generation(mem_len=self.mem_len)
 
     def _init_rows(self, weights: DecodeParams, batch_size: int) -> KVCache:
         sizes = {"batch_size": batch_size, "mem_len": self.capacity, "segment_len": min(WIDTHS)}
-        cache = forward.init_cache(weights, dtype=memory_dtype(self._model, self._components.config.eval), **sizes)
+        cache = forward.init_cache(
+            weights, dtype=memory_dtype(self._model, self._components.config.eval), **sizes
+        )
         return cache.replace(write_index=cache.valid * 0, mem_len=self.mem_len)
 
 
 def _read_row(
-    weights: DecodeParams, cache: KVCache, tokens: Any, targets: Any, row: Any, count: Any, scored: Any
+    weights: DecodeParams,
+    cache: KVCache,
+    tokens: Any,
+    targets: Any,
+    row: Any,
+    count: Any,
+    scored: Any,
 ) -> tuple[KVCache, Scores]:
     """Reads the first `count` of tokens [W] in one row, and scores their targets [W]."""
     cache, hidden = decode.prefill_row(weights, cache, row, tokens, count)

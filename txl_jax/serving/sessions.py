@@ -56,7 +56,14 @@ class Session:
 class SessionStore:
     """The sessions of a server. One thread may use it, and the engine's thread calls `release`."""
 
-    def __init__(self, *, limit: int, limit_per_owner: int, seconds: float, clock: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        *,
+        limit: int,
+        limit_per_owner: int,
+        seconds: float,
+        clock: Callable[[], float] = time.time,
+    ):
         """Starts without sessions.
 
         Keeps at most `limit` of all owners, each until `seconds` after its last use.
@@ -74,7 +81,10 @@ class SessionStore:
     @property
     def num_bytes(self) -> int:
         """Memory of all sessions."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves([session.state.rings for session in self._all()]))
+        return sum(
+            leaf.nbytes
+            for leaf in jax.tree.leaves([session.state.rings for session in self._all()])
+        )
 
     def create(self, owner: str) -> Session:
         """Makes an empty session, replacing an idle one if there are too many.
@@ -82,7 +92,9 @@ class SessionStore:
         Raises `RequestError` (429).
         """
         self._expire()
-        self._make_room([each for each in self._all() if each.owner == owner], self._limit_per_owner)
+        self._make_room(
+            [each for each in self._all() if each.owner == owner], self._limit_per_owner
+        )
         self._make_room(self._all(), self._limit)
         now = self._clock()
         session = Session(secrets.token_hex(16), owner, now, now)

@@ -28,7 +28,9 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     not one name per axis.
     """
     if len(names) != x.ndim:
-        raise ValueError(f"the array of shape {x.shape} must have one logical name per axis, got {len(names)}")
+        raise ValueError(
+            f"the array of shape {x.shape} must have one logical name per axis, got {len(names)}"
+        )
     spec(*names)
     mesh = ambient_mesh()
     if mesh is None:

@@ -81,7 +81,10 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
         return placed
 
     return jax.tree.map(
-        place, nn.get_partition_spec(tree), nn.unbox(tree), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+        place,
+        nn.get_partition_spec(tree),
+        nn.unbox(tree),
+        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
     )
 
 

@@ -74,7 +74,9 @@ def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, 
         if len(slices) == 1:
             return mesh_utils.create_device_mesh(shape, chosen, allow_split_physical_axes=True)
         over_slices = len(slices), 1, 1
-        return mesh_utils.create_hybrid_device_mesh(in_slice, over_slices, chosen, allow_split_physical_axes=True)
+        return mesh_utils.create_hybrid_device_mesh(
+            in_slice, over_slices, chosen, allow_split_physical_axes=True
+        )
     except AssertionError:
         # Such a number of chips does not fill a box of the torus; any order within a slice works.
         return np.asarray(chosen).reshape(shape)
@@ -119,7 +121,11 @@ def use_mesh(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
     """
     entered: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if mesh is not None and mesh.size > 1:
-        entered = jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh)
+        entered = (
+            jax.sharding.use_abstract_mesh(mesh)
+            if isinstance(mesh, AbstractMesh)
+            else jax.set_mesh(mesh)
+        )
     with entered:
         yield
 

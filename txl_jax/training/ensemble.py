@@ -96,7 +96,10 @@ class Variation(NamedTuple):
     def of(cls, base: ExperimentConfig, configs: Sequence[ExperimentConfig]) -> "Variation":
         """Returns the values of members with these configs."""
         base_rates, *rates = (_rates(config.model.dropout) for config in (base, *configs))
-        dropout = {name: _unless_all(base_rates[name], [each[name] for each in rates], float) for name in RATES}
+        dropout = {
+            name: _unless_all(base_rates[name], [each[name] for each in rates], float)
+            for name in RATES
+        }
         base_peak, *peaks = (config.optimizer.learning_rate for config in (base, *configs))
         return cls(
             seed=_unless_all(base.seed, [config.seed for config in configs], jnp.uint32),
@@ -116,7 +119,11 @@ def with_rates(model: AnyModel, rates: Mapping[str, jax.Array]) -> AnyModel:
     """Returns the model with other dropout rates, by the names in `RATES`. Rates may be traced."""
     dropout = model.config.dropout
     every: Any = {**_rates(dropout), **rates}
-    return model.clone(config=dataclasses.replace(model.config, dropout=_TracedRates(**every, locked=dropout.locked)))
+    return model.clone(
+        config=dataclasses.replace(
+            model.config, dropout=_TracedRates(**every, locked=dropout.locked)
+        )
+    )
 
 
 def _rates(dropout: DropoutConfig) -> dict[str, float]:
@@ -140,7 +147,9 @@ def make_ensemble_step(
     The function takes the members' values, states with a leading axis n and segments [n, S, B, L].
     """
 
-    def step(own: Variation, state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
+    def step(
+        own: Variation, state: TrainState, segments: Segments
+    ) -> tuple[TrainState, UpdateMetrics]:
         member_step = make_train_step(
             with_rates(model, own.dropout) if own.dropout else model,
             make_optimizer(base, peak=own.learning_rate),

@@ -33,7 +33,9 @@ def in_microbatches(gradient: Gradient, microbatches: int) -> Gradient:
 
     def split(array: jax.Array, axis: int) -> jax.Array:
         """[.., B, ..] -> [.., G, C, B / (G * C), ..]; `axis` is the axis of the rows."""
-        return array.reshape(*array.shape[:axis], devices, microbatches, -1, *array.shape[axis + 1 :])
+        return array.reshape(
+            *array.shape[:axis], devices, microbatches, -1, *array.shape[axis + 1 :]
+        )
 
     def take(array: jax.Array, axis: int, index: jax.Array) -> jax.Array:
         """Returns a microbatch's rows."""
@@ -44,14 +46,20 @@ def in_microbatches(gradient: Gradient, microbatches: int) -> Gradient:
         """Returns the array with a microbatch's rows replaced."""
         all_rows = split(array, axis)
         own = own.reshape(*all_rows.shape[: axis + 1], *all_rows.shape[axis + 2 :])
-        return jax.lax.dynamic_update_index_in_dim(all_rows, own, index, axis + 1).reshape(array.shape)
+        return jax.lax.dynamic_update_index_in_dim(all_rows, own, index, axis + 1).reshape(
+            array.shape
+        )
 
     def accumulate(
         params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array, tokens: jax.Array
     ) -> tuple[Any, tuple[jax.Array, Memory]]:
-        def add_microbatch(carry: tuple[Any, Memory], index: jax.Array) -> tuple[tuple[Any, Memory], jax.Array]:
+        def add_microbatch(
+            carry: tuple[Any, Memory], index: jax.Array
+        ) -> tuple[tuple[Any, Memory], jax.Array]:
             grads, memory = carry
-            own_memory = Memory(hidden=take(memory.hidden, 1, index), valid=take(memory.valid, 0, index))
+            own_memory = Memory(
+                hidden=take(memory.hidden, 1, index), valid=take(memory.valid, 0, index)
+            )
             own_segment = jax.tree.map(lambda array: take(array, 0, index), segment)
             key = jax.random.fold_in(dropout_key, index)
             more, (nats, own_memory) = gradient(params, own_memory, own_segment, key, tokens)

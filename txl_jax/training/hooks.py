@@ -67,5 +67,7 @@ def check_hooks(hooks: Any, segments_per_call: int) -> None:
     advice = "Write hooks=[txl_jax.Hook(100, function)]"
     require(are_hooks, f"hooks must be a list of txl_jax.Hook, got {hooks!r}. {advice}")
     for hook in hooks:
-        wrong = f"a hook's interval must be a multiple of train.segments_per_call ({segments_per_call})"
+        wrong = (
+            f"a hook's interval must be a multiple of train.segments_per_call ({segments_per_call})"
+        )
         require(hook.every % segments_per_call == 0, f"{wrong}, got {hook.every}")

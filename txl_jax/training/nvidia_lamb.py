@@ -46,7 +46,9 @@ def scale_by_moments(optimizer: OptimizerConfig) -> optax.GradientTransformation
     return optax.GradientTransformation(optax.scale_by_adam().init, update)
 
 
-def scale_by_trust_ratio(model: ModelConfig, optimizer: OptimizerConfig) -> optax.GradientTransformation:
+def scale_by_trust_ratio(
+    model: ModelConfig, optimizer: OptimizerConfig
+) -> optax.GradientTransformation:
     """Returns the step times min(|w|, 10) / (|step| + eps) for each of NVIDIA's tensors.
 
     The factor is 1 if a norm is 0.
@@ -59,7 +61,9 @@ def scale_by_trust_ratio(model: ModelConfig, optimizer: OptimizerConfig) -> opta
         for path, leaf in jax.tree.leaves_with_path(tree):
             own_axes = tuple(range(is_stacked(names_of(path)), leaf.ndim))
             for tensor, rows in _parts(names_of(path), leaf.shape, model, joined):
-                squares[tensor] += jnp.sum(jnp.square(leaf if rows is None else leaf[rows]), axis=own_axes)
+                squares[tensor] += jnp.sum(
+                    jnp.square(leaf if rows is None else leaf[rows]), axis=own_axes
+                )
         return {tensor: jnp.sqrt(square) for tensor, square in squares.items()}
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

@@ -16,7 +16,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from txl_jax.config import ExperimentConfig, OptimizerConfig, OptimizerName, Schedule, ScheduleOffset
+from txl_jax.config import (
+    ExperimentConfig,
+    OptimizerConfig,
+    OptimizerName,
+    Schedule,
+    ScheduleOffset,
+)
 from txl_jax.config.training import ADAM_B1
 from txl_jax.training import nvidia_lamb
 from txl_jax.training.param_axes import as_matrices, matrix_axes, matrix_shape, names_of, per_layer
@@ -45,7 +51,10 @@ def learning_rate(
     minimum, which is `min_lr_ratio` of the peak without it.
     """
     optimizer, average = config.optimizer, config.average
-    peak, warmup = multiple * (optimizer.learning_rate if peak is None else peak), optimizer.warmup_steps
+    peak, warmup = (
+        multiple * (optimizer.learning_rate if peak is None else peak),
+        optimizer.warmup_steps,
+    )
     steps = optimizer.decay_steps or config.train.steps
     offset = warmup if optimizer.schedule_offset is ScheduleOffset.AFTER_WARMUP else 0
     end = optimizer.min_lr_ratio / multiple
@@ -62,7 +71,9 @@ def learning_rate(
     return rate
 
 
-def make_optimizer(config: ExperimentConfig, *, peak: float | jax.Array | None = None) -> optax.GradientTransformation:
+def make_optimizer(
+    config: ExperimentConfig, *, peak: float | jax.Array | None = None
+) -> optax.GradientTransformation:
     """Returns gradient clipping, then the update rule, with weight decays and rates.
 
     Gradients are clipped by their global norm over all devices.
@@ -71,7 +82,11 @@ def make_optimizer(config: ExperimentConfig, *, peak: float | jax.Array | None =
     # Transformations that are off are omitted, so that checkpoints of runs without them do not have
     # their state.
     l2 = [optax.add_decayed_weights(optimizer.l2)] if optimizer.l2 else []
-    decay = [optax.add_decayed_weights(optimizer.weight_decay, mask=_decayed)] if optimizer.weight_decay else []
+    decay = (
+        [optax.add_decayed_weights(optimizer.weight_decay, mask=_decayed)]
+        if optimizer.weight_decay
+        else []
+    )
     rates = optax.scale_by_learning_rate(schedule)
     if optimizer.embedding_lr_multiplier != 1:
         of_embedding = learning_rate(config, peak=peak, multiple=optimizer.embedding_lr_multiplier)
@@ -116,7 +131,9 @@ def update_rule(
             return _adam(optimizer), (per_layer(optax.scale_by_trust_ratio()),)
         case OptimizerName.ADAFACTOR:
             factored = optax.chain(
-                optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()
+                optax.scale_by_factored_rms(),
+                optax.clip_by_block_rms(1.0),
+                optax.scale_by_param_block_rms(),
             )
             return per_layer(as_matrices(factored)), ()
         case OptimizerName.LION:
@@ -140,12 +157,18 @@ def _muon(optimizer: OptimizerConfig) -> optax.GradientTransformation:
         del params
 
         def scaled(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
-            return MUON_RMS * math.sqrt(max(matrix_shape(names_of(path), update.shape)[-2:])) * update
+            return (
+                MUON_RMS * math.sqrt(max(matrix_shape(names_of(path), update.shape)[-2:])) * update
+            )
 
         return jax.tree.map_with_path(scaled, updates)
 
     def labels(params: Any) -> Any:
-        return jax.tree.map_with_path(lambda path, _: "adam" if matrix_axes(names_of(path)) is None else "muon", params)
+        return jax.tree.map_with_path(
+            lambda path, _: "adam" if matrix_axes(names_of(path)) is None else "muon", params
+        )
 
     muon = optax.contrib.scale_by_muon(beta=MUON_MOMENTUM, weight_dimension_numbers=axes_of)
-    return optax.partition({"muon": optax.chain(muon, optax.stateless(by_size)), "adam": _adam(optimizer)}, labels)
+    return optax.partition(
+        {"muon": optax.chain(muon, optax.stateless(by_size)), "adam": _adam(optimizer)}, labels
+    )

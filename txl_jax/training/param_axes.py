@@ -77,7 +77,9 @@ def per_layer(inner: optax.GradientTransformation) -> optax.GradientTransformati
         if not layers:
             return others, PerLayerState((), of_others)
         layers, of_layers = jax.vmap(inner.update)(layers, state.layers, layer_params)
-        return others | {"stack": others["stack"] | layers["stack"]}, PerLayerState(of_layers, of_others)
+        return others | {"stack": others["stack"] | layers["stack"]}, PerLayerState(
+            of_layers, of_others
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -86,7 +88,9 @@ def as_matrices(inner: optax.GradientTransformation) -> optax.GradientTransforma
     """Applies a transformation to parameters of the shapes of `matrix_shape`."""
 
     def joined(tree: Any) -> Any:
-        return jax.tree.map_with_path(lambda path, leaf: leaf.reshape(matrix_shape(names_of(path), leaf.shape)), tree)
+        return jax.tree.map_with_path(
+            lambda path, leaf: leaf.reshape(matrix_shape(names_of(path), leaf.shape)), tree
+        )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         new, state = inner.update(joined(updates), state, joined(params))

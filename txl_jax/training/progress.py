@@ -43,7 +43,9 @@ class RunningTotals:
 
     def values(self, measure: Measure) -> dict[str, float]:
         """Returns the values of a record."""
-        return Totals(self.nats, self.tokens).per_token(measure) | {"grad_norm": self.grad_norm / self.updates}
+        return Totals(self.nats, self.tokens).per_token(measure) | {
+            "grad_norm": self.grad_norm / self.updates
+        }
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -74,7 +76,9 @@ class Progress:
     device_memory: Callable[[], int | None] = environment.device_memory_bytes
 
     def __post_init__(self, running_totals: Any) -> None:
-        self._totals = [RunningTotals(**(stored or {})) for stored in self.members.from_json(running_totals)]
+        self._totals = [
+            RunningTotals(**(stored or {})) for stored in self.members.from_json(running_totals)
+        ]
         self._excluded = 0.0
         self._since = self._now()
         self._timed_updates = 0  # Unlike the running totals', these were all made by this process.
@@ -132,14 +136,17 @@ class Progress:
         self.log.print(
             f"time      {environment.brief_number(each)} s per step, about "
             f"{environment.duration((self.steps - done) * each)} for the remaining {self.steps - done:,} steps, "
-            "without evaluations" + ("" if memory is None else f"; {environment.megabytes(memory)} per device in use")
+            "without evaluations"
+            + ("" if memory is None else f"; {environment.megabytes(memory)} per device in use")
         )
 
     def _report(self, step: int, learning_rates: Sequence[float]) -> None:
         now = self._now()
         seconds = max(now - self._since, 1e-9)
         measured = self._measured(seconds)
-        for label, running, learning_rate in zip(self.members.labels, self._totals, learning_rates, strict=True):
+        for label, running, learning_rate in zip(
+            self.members.labels, self._totals, learning_rates, strict=True
+        ):
             values = running.values(self.measure) | {"learning_rate": learning_rate} | measured
             self.log.record("train", step, values, member=label)
         self.log.print("  ".join(self._columns(step, measured)))
@@ -157,7 +164,9 @@ class Progress:
         if cost.flops is not None:
             found["model_flops_per_second"] = updates * cost.flops / seconds
             if cost.peak_flops is not None:
-                found["peak_share"] = len(self.members) * found["model_flops_per_second"] / cost.peak_flops
+                found["peak_share"] = (
+                    len(self.members) * found["model_flops_per_second"] / cost.peak_flops
+                )
         if (memory := self.device_memory()) is not None:
             found["device_memory_bytes"] = memory
         return found
@@ -165,7 +174,11 @@ class Progress:
     def _columns(self, step: int, measured: dict[str, float]) -> list[str]:
         """Returns the parts of a progress line, which fit in 100 columns together."""
         rate = environment.brief_number(measured["tokens_per_second"] * len(self.members))
-        columns = [f"step {step:>{len(str(self.steps))}}/{self.steps}", *self._losses(), f"{rate} tokens/s"]
+        columns = [
+            f"step {step:>{len(str(self.steps))}}/{self.steps}",
+            *self._losses(),
+            f"{rate} tokens/s",
+        ]
         if "peak_share" in measured:
             columns.append(f"{measured['peak_share']:.0%} peak")
         if measured["host_wait_share"] >= _WORTH_A_COLUMN:
@@ -175,9 +188,15 @@ class Progress:
 
     def _losses(self) -> list[str]:
         if self.members.names:
-            return ["losses", *(f"{running.values(self.measure)['loss']:.4f}" for running in self._totals)]
+            return [
+                "losses",
+                *(f"{running.values(self.measure)['loss']:.4f}" for running in self._totals),
+            ]
         [running] = self._totals
-        values, measured = running.values(self.measure), Totals(running.nats, running.tokens).format(self.measure)
+        values, measured = (
+            running.values(self.measure),
+            Totals(running.nats, running.tokens).format(self.measure),
+        )
         return [f"loss {values['loss']:.4f}", measured, f"grad norm {values['grad_norm']:.3f}"]
 
 
@@ -191,4 +210,6 @@ def _check_finite(first_step: int, metrics: UpdateMetrics, prefix: str) -> None:
         bad = int(np.argmin(finite))
         found = f"summed loss {metrics.nats[bad]}, gradient norm {metrics.grad_norm[bad]}"
         rate = f"learning rate {metrics.learning_rate[bad]:.2e}"
-        raise NonFiniteError(f"{prefix}update {first_step + bad + 1}: {found}, {rate}. Training stops here")
+        raise NonFiniteError(
+            f"{prefix}update {first_step + bad + 1}: {found}, {rate}. Training stops here"
+        )

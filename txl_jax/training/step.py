@@ -99,7 +99,9 @@ def make_train_step(
     seed = config.seed if seed is None else seed
 
     def update(state: TrainState, segment: Segments) -> tuple[TrainState, UpdateMetrics]:
-        memory = memory_lib.reset(state.memory, jnp.asarray(segment.reset), start=config.model.compat.memory_start)
+        memory = memory_lib.reset(
+            state.memory, jnp.asarray(segment.reset), start=config.model.compat.memory_start
+        )
         # Half loss: table 6.
         scored_from = train.segment_len // 2 if train.loss is LossPart.HALF else 0
         weights = segment.weights * (jnp.arange(train.segment_len) >= scored_from)[None, :]
@@ -160,7 +162,9 @@ def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple
         mean = nats / jnp.maximum(tokens, 1)
         if penalized:
             new = kept["activations"]["last"][:, -train.new_tokens :]
-            penalty = activation_penalty(new, activation=penalties.activation_l2, temporal=penalties.temporal_l2)
+            penalty = activation_penalty(
+                new, activation=penalties.activation_l2, temporal=penalties.temporal_l2
+            )
             mean += penalty / train.grad_accum_steps
         return mean, (nats, memory)
 

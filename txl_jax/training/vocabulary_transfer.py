@@ -41,7 +41,12 @@ class RowMap(NamedTuple):
         Kept rows are carried over, new rows are initialized, and dropped rows are not carried over.
         """
         kept = int(np.sum(self.rows >= 0))
-        return {"kept": kept, "new": len(self.rows) - kept, "dropped": self.old_size - kept, "moved": self.moved}
+        return {
+            "kept": kept,
+            "new": len(self.rows) - kept,
+            "dropped": self.old_size - kept,
+            "moved": self.moved,
+        }
 
 
 def match_tokens(old: Vocabulary, new: Vocabulary) -> np.ndarray:
@@ -77,7 +82,10 @@ def transfer(rows: RowMap, old: ModelConfig, new: ModelConfig) -> Callable[[Any,
 
     It maps (initial parameters, old parameters) to the parameters of the new model.
     """
-    bounds = [np.array([0, *config.cutoffs, size]) for config, size in ((old, rows.old_size), (new, len(rows.rows)))]
+    bounds = [
+        np.array([0, *config.cutoffs, size])
+        for config, size in ((old, rows.old_size), (new, len(rows.rows)))
+    ]
 
     def one(path: Any, initial: jax.Array, theirs: jax.Array) -> jax.Array:
         span = _tokens_of(jax.tree_util.keystr(path, simple=True, separator="/"), new, *bounds)
@@ -94,7 +102,9 @@ def transfer(rows: RowMap, old: ModelConfig, new: ModelConfig) -> Callable[[Any,
     return functools.partial(jax.tree.map_with_path, one)
 
 
-def _tokens_of(name: str, config: ModelConfig, old: np.ndarray, new: np.ndarray) -> tuple[int, int, int] | None:
+def _tokens_of(
+    name: str, config: ModelConfig, old: np.ndarray, new: np.ndarray
+) -> tuple[int, int, int] | None:
     """Returns the tokens of a parameter's rows, or None if it does not have a row per token.
 
     The tokens are (first, one past the last, first in the old parameter).

@@ -40,7 +40,9 @@ def add(average: Average, params: Any, step: jax.Array, config: AverageConfig) -
     """Adds the parameters after update number `step` (from 0) to the mean."""
     count = jnp.maximum(step + 1 - average.begun, 1).astype(jnp.float32)
     weight = jnp.maximum(1 / count, 1 - (1.0 if config.ema_decay is None else config.ema_decay))
-    params = jax.tree.map(lambda mean, new: mean + weight.astype(mean.dtype) * (new - mean), average.params, params)
+    params = jax.tree.map(
+        lambda mean, new: mean + weight.astype(mean.dtype) * (new - mean), average.params, params
+    )
     return dataclasses.replace(average, params=params)
 
 

@@ -31,7 +31,11 @@ def case(task: str, config: ExperimentConfig = CONFIG, **changes) -> Case:
 def test_operations_are_counted_on_visible_pairs(task, passes, window):
     """Three products of the forward pass, and twice as many backward; without position keys two."""
     sizes = dataclasses.replace(case(task), window=window)
-    distance = sizes.mem_len + np.arange(sizes.segment_len)[:, None] - np.arange(sizes.mem_len + sizes.segment_len)
+    distance = (
+        sizes.mem_len
+        + np.arange(sizes.segment_len)[:, None]
+        - np.arange(sizes.mem_len + sizes.segment_len)
+    )
     visible = np.sum((distance >= 0) & (distance < (sizes.window or 99)))
     pairs = sizes.batch * sizes.n_head * visible
     assert sizes.flops() == passes * 3 * 2 * 8 * pairs
@@ -45,7 +49,10 @@ def page(tmp_path, capsys):
     """
 
     def run(**settings):
-        plan, error = Plan(configs=("tiny",), calls=2, batch_size=2, out=str(tmp_path / "out"), **settings), None
+        plan, error = (
+            Plan(configs=("tiny",), calls=2, batch_size=2, out=str(tmp_path / "out"), **settings),
+            None,
+        )
         try:
             device.run(plan, types.SimpleNamespace(config_of_flagfile=lambda name: CONFIG))
         except UserError as found:
@@ -63,7 +70,9 @@ def page(tmp_path, capsys):
 @pytest.mark.full
 def test_each_path_has_a_row_or_a_reason(page, monkeypatch):
     monkeypatch.setattr(choose, "tiles_are_faster", lambda problem: True)
-    rows, lines, error = page(paths=("reference", "tiled", "fused", "plain"), tiles=("8x8", "16x16", "999x999"))
+    rows, lines, error = page(
+        paths=("reference", "tiled", "fused", "plain"), tiles=("8x8", "16x16", "999x999")
+    )
     names = ["reference", "tiled 64x1024", "tiled 8x8", "tiled 16x16", "plain: tiled 64x1024"]
     names_over_a_cache = [name.replace("64x1024", "512x1024") for name in names]
     over_a_cache = [("evaluation", name) for name in names_over_a_cache]
@@ -73,22 +82,40 @@ def test_each_path_has_a_row_or_a_reason(page, monkeypatch):
         assert [int(n) for n in re.findall(r"\d+", row["sizes"])] == sizes[task]
         assert row["time"].endswith(" ms") and float(row["difference"] or 0) < 1e-3
         assert row["speedup"] == "1.00" or name != "reference"
-    assert len([line for line in lines if line.startswith("- tiny, ") and "of 3 tiles auto takes tiled" in line]) == 2
+    assert (
+        len(
+            [
+                line
+                for line in lines
+                if line.startswith("- tiny, ") and "of 3 tiles auto takes tiled" in line
+            ]
+        )
+        == 2
+    )
     assert "- 8 within rounding, 0 wrong" in lines
     assert [line for line in lines if line.startswith("- no fused, as its kernels are for TPU")]
     assert [line for line in lines if "take_along_axis" in line]
 
 
 @pytest.mark.full
-def test_interpreted_kernels_go_the_whole_way_and_a_wrong_one_is_named_and_not_timed(page, monkeypatch):
+def test_interpreted_kernels_go_the_whole_way_and_a_wrong_one_is_named_and_not_timed(
+    page, monkeypatch
+):
     settings = {"paths": ("reference", "interpreted"), "tasks": ("training",)}
     rows, _, error = page(**settings)
     [name] = [name for _, name in rows if name.endswith(" interpreted")]
-    assert float(rows["training", name]["difference"]) < 1e-5 and rows["training", name]["time"] and error is None
+    assert (
+        float(rows["training", name]["difference"]) < 1e-5
+        and rows["training", name]["time"]
+        and error is None
+    )
     real = kernels.skew
     monkeypatch.setattr(kernels, "skew", lambda *args: -real(*args))
     rows, lines, error = page(**settings)
-    assert rows["training", name]["difference"].startswith("WRONG ") and not rows["training", name]["time"]
+    assert (
+        rows["training", name]["difference"].startswith("WRONG ")
+        and not rows["training", name]["time"]
+    )
     assert rows["training", "reference"]["time"] and error.startswith("1 ")
     assert [line for line in lines if line.startswith(f"- tiny, training, {name}: its ")]
 

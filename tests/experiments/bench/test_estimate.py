@@ -14,8 +14,19 @@ from txl_jax.config import ExperimentConfig, ModelConfig, Remat, TrainConfig
 from txl_jax.errors import UserError
 
 TINY = [
-    *("--model.n_layer=3", "--model.d_model=64", "--model.n_head=4", "--model.d_head=16", "--model.d_inner=128"),
-    *("--model.dtype=bfloat16", "--train.batch_size=8", "--train.segment_len=32", "--train.mem_len=32"),
+    *(
+        "--model.n_layer=3",
+        "--model.d_model=64",
+        "--model.n_head=4",
+        "--model.d_head=16",
+        "--model.d_inner=128",
+    ),
+    *(
+        "--model.dtype=bfloat16",
+        "--train.batch_size=8",
+        "--train.segment_len=32",
+        "--train.mem_len=32",
+    ),
     *("--eval.segment_len=16", "--eval.mem_len=32", "--eval.clamp_len=none"),
 ]
 COMPILERS = ("libtpu", "jax_cuda13_plugin", "jax_cuda12_plugin")
@@ -27,7 +38,9 @@ def without_compilers(monkeypatch):
     """Runs the program as if no compiler were installed; returns exit code, output and errors."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name in COMPILERS else find_spec(name, *rest)
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name in COMPILERS else find_spec(name, *rest),
     )
     return lambda *flags: programs.run("experiments.bench.estimate", *TINY, *flags)
 
@@ -38,15 +51,21 @@ def compiled(*flags):
     return subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def test_without_a_compiler_the_sizes_that_follow_from_shapes_are_printed(without_compilers, monkeypatch):
+def test_without_a_compiler_the_sizes_that_follow_from_shapes_are_printed(
+    without_compilers, monkeypatch
+):
     """One of four devices that share parameters, and of two that share heads."""
     monkeypatch.setattr("txl_jax.runtime.environment.megabytes", lambda size: f"{size} B")
     code, out, err = without_compilers("--topology=v4:2x2x2", "--mesh.fsdp=4", "--mesh.tensor=2")
     assert code == 0, err
     assert "8 x TPU v4 (data 1, fsdp 4, tensor 2)" in out and "libtpu" in out
-    assert not re.search("(?m)^attention", out), "which of them depends on the device, which is not known"
+    assert not re.search("(?m)^attention", out), (
+        "which of them depends on the device, which is not known"
+    )
     parameters = int(re.search(r"([\d,]+) parameters", out)[1].replace(",", ""))
-    sizes = {name: int(size) for name, size in re.findall(r"(?m)^(\w[\w ]*?) +(\d+) B per device$", out)}
+    sizes = {
+        name: int(size) for name, size in re.findall(r"(?m)^(\w[\w ]*?) +(\d+) B per device$", out)
+    }
     # [N, B, M, D] in bfloat16, and valid [B].
     assert sizes["segment memory"] == 3 * (8 // 4) * 32 * 64 * 2 + 4 * 8 // 4
     assert parameters * 4 / 8 < sizes["parameters"] < parameters * 4 / 8 * 1.2
@@ -99,7 +118,10 @@ def test_each_configuration_has_the_smallest_slice_that_fits():
 
 @pytest.mark.parametrize(
     ("topology", "rows", "memory"),
-    [pytest.param("v5e:1x1", 10_000, "15.75GiB", marks=TPU), pytest.param("a100", 40_000, "79.26GiB", marks=CUDA)],
+    [
+        pytest.param("v5e:1x1", 10_000, "15.75GiB", marks=TPU),
+        pytest.param("a100", 40_000, "79.26GiB", marks=CUDA),
+    ],
 )
 def test_a_program_that_does_not_fit_is_reported_with_both_sizes(topology, rows, memory):
     huge = [f"--train.batch_size={rows}", "--train.segment_len=256", "--train.mem_len=256"]
@@ -108,7 +130,9 @@ def test_a_program_that_does_not_fit_is_reported_with_both_sizes(topology, rows,
 
 
 @TPU
-@pytest.mark.parametrize("generation", [name for name, chip in estimate.CHIPS.items() if not chip.gpu])
+@pytest.mark.parametrize(
+    "generation", [name for name, chip in estimate.CHIPS.items() if not chip.gpu]
+)
 def test_every_slice_is_known_to_libtpu(generation):
     estimate.set_environment()
     for name in estimate.slices(generation):
@@ -131,12 +155,16 @@ def test_mistakes_are_named(without_compilers, flags, expected):
 
 # All on fsdp; as many as d_model has columns, 16; fewer rows than devices, of which the rest shares
 # heads.
-@pytest.mark.parametrize(("rows", "count", "expected"), [(8, 4, (1, 4, 1)), (32, 32, (2, 16, 1)), (2, 4, (1, 2, 2))])
+@pytest.mark.parametrize(
+    ("rows", "count", "expected"), [(8, 4, (1, 4, 1)), (32, 32, (2, 16, 1)), (2, 4, (1, 2, 2))]
+)
 def test_meshes_use_all_devices_with_as_many_as_possible_on_fsdp(rows, count, expected):
     model = ModelConfig(d_model=16, n_head=4, d_head=4, d_inner=32)
     config = ExperimentConfig(model=model, train=TrainConfig(batch_size=rows))
     found = list(estimate.meshes(config, count))
-    meshes = [tuple(changes[f"mesh.{axis}"] for axis in ("data", "fsdp", "tensor")) for changes in found]
+    meshes = [
+        tuple(changes[f"mesh.{axis}"] for axis in ("data", "fsdp", "tensor")) for changes in found
+    ]
     assert meshes == [expected] * 2
     assert [changes["model.remat"] for changes in found] == [config.model.remat, Remat.FULL]
     assert not list(estimate.meshes(config, 3))
@@ -145,15 +173,25 @@ def test_meshes_use_all_devices_with_as_many_as_possible_on_fsdp(rows, count, ex
 @pytest.mark.parametrize(
     ("name", "known"),
     [
-        *(("h200x3", "h100"), ("h100x12", "h100"), ("v9:2x2", "h100"), ("v5e:2x", "h100"), ("0*v5e:4x8", "h100")),
+        *(
+            ("h200x3", "h100"),
+            ("h100x12", "h100"),
+            ("v9:2x2", "h100"),
+            ("v5e:2x", "h100"),
+            ("0*v5e:4x8", "h100"),
+        ),
         *(("v5e:3x5", "2x4"), ("v5e:0x4", "2x4"), ("v4:2x2", "2x2x1")),
     ],
 )
 def test_what_is_no_topology_is_refused_with_what_there_is(name, known):
-    with pytest.raises(UserError, match=rf"2, 4 or a multiple of 8,.*'{re.escape(name)}'; .*\b{known}\b"):
+    with pytest.raises(
+        UserError, match=rf"2, 4 or a multiple of 8,.*'{re.escape(name)}'; .*\b{known}\b"
+    ):
         estimate.parse(name)
 
 
 def test_every_device_has_a_peak_and_a_memory():
     for chip in estimate.CHIPS.values():
-        assert 4e13 < flops.device_peak(chip.kind) < 2e15 and 1e10 <= chip.memory_bytes < 2e11, chip.kind
+        assert 4e13 < flops.device_peak(chip.kind) < 2e15 and 1e10 <= chip.memory_bytes < 2e11, (
+            chip.kind
+        )

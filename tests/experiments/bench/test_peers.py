@@ -18,8 +18,16 @@ from txl_jax.errors import UserError
 from txl_jax.runs.build import build
 
 L, M, T = 4, 7, 14  # Of 14 scored tokens, the last segment holds two.
-LENGTHS = {"batch_size": tiny.B, "segment_len": L, "mem_len": M, "clamp_len": 6, "same_length": True}
-CONFIG = ExperimentConfig(model=tiny.CONFIG, train=TrainConfig(**LENGTHS), eval=EvalConfig(**LENGTHS))
+LENGTHS = {
+    "batch_size": tiny.B,
+    "segment_len": L,
+    "mem_len": M,
+    "clamp_len": 6,
+    "same_length": True,
+}
+CONFIG = ExperimentConfig(
+    model=tiny.CONFIG, train=TrainConfig(**LENGTHS), eval=EvalConfig(**LENGTHS)
+)
 CLUSTERS = {"model.cutoffs": (4, 9), "model.div_val": 2, "model.tie_projs": (False, True, True)}
 HUGGINGFACE = pytest.mark.nightly(part="huggingface")
 ORIGINAL = pytest.mark.nightly(part="original")
@@ -46,7 +54,9 @@ def clone() -> str:
     """
     pytest.importorskip("torch")
     if not os.environ.get("TXL_ORIGINAL"):
-        pytest.skip(f"TXL_ORIGINAL is not set: this test runs code from a clone of {peers.REPOSITORY}")
+        pytest.skip(
+            f"TXL_ORIGINAL is not set: this test runs code from a clone of {peers.REPOSITORY}"
+        )
     return os.environ["TXL_ORIGINAL"]
 
 
@@ -70,7 +80,9 @@ def test_losses_are_ours_and_each_task_has_its_counterpart(changes, capsys, monk
         theirs = peer.task(name, ours, components)
         theirs.call()
         assert theirs.tokens == tokens
-    monkeypatch.setattr(peers, "apply_preset", lambda config, _: config_tree.replace(config, {"eval.clamp_len": 2}))
+    monkeypatch.setattr(
+        peers, "apply_preset", lambda config, _: config_tree.replace(config, {"eval.clamp_len": 2})
+    )
     with pytest.raises(UserError, match=rf"\b{peers.TOLERANCE:g} nats\b"):  # Then nothing is timed.
         peers.checked_peers(components, None)
 
@@ -98,7 +110,10 @@ def test_generation_draws_what_the_library_draws(top_k):
 
     found = [peer.generate_token(top_k) for _ in range(3 * M)]
     torch.manual_seed(0)
-    first, options = torch.zeros((1, 1), dtype=torch.int64), {"do_sample": True, "top_k": top_k or 0}
+    first, options = (
+        torch.zeros((1, 1), dtype=torch.int64),
+        {"do_sample": True, "top_k": top_k or 0},
+    )
     expected = peer._model.generate(first, max_new_tokens=3 * M, **options)
     assert found == expected[0, 1:].tolist()
     assert len(set(found)) > 2
@@ -119,7 +134,9 @@ def test_training_and_evaluation_carry_their_memory(kind, changes):
     parts = [peer.evaluate(*each) for each in (first, second)]
     losses = [peer.train_step(*each) for each in (first, second)]
     np.testing.assert_allclose(losses, [part.mean() for part in parts], rtol=1e-5)
-    assert np.abs(parts[1] - make(kind, **changes).evaluate(*second)).max() > 1e-3, "from an empty memory"
+    assert np.abs(parts[1] - make(kind, **changes).evaluate(*second)).max() > 1e-3, (
+        "from an empty memory"
+    )
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
@@ -133,7 +150,9 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
 
 def test_another_folder_and_models_that_the_original_lacks_are_refused(tmp_path):
     (tmp_path / "pytorch").mkdir()
-    (tmp_path / "pytorch" / "mem_transformer.py").write_text("raise AssertionError('other code was run')")
+    (tmp_path / "pytorch" / "mem_transformer.py").write_text(
+        "raise AssertionError('other code was run')"
+    )
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match=rf"--peer_path.*{peers.REPOSITORY}.*{path}"):
             OriginalModel(CONFIG, {}, vocab_size=tiny.V, path=str(path), compiled=True)
@@ -145,7 +164,9 @@ def test_another_folder_and_models_that_the_original_lacks_are_refused(tmp_path)
 
 def test_settings_are_the_presets_with_a_masked_memory_and_those_that_the_peer_lacks_are_refused():
     preset = apply_preset(CONFIG, "hf").model.compat
-    found = peers.with_peer_compat(config_tree.replace(CONFIG, {"model.compat.layer_norm_eps": 1e-3}))
+    found = peers.with_peer_compat(
+        config_tree.replace(CONFIG, {"model.compat.layer_norm_eps": 1e-3})
+    )
     assert dataclasses.replace(found.model.compat, memory_start=preset.memory_start) == preset
     assert found.model.compat.memory_start != preset.memory_start
     assert dataclasses.replace(found.model, compat=CONFIG.model.compat) == CONFIG.model

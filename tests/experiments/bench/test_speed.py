@@ -18,7 +18,13 @@ from txl_jax.runs.build import build
 
 CONFIG = ExperimentConfig(
     model=tiny.CONFIG,
-    train=TrainConfig(batch_size=2, segment_len=4, mem_len=6, segments_per_call=2, **dict.fromkeys(tiny_run.COUNTS, 2)),
+    train=TrainConfig(
+        batch_size=2,
+        segment_len=4,
+        mem_len=6,
+        segments_per_call=2,
+        **dict.fromkeys(tiny_run.COUNTS, 2),
+    ),
     eval=EvalConfig(batch_size=1, segment_len=3, mem_len=7, clamp_len=5),
     generate=GenerateConfig(samples=3, top_k=5),
 )
@@ -26,11 +32,18 @@ CONFIG = ExperimentConfig(
 
 def test_tasks_are_timed_in_turns_and_compared_call_by_call():
     order = []
-    ours, peer = (Task(name, tokens, functools.partial(order.append, name)) for name, tokens in (("a", 16), ("b", 8)))
+    ours, peer = (
+        Task(name, tokens, functools.partial(order.append, name))
+        for name, tokens in (("a", 16), ("b", 8))
+    )
     timing.time_in_turns([ours, peer], warmup=1, calls=3)
     assert order == list("abababab") and len(ours.seconds) == len(peer.seconds) == 3
     ours.seconds, peer.seconds = [1.0, 2.0, 4.0], [4.0, 5.0, 8.0]
-    assert (ours.cells, ours.speedups(peer), ours.speedup(peer)) == (["8", "4", "16"], [8.0, 5.0, 4.0], 5.0)
+    assert (ours.cells, ours.speedups(peer), ours.speedup(peer)) == (
+        ["8", "4", "16"],
+        [8.0, 5.0, 4.0],
+        5.0,
+    )
 
 
 def test_tokens_follow_the_power_law():
@@ -49,7 +62,10 @@ def test_a_row_per_task_and_generation_twice_with_tails(capsys):
     config = config_tree.replace(CONFIG, {"model.cutoffs": (4, 9), "data.corpus": "python_stdlib"})
     plan = Plan(tasks=("generation",), calls=2, warmup=1)
     speed.run(plan, types.SimpleNamespace(config=lambda: config))
-    rows = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()[3:]]
+    rows = [
+        [cell.strip() for cell in line.split("|")]
+        for line in capsys.readouterr().out.splitlines()[3:]
+    ]
     assert [row[1:4] for row in rows[2:]] == [
         ["generation", "3 x 1", "7"],
         ["generation, every tail read", "3 x 1", "7"],
@@ -69,13 +85,23 @@ def test_each_task_runs_and_knows_its_size(components, name, tokens, shape, mem_
     task.call()
     task.call()
     found = task.lengths
-    assert (task.tokens, found.batch_size, found.segment_len, found.mem_len) == (tokens, *shape, mem_len)
+    assert (task.tokens, found.batch_size, found.segment_len, found.mem_len) == (
+        tokens,
+        *shape,
+        mem_len,
+    )
     assert task.flops_per_token > 1000
 
 
 @pytest.mark.full
 def test_tokens_that_are_read_again_are_not_counted_and_windows_not_timed(components):
-    changes = {"train.stride": 3, "train.mem_len": 0, "eval.stride": 2, "eval.mem_len": 0, "eval.same_length": False}
+    changes = {
+        "train.stride": 3,
+        "train.mem_len": 0,
+        "eval.stride": 2,
+        "eval.mem_len": 0,
+        "eval.same_length": False,
+    }
     strided = build(config_tree.replace(CONFIG, changes), vocab_size=tiny.V)
     training = speed.training(strided)
     assert training.tokens == 12 and training.lengths.segment_len == 4
@@ -87,8 +113,16 @@ def test_tokens_that_are_read_again_are_not_counted_and_windows_not_timed(compon
 
 @pytest.mark.full
 def test_rows_of_a_server_and_one_row_are_timed(capsys):
-    small = {"model.n_layer": 1, "model.d_model": 8, "model.n_head": 2, "model.d_head": 4, "model.d_inner": 8}
-    config = config_tree.replace(serving.DEFAULTS, small | {"eval.mem_len": 9, "model.cutoffs": (5, 9)})
+    small = {
+        "model.n_layer": 1,
+        "model.d_model": 8,
+        "model.n_head": 2,
+        "model.d_head": 4,
+        "model.d_inner": 8,
+    }
+    config = config_tree.replace(
+        serving.DEFAULTS, small | {"eval.mem_len": 9, "model.cutoffs": (5, 9)}
+    )
     serving.run(serving.Plan(rows=3, calls=2), types.SimpleNamespace(config=lambda: config))
     lines = capsys.readouterr().out.splitlines()
     table = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| ")]

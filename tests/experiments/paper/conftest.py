@@ -14,7 +14,9 @@ def make_run():
     """
 
     def make(folder, changes=(), text_folder=None):
-        config, corpus = drawn_run.on_text(text_folder or folder, drawn_run.letters(), **dict(changes))
+        config, corpus = drawn_run.on_text(
+            text_folder or folder, drawn_run.letters(), **dict(changes)
+        )
         return config, corpus, drawn_run.make(folder / "run", config, corpus)[0]
 
     return make

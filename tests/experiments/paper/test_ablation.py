@@ -27,7 +27,9 @@ def base(make_run, tmp_path_factory):
 
 
 def plan_of(*rows, seeds=(1,), lengths=(4,), **others):
-    return Plan(rows=tuple(row.name for row in rows), seeds=seeds, lengths=lengths, out="unused", **others)
+    return Plan(
+        rows=tuple(row.name for row in rows), seeds=seeds, lengths=lengths, out="unused", **others
+    )
 
 
 def run(base, plan, folder, **others):
@@ -43,7 +45,9 @@ def test_a_row_outside_the_table_is_known_by_its_name():
         row_named(SIX, "none-shaw-full-8-8")
 
 
-@pytest.mark.parametrize("row", [row for rows in TABLES.values() for row in rows], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [row for rows in TABLES.values() for row in rows], ids=lambda row: row.name
+)
 def test_every_row_is_a_legal_run_that_differs_as_declared(row):
     config = row_config(tiny_run.CONFIG, row, 5)
     config.validate()
@@ -60,10 +64,14 @@ PLAN = plan_of(RECURRENT, VANILLA, seeds=(1, 2), lengths=(4,), stride=2)
 @pytest.mark.full
 def test_rows_are_trained_scored_and_reported(base, tmp_path, monkeypatch):
     found = run(base, PLAN, tmp_path)
-    assert list(found) == [RECURRENT.name, VANILLA.name] and all(len(scores) == 2 for scores in found.values())
+    assert list(found) == [RECURRENT.name, VANILLA.name] and all(
+        len(scores) == 2 for scores in found.values()
+    )
     for row, trained in ((RECURRENT, L + M), (VANILLA, L)):
         for seed, score in zip((1, 2), found[row.name], strict=True):
-            kept = json.loads((tmp_path / f"{row.name}-seed{seed}" / "ablation.json").read_text())["scores"]
+            kept = json.loads((tmp_path / f"{row.name}-seed{seed}" / "ablation.json").read_text())[
+                "scores"
+            ]
             assert {int(length): value for length, value in kept.items()} == score.at
             assert set(score.at) == {4, trained}
             assert (score.init, score.best) == (score.at[trained], min(score.at.values()))
@@ -74,7 +82,10 @@ def test_rows_are_trained_scored_and_reported(base, tmp_path, monkeypatch):
     assert len(record["scores"]) == 4 and record["seeds"] == [1, 2]
     least = [[score.best for score in found[row.name]] for row in (RECURRENT, VANILLA)]
     beside = np.subtract(*reversed(least))
-    assert f" | {beside.mean():+.4f} ({beside.std(ddof=1):.4f}, 2) | " in (tmp_path / "ablation.md").read_text()
+    assert (
+        f" | {beside.mean():+.4f} ({beside.std(ddof=1):.4f}, 2) | "
+        in (tmp_path / "ablation.md").read_text()
+    )
 
     monkeypatch.setattr(ablation, "score_with_line", None)
     assert run(base, PLAN, tmp_path) == found
@@ -111,4 +122,7 @@ def test_the_shortest_length_that_is_as_good():
 def test_the_whole_table_follows_from_a_base_with_tied_positions(base):
     tied = config_tree.replace(base[0], {"model.tie_positions": True, "eval.warmup_tokens": 3})
     Plan(lengths=(4,), stride=2, out="unused").check(tied)
-    assert [row_config(tied, row, 1).model.tie_positions for row in (RECURRENT, SHAW)] == [True, False]
+    assert [row_config(tied, row, 1).model.tie_positions for row in (RECURRENT, SHAW)] == [
+        True,
+        False,
+    ]

@@ -23,17 +23,24 @@ L, M = 3, 7
 
 def read(model, *, segments, clamp_len=None):
     """The weights at each segment, from an empty memory."""
-    params, memory = tiny.variables(model)["params"], model.init_memory(batch_size=tiny.B, mem_len=M)
+    params, memory = (
+        tiny.variables(model)["params"],
+        model.init_memory(batch_size=tiny.B, mem_len=M),
+    )
     text = tiny.text(segments * L)
     for k in range(segments):
         tokens = text[:, k * L : (k + 1) * L]
-        weights, memory = attention.attention_weights(params, model, tokens, memory, clamp_len=clamp_len)
+        weights, memory = attention.attention_weights(
+            params, model, tokens, memory, clamp_len=clamp_len
+        )
         yield weights, memory
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("untie_r", "preset", "window"), [(False, "ours", M), (True, "tf", M + 1)])
-def test_probabilities_are_those_of_the_model_by_distance(untie_r, preset, window, x64, monkeypatch):
+def test_probabilities_are_those_of_the_model_by_distance(
+    untie_r, preset, window, x64, monkeypatch
+):
     """Probabilities that the softmax gives, layer by layer outside of the scan."""
     model = tiny.make(dtype=DType.FLOAT64, untie_r=untie_r, compat=tiny.compat_config(preset))
     params, text, seen = tiny.variables(model)["params"], tiny.text(2 * L), []
@@ -44,12 +51,18 @@ def test_probabilities_are_those_of_the_model_by_distance(untie_r, preset, windo
     hidden = model.apply({"params": params}, text[:, L:], clamp_len=2, method=model.embed)
 
     softmax = jax.nn.softmax
-    monkeypatch.setattr(jax.nn, "softmax", lambda scores, **kwargs: seen.append(softmax(scores, **kwargs)) or seen[-1])
+    monkeypatch.setattr(
+        jax.nn,
+        "softmax",
+        lambda scores, **kwargs: seen.append(softmax(scores, **kwargs)) or seen[-1],
+    )
     for i in range(tiny.N):
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], layers)
         biases = None if untie_r else stack["biases"]
         block = Block(model.config)
-        hidden, _ = block.apply({"params": layer}, hidden, before.hidden[i], LayerContext(codes, visibility, biases))
+        hidden, _ = block.apply(
+            {"params": layer}, hidden, before.hidden[i], LayerContext(codes, visibility, biases)
+        )
     for found, expected in zip(weights.probabilities, seen, strict=True):
         for row in range(L):
             # Distances window - 1 .. 0.
@@ -74,7 +87,14 @@ def test_term_d_is_the_same_for_every_query_and_term_b_is_not(x64):
 
 def test_spans_and_the_widest_heads():
     average = np.zeros((3, 2, 5))
-    for (layer, head), distance in {(0, 0): 1, (0, 1): 4, (1, 0): 3, (1, 1): 2, (2, 0): 0, (2, 1): 1}.items():
+    for (layer, head), distance in {
+        (0, 0): 1,
+        (0, 1): 4,
+        (1, 0): 3,
+        (1, 1): 2,
+        (2, 0): 0,
+        (2, 1): 1,
+    }.items():
         average[layer, head, distance] = 1
     assert attention.mean_distances(average).tolist() == [[1, 4], [3, 2], [0, 1]]
     assert attention.widest(average, 3) == [(0, 1), (1, 0), (2, 1)]
@@ -94,7 +114,9 @@ def draw(run, folder, stop_requested=lambda: False, **others):
 
 
 @pytest.mark.full
-def test_averages_are_over_queries_with_a_full_memory_and_everything_is_written(run, tmp_path, monkeypatch):
+def test_averages_are_over_queries_with_a_full_memory_and_everything_is_written(
+    run, tmp_path, monkeypatch
+):
     average = draw(run, tmp_path)
     assert any(tmp_path.glob("*.png")) == plots.can_draw()
     assert (tmp_path / "attention.md").read_text().count("| layer ") == 3
@@ -107,7 +129,9 @@ def test_averages_are_over_queries_with_a_full_memory_and_everything_is_written(
     for head, found in zip(heads, query["largest_weights"], strict=True):
         row = probabilities[head["layer"], head["head"]]
         assert (found["layer"], found["head"]) == (head["layer"], head["head"])
-        assert found["weights"][0]["probability"] == row.max() == row[found["weights"][0]["distance"]]
+        assert (
+            found["weights"][0]["probability"] == row.max() == row[found["weights"][0]["distance"]]
+        )
     draw(run, tmp_path / "chosen", heads=("1.0",))
     chosen = json.loads((tmp_path / "chosen" / "attention.json").read_text())
     assert [(head["layer"], head["head"]) for head in chosen["heads"]] == [(1, 0)]

@@ -43,19 +43,27 @@ def table(run):
 def test_each_row_is_an_evaluation_at_that_length(recurrent, split):
     config, corpus, workdir = recurrent
     found, rows = sweep(recurrent, [12, 3, 12], split=split)
-    assert list(found) == [row["attention_length"] for row in rows] == [3, 12], "shortest first, each once"
+    assert list(found) == [row["attention_length"] for row in rows] == [3, 12], (
+        "shortest first, each once"
+    )
     # Those of evaluation have 5.
     for length, row, segment_len in zip(found, rows, [3, 5], strict=True):
         at = {"eval.mem_len": length, "eval.same_length": True, "eval.segment_len": segment_len}
         alone = score.evaluate_splits(config_tree.replace(config, at), corpus, workdir)[split]
-        assert as_record(found[length], corpus.vocabulary) == alone == {name: row[name] for name in alone}
+        assert (
+            as_record(found[length], corpus.vocabulary)
+            == alone
+            == {name: row[name] for name in alone}
+        )
         assert row["seconds"] > 0
     assert found[3].nats != found[12].nats
     assert Path(workdir.path, "context_length.png").exists() == plots.can_draw()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("changes", [{"model.encoding": Encoding.VASWANI}, {"train.mem_len": 0}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"model.encoding": Encoding.VASWANI}, {"train.mem_len": 0}], ids=str
+)
 def test_without_recurrence_windows_are_scored(make_run, tmp_path, changes):
     config, corpus, _ = run = make_run(tmp_path, GIVEN | changes)
     found, rows = sweep(run, [9, 4], stride=3)

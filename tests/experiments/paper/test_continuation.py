@@ -38,7 +38,9 @@ def test_context_continuation_and_the_texts_own_are_printed_below_each_other(run
     page = write(run, tmp_path / "page.md", starts=(3, 20), context=11)
     # The model goes on from the context, as generation does.
     config, corpus, _, parts = run
-    blocks = tiny_run.generator(parts.model, config.eval).tokens(np.asarray(corpus.test)[3:14], config.generate)
+    blocks = tiny_run.generator(parts.model, config.eval).tokens(
+        np.asarray(corpus.test)[3:14], config.generate
+    )
     written = np.concatenate(list(blocks), axis=1)
     for row in [*written, np.asarray(corpus.test)[14:21]]:
         assert continuation.quoted(corpus, row) in page
@@ -61,5 +63,8 @@ def test_a_text_is_shown_as_it_is():
     corpus = types.SimpleNamespace(vocabulary=ByteVocabulary(bytes(range(256))))
     text = "    - *a* # 1\n\n" + "word " * 30
     shown = continuation.quoted(corpus, np.frombuffer(text.encode(), np.uint8)).splitlines()
-    assert shown[:2] == ["        - *a* # 1", ""] and "".join(line[4:] for line in shown[2:]) == "word " * 30
+    assert (
+        shown[:2] == ["        - *a* # 1", ""]
+        and "".join(line[4:] for line in shown[2:]) == "word " * 30
+    )
     assert len(shown) == 4 and max(map(len, shown)) <= 104

@@ -25,13 +25,23 @@ def test_studies_of_one_run(make_run, bucket, tmp_path):
     assert read(f"{workdir.path}/continuation.md").decode().count("\n### ") == 3
     average = attention.draw(*run, attention.Plan(out=str(bucket / "maps"), positions=(20,)))
     pictures = {"average.png", "heads-20.png", "terms-20.png"}
-    assert set(names(bucket / "maps")) == {"attention.npz", "attention.json", "attention.md"} | pictures
+    assert (
+        set(names(bucket / "maps"))
+        == {"attention.npz", "attention.json", "attention.md"} | pictures
+    )
     assert (bucket / "maps" / "average.png").read_bytes().startswith(b"\x89PNG")
     with np.load(io.BytesIO((bucket / "maps" / "attention.npz").read_bytes())) as arrays:
         np.testing.assert_allclose(arrays["average"], average, rtol=1e-6)
     plan = recl.Plan(lengths=(2, 4, 2), stride=9, out=str(bucket / "recl"))
     recl.compare({"ours": workdir, "again": workdir}, corpus, plan)
-    assert set(names(plan.out)) == {"recl.json", "recl.csv", "recl.md", "gains.png", "context.png", "losses"}
+    assert set(names(plan.out)) == {
+        "recl.json",
+        "recl.csv",
+        "recl.md",
+        "gains.png",
+        "context.png",
+        "losses",
+    }
 
 
 @pytest.mark.full

@@ -28,7 +28,8 @@ def losses(*stops: int) -> dict[int, np.ndarray]:
     """
     hard = np.array([4.0, 2.0, 4.0, 2.0, 2.0, 2.0, 4.0, 2.0, 2.0, 2.0])
     return {
-        length: np.stack([hard - 0.02 * (min(length, stop) - LENGTHS[0]) / 100 for stop in stops]) for length in LENGTHS
+        length: np.stack([hard - 0.02 * (min(length, stop) - LENGTHS[0]) / 100 for stop in stops])
+        for length in LENGTHS
     }
 
 
@@ -42,11 +43,16 @@ def test_baseline_and_hardest_positions_are_the_groups():
     """Either model is the better one somewhere, and each would choose another position as its
     hardest.
     """
-    found = {100: np.array([[3.0, 5.0, 1.0], [4.0, 1.0, 6.0]]), 200: np.array([[2.9, 4.0, 1.0], [2.0, 0.9, 5.0]])}
+    found = {
+        100: np.array([[3.0, 5.0, 1.0], [4.0, 1.0, 6.0]]),
+        200: np.array([[2.9, 4.0, 1.0], [2.0, 0.9, 5.0]]),
+    }
     # Baselines 3, 1 and 1, so the first position is the hardest.
     [[first], [second]] = recl.gains(found, ratio=0.1)
     assert (first.context, first.longer) == (100, 200)
-    assert first.relative == pytest.approx(1 - math.exp(2.9 - 3)) and second.relative == pytest.approx(1 - math.exp(-1))
+    assert first.relative == pytest.approx(
+        1 - math.exp(2.9 - 3)
+    ) and second.relative == pytest.approx(1 - math.exp(-1))
     assert first.perplexity == pytest.approx(math.exp(3) - math.exp(2.9))
 
 
@@ -89,7 +95,9 @@ def run(group, folder, plan=PLAN, **others):
 def last_nll(model, variables, texts):
     """The loss of the last token of each text, after those before it and no memory."""
     options = {"clamp_len": None, "same_length": False, "deterministic": True}
-    hidden, _ = model.apply(variables, texts[:, :-1], model.init_memory(batch_size=len(texts), mem_len=0), **options)
+    hidden, _ = model.apply(
+        variables, texts[:, :-1], model.init_memory(batch_size=len(texts), mem_len=0), **options
+    )
     return model.apply(variables, hidden[:, -1:], texts[:, -1:], method=model.nll)[:, 0]
 
 
@@ -99,7 +107,9 @@ def test_losses_are_those_of_the_context_alone_and_are_kept(group, tmp_path, mon
     members, corpus = group
     tokens = np.asarray(corpus.test)
     for member in members:
-        parts = tiny_run.parts(**{k.replace(".", "__"): v for k, v in MODELS[member].items()}, model__dropout__rate=0.0)
+        parts = tiny_run.parts(
+            **{k.replace(".", "__"): v for k, v in MODELS[member].items()}, model__dropout__rate=0.0
+        )
         model = parts.model.clone(vocab_size=corpus.vocabulary.size)
         variables = {"params": tiny_run.params(model)}
         for context in PLAN.contexts:

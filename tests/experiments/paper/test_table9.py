@@ -13,7 +13,13 @@ from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig, M
 
 A, L, S = 9, 5, 8
 CONFIG = ExperimentConfig(model=tiny.CONFIG, eval=EvalConfig(segment_len=L, clamp_len=4))
-SMALL = ["--model.n_layer=1", "--model.d_model=16", "--model.n_head=2", "--model.d_head=4", "--model.d_inner=8"]
+SMALL = [
+    "--model.n_layer=1",
+    "--model.d_model=16",
+    "--model.n_head=2",
+    "--model.d_head=4",
+    "--model.d_inner=8",
+]
 
 
 @pytest.mark.parametrize("own", ["untie_r", "tie_positions"])
@@ -25,7 +31,9 @@ def test_both_sides_have_the_same_sizes_and_see_the_same_number_of_tokens(own):
     ours.validate()
     # As published.
     assert ours.model == config.model and config.model.encoding is Encoding.RELATIVE
-    assert window.model == dataclasses.replace(config.model, encoding=Encoding.VASWANI, **{own: False})
+    assert window.model == dataclasses.replace(
+        config.model, encoding=Encoding.VASWANI, **{own: False}
+    )
     assert (ours.eval.batch_size, ours.eval.mem_len, ours.eval.same_length) == (1, 800, True)
     assert window.mesh == ours.mesh == MeshConfig(data=1)
 
@@ -36,10 +44,14 @@ def test_a_window_scores_one_token_and_ours_all_of_its_segments(monkeypatch):
 
     def make_noted(model, **options):
         step = make(model, **options)
-        return lambda params, *texts: windows.append([text.shape for text in texts]) or step(params, *texts)
+        return lambda params, *texts: (
+            windows.append([text.shape for text in texts]) or step(params, *texts)
+        )
 
     def note(step, memory, segments):
-        ours.append((memory.valid.tolist(), memory.mem_len, segments.inputs.shape, segments.reset.any()))
+        ours.append(
+            (memory.valid.tolist(), memory.mem_len, segments.inputs.shape, segments.reset.any())
+        )
         return repeated(step, memory, segments)
 
     monkeypatch.setattr(table9, "make_window_step", make_noted)
@@ -56,15 +68,26 @@ def test_seconds_are_per_token(monkeypatch):
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
     monkeypatch.setattr(table9, "_sliding_window", lambda *_: Task("", 1, lambda: None))
     monkeypatch.setattr(table9.speed, "evaluation", lambda *_: Task("", 8, lambda: None))
-    assert table9.measure(CONFIG, vocab_size=tiny.V, attention_len=A, calls=3) == ([1.0] * 3, [0.125] * 3)
+    assert table9.measure(CONFIG, vocab_size=tiny.V, attention_len=A, calls=3) == (
+        [1.0] * 3,
+        [0.125] * 3,
+    )
 
 
 @pytest.mark.full
 def test_the_program_prints_a_table():
-    code, out, err = programs.run("experiments.paper.table9", *SMALL, "--lengths=20,800", "--calls=3")
+    code, out, err = programs.run(
+        "experiments.paper.table9", *SMALL, "--lengths=20,800", "--calls=3"
+    )
     assert code == 0, err
-    [own, published] = [[cell.strip() for cell in line.split("|")] for line in out.splitlines()[-2:]]
+    [own, published] = [
+        [cell.strip() for cell in line.split("|")] for line in out.splitlines()[-2:]
+    ]
     assert (own[1], own[9]) == ("20", "") and (published[1], published[9]) == ("800", "363")
     for row in (own, published):
-        window, slowest, fastest, ours, *_, ratio = (float(cell.replace(",", "")) for cell in row[2:9])
-        assert slowest >= window >= fastest and ratio == pytest.approx(window / ours, rel=0.02, abs=0.6)
+        window, slowest, fastest, ours, *_, ratio = (
+            float(cell.replace(",", "")) for cell in row[2:9]
+        )
+        assert slowest >= window >= fastest and ratio == pytest.approx(
+            window / ours, rel=0.02, abs=0.6
+        )

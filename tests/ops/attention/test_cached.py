@@ -55,12 +55,16 @@ def check(given, by, *, window=None, filled=None, tolerance=None):
     some += [([r, r], 7 * r // 8), ([0, r], max(r - 1, 0)), ([r + 30, r + 1], r // 2)]
     for valid, write_index in some if filled is None else filled:
         valid = jnp.asarray((valid * batch)[:batch], jnp.int32)
-        visibility = CachedVisibility(valid, jnp.asarray(write_index, jnp.int32), n_query, r, window)
+        visibility = CachedVisibility(
+            valid, jnp.asarray(write_index, jnp.int32), n_query, r, window
+        )
         expected = _attention(*given, visibility, implementation=REFERENCE)
         found = _attention(*given, visibility, implementation=by)
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         atol = tolerance or (5e-6 if by.path == "tiled" else 2e-5)
-        np.testing.assert_allclose(np.asarray(found, np.float64), np.asarray(expected, np.float64), rtol=0, atol=atol)
+        np.testing.assert_allclose(
+            np.asarray(found, np.float64), np.asarray(expected, np.float64), rtol=0, atol=atol
+        )
 
 
 SIZES = {  # B, H, L, R, E.
@@ -86,12 +90,21 @@ TILED = [
     # the clamp.
     *((tiled(12, 1), "40 slots", 8, None), (tiled(12, 4), "40 slots", 13, None)),
     *((tiled(12, 16), name, 9, None) for name in ("no ring", "rows in groups", "no multiples")),
-    *((tiled(12, 16), "segment above a block", None, None), (tiled(1000, 20), "40 slots", None, None)),
+    *(
+        (tiled(12, 16), "segment above a block", None, None),
+        (tiled(1000, 20), "40 slots", None, None),
+    ),
 ]
 TPU = [
-    *((tpu(), "384 slots", clamp_len, window) for clamp_len, window in ((None, 290), (0, None), (130, None))),
+    *(
+        (tpu(), "384 slots", clamp_len, window)
+        for clamp_len, window in ((None, 290), (0, None), (130, None))
+    ),
     *((tpu(), "no multiples", 90, None), (tpu(), "second block of queries not whole", 90, None)),
-    *((tpu(), "no ring, two strips", 90, None), (tpu(128, 384), "values of the ring by rows", 90, None)),
+    *(
+        (tpu(), "no ring, two strips", 90, None),
+        (tpu(128, 384), "values of the ring by rows", 90, None),
+    ),
 ]
 MORE = [
     *itertools.product([tiled(12, 16)], list(SIZES)[1:6], [None, 9], [None]),
@@ -100,7 +113,9 @@ MORE = [
 
 
 @pytest.mark.parametrize(
-    ("by", "name", "clamp_len", "window"), nightly_but([*TILED, *TPU], dict.fromkeys([*TILED, *TPU, *MORE])), ids=str
+    ("by", "name", "clamp_len", "window"),
+    nightly_but([*TILED, *TPU], dict.fromkeys([*TILED, *TPU, *MORE])),
+    ids=str,
 )
 def test_values_equal_the_references_wherever_the_ring_begins(by, name, clamp_len, window):
     check(draw(SIZES[name], clamp_len=clamp_len, scores=by.path == "tiled"), by, window=window)
@@ -109,7 +124,10 @@ def test_values_equal_the_references_wherever_the_ring_begins(by, name, clamp_le
 @pytest.mark.parametrize(
     ("by", "name", "keys", "scores", "window"),
     [
-        *((TILE, "40 slots", keys, scores, 38) for keys, scores in ((True, False), (False, True), (False, False))),
+        *(
+            (TILE, "40 slots", keys, scores, 38)
+            for keys, scores in ((True, False), (False, True), (False, False))
+        ),
         (tpu(), "384 slots", False, False, 100),
     ],
     ids=str,
@@ -128,11 +146,15 @@ def test_a_ring_in_bfloat16_is_read_as_it_is(by, dtype):
 def test_position_keys_of_longer_distances_than_there_are_change_nothing():
     query, key, value, ring, (position_query, position_key, _) = draw(SIZES["384 slots"])
     more = jnp.concatenate([jnp.full((2, 16, 70), 3.0), position_key], axis=2)
-    check((query, key, value, ring, (position_query, more, None)), tpu(), filled=[([384, 100], 160)])
+    check(
+        (query, key, value, ring, (position_query, more, None)), tpu(), filled=[([384, 100], 160)]
+    )
 
 
 def test_tiles_never_hold_the_scores():
     batch, n_head, n_query, capacity, _ = sizes = (2, 4, 32, 2048, 5)
     visibility = CachedVisibility(jnp.full(2, capacity), jnp.asarray(0), n_query, capacity, None)
     program = _attention.lower(*draw(sizes), visibility, implementation=tiled(32, 256)).compile()
-    assert program.memory_analysis().temp_size_in_bytes < batch * n_head * n_query * capacity * 4 / 2
+    assert (
+        program.memory_analysis().temp_size_in_bytes < batch * n_head * n_query * capacity * 4 / 2
+    )

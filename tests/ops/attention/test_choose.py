@@ -26,7 +26,15 @@ WRITTEN = [
 def test_implementations_are_written_and_read():
     for implementation in WRITTEN:
         assert Implementation.parse(str(implementation)) == implementation
-    wrong = ("", "tiled 128x", "reference  128x128", "tiled", "tiled 0x128", "fused 16x16", "fused mosaic_roll")
+    wrong = (
+        "",
+        "tiled 128x",
+        "reference  128x128",
+        "tiled",
+        "tiled 0x128",
+        "fused 16x16",
+        "fused mosaic_roll",
+    )
     for text in (*wrong, "other 8x8"):
         with pytest.raises(ValueError, match="not an attention implementation"):
             Implementation.parse(text)

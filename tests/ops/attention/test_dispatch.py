@@ -24,7 +24,9 @@ def changed(**changes):
 
 
 def replaced(given, changes):
-    return given | {name: new(given.get(name)) if callable(new) else new for name, new in changes.items()}
+    return given | {
+        name: new(given.get(name)) if callable(new) else new for name, new in changes.items()
+    }
 
 
 def sees(**changes):
@@ -40,7 +42,10 @@ def as_type(dtype):
     [
         ({"query": lambda old: old.tolist()}, "query.*list"),
         ({"query": lambda old: old[0]}, r"query.*\(3, 4, 5\)"),
-        ({"query": lambda old: old[:, :, :0], "visibility": sees(segment_len=0)}, r"query.*\(2, 3, 0, 5\)"),
+        (
+            {"query": lambda old: old[:, :, :0], "visibility": sees(segment_len=0)},
+            r"query.*\(2, 3, 0, 5\)",
+        ),
         ({"query": lambda old: old.swapaxes(1, 2)}, r"query.*segment_len \(4\)"),
         ({"key": lambda old: old[:, :, 1:]}, r"key.*\(2, 3, 9, 5\)"),
         ({"position_key": lambda old: old.swapaxes(0, 1)}, r"position_key.*\(10, 3, 5\)"),
@@ -55,7 +60,10 @@ def as_type(dtype):
         ({"visibility": sees(valid=np.zeros(B))}, "valid .* got float64"),
         ({"visibility": sees(lengths=np.ones(1, int))}, r"lengths .* got int64 \[1\]"),
         ({"visibility": sees(document_start=np.zeros((1, 2), int))}, "document_start .* got int64"),
-        ({"key": lambda old: old[:, :, : L - 1], "visibility": sees(mem_len=-1)}, "mem_len .* got -1"),
+        (
+            {"key": lambda old: old[:, :, : L - 1], "visibility": sees(mem_len=-1)},
+            "mem_len .* got -1",
+        ),
         ({"dropout": Dropout(0.5, jnp.uint32(7), H - 1)}, "n_head .* got 2"),
         ({"dropout": 0.5}, r"dropout .* got 0\.5"),
         ({"dropout": (np.float32(1), 7)}, r"dropout rate .* got 1\.0"),
@@ -69,11 +77,31 @@ def test_what_does_not_fit_is_refused(changes, words):
 
 
 def cached(**changes):
-    names = ("query", "key", "value", "ring_key", "ring_value", "position_query", "position_key", "position_score")
-    shapes = [(B, H, L, E)] * 3 + [(B, H, E, M), (B, H, M, E), (B, H, L, E), (H, E, M + L), (H, M + L)]
+    names = (
+        "query",
+        "key",
+        "value",
+        "ring_key",
+        "ring_value",
+        "position_query",
+        "position_key",
+        "position_score",
+    )
+    shapes = [(B, H, L, E)] * 3 + [
+        (B, H, E, M),
+        (B, H, M, E),
+        (B, H, L, E),
+        (H, E, M + L),
+        (H, M + L),
+    ]
     given = {name: jnp.ones(shape) for name, shape in zip(names, shapes, strict=True)}
-    given = replaced(given | {"visibility": CachedVisibility(jnp.asarray([M, 2]), jnp.int32(0), L, M, 7)}, changes)
-    heads, ring, position = ([given[name] for name in names[a:b]] for a, b in ((0, 3), (3, 5), (5, 8)))
+    given = replaced(
+        given | {"visibility": CachedVisibility(jnp.asarray([M, 2]), jnp.int32(0), L, M, 7)},
+        changes,
+    )
+    heads, ring, position = (
+        [given[name] for name in names[a:b]] for a, b in ((0, 3), (3, 5), (5, 8))
+    )
     return (*heads, tuple(ring), tuple(position), given["visibility"])
 
 
@@ -128,7 +156,9 @@ def test_rows_and_heads_are_divided_where_they_divide(sizes, expected):
 
 def test_a_mesh_of_other_axes_is_left_to_the_caller():
     for names in (("batch",), ("data",), ("data", "model")):
-        with use_mesh(AbstractMesh((2,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))):
+        with use_mesh(
+            AbstractMesh((2,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))
+        ):
             assert shards_of(8, 4) is None and shape_of_attention(8) == (8, 4, 3, 2)
 
 
@@ -141,6 +171,8 @@ def test_inside_a_shard_map_of_the_caller_arrays_are_those_of_one_device():
         return attention(query, query, query, visibility=visibility)
 
     with use_mesh(abstract_mesh(MeshConfig(), n_device=8)):
-        mapped = jax.shard_map(on_one, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False)
+        mapped = jax.shard_map(
+            on_one, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False
+        )
         found = jax.eval_shape(jax.jit(mapped), jax.ShapeDtypeStruct((8, 4, 3, 2), jnp.float32))
     assert seen and set(seen) == {None} and found.shape == (8, 4, 3, 2)

@@ -25,10 +25,15 @@ CASES = {
     "Shaw's terms": {"valid": [0, 2, M], "names": NAMES[:4]},
     "u and a score per distance": {"names": (*NAMES[:5], "position_score")},
     "no positions, window": {"valid": [M, 2, 0], "window": 4, "names": NAMES[:3]},
-    "only a score per distance": {"valid": [0, 2, M], "window": 6, "names": (*NAMES[:3], "position_score")},
+    "only a score per distance": {
+        "valid": [0, 2, M],
+        "window": 6,
+        "names": (*NAMES[:3], "position_score"),
+    },
     "both sides": BOTH | {"mem_len": 0},
     "both sides, memory": BOTH | {"valid": [M, 2, 0]},
-    "both sides, memory, window, padding": BOTH | {"valid": [M, 2, 0], "window": 3, "lengths": [5, 0, 1]},
+    "both sides, memory, window, padding": BOTH
+    | {"valid": [M, 2, 0], "window": 3, "lengths": [5, 0, 1]},
 }
 attend = functools.partial(attention, implementation="reference")
 
@@ -37,7 +42,9 @@ def make(*, mem_len=M, valid=None, names=NAMES, dtype=float, **options):
     """Returns the description of what is visible, its mask by the oracle, and arrays by name."""
     valid = [mem_len] * B if valid is None else valid
     mask = oracles.attention_mask(valid, segment_len=L, mem_len=mem_len, **options)
-    options = options | {"lengths": jnp.asarray(options["lengths"]) if "lengths" in options else None}
+    options = options | {
+        "lengths": jnp.asarray(options["lengths"]) if "lengths" in options else None
+    }
     visibility = Visibility(valid=jnp.asarray(valid), segment_len=L, mem_len=mem_len, **options)
     return visibility, mask, draw(visibility, H, E, names=names, dtype=dtype)
 
@@ -72,25 +79,35 @@ def test_values_match_a_loop_over_pairs_and_gradients_explicit_terms(name, x64):
     weights = np.random.default_rng(5).normal(size=(B, H, L, E))
 
     def with_gradients(function):
-        return jax.jit(jax.grad(lambda arrays: (jnp.sum(weights * function(arrays)), function(arrays)), has_aux=True))
+        return jax.jit(
+            jax.grad(
+                lambda arrays: (jnp.sum(weights * function(arrays)), function(arrays)), has_aux=True
+            )
+        )
 
     found, values = with_gradients(lambda arrays: attend(**arrays, visibility=visibility))(arrays)
     filled = functools.partial(with_all_terms, visibility=visibility)
     expected, _ = with_gradients(lambda arrays: four_terms(filled(arrays), mask))(arrays)
     given = filled(jax.tree.map(np.asarray, arrays))
-    np.testing.assert_allclose(values, oracles.relative_attention(**given, mask=mask), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(
+        values, oracles.relative_attention(**given, mask=mask), rtol=0, atol=1e-13
+    )
     for array in arrays:
         assert np.abs(expected[array]).max() > 0.1, array
         np.testing.assert_allclose(found[array], expected[array], rtol=0, atol=1e-12, err_msg=array)
 
 
-@pytest.mark.parametrize("name", ["window", "no positions, window", "both sides, memory, window, padding"])
+@pytest.mark.parametrize(
+    "name", ["window", "no positions, window", "both sides, memory, window, padding"]
+)
 def test_dropout_has_the_mask_of_a_loop_over_pairs(name, x64):
     visibility, mask, arrays = make(**CASES[name])
     given = with_all_terms(jax.tree.map(np.asarray, arrays), visibility)
     factor = oracles.dropout_factor((B, H, *mask.shape[1:]), rate=0.4, seed=9)
     expected = oracles.relative_attention(**given, mask=mask, factor=factor)
-    found = jax.jit(lambda arrays: attend(**arrays, visibility=visibility, dropout=(0.4, 9)))(arrays)
+    found = jax.jit(lambda arrays: attend(**arrays, visibility=visibility, dropout=(0.4, 9)))(
+        arrays
+    )
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
 
@@ -98,7 +115,10 @@ def test_dropout_has_the_mask_of_a_loop_over_pairs(name, x64):
 def test_bfloat16_scores_are_summed_in_float32(name):
     visibility, _, arrays = make(**CASES[name], dtype=jnp.bfloat16)
     values = jax.jit(lambda arrays: attend(**arrays, visibility=visibility))
-    found, exact = values(arrays), values({name: array.astype(jnp.float32) for name, array in arrays.items()})
+    found, exact = (
+        values(arrays),
+        values({name: array.astype(jnp.float32) for name, array in arrays.items()}),
+    )
     assert found.dtype == jnp.bfloat16
     # Inputs are exact in bfloat16. What is left are the roundings of q + u, probabilities and
     # output, 2**-9 each.
@@ -110,7 +130,9 @@ def test_bfloat16_scores_are_summed_in_float32(name):
 @pytest.mark.parametrize("causal", [True, False])
 def test_more_slots_and_tokens_than_there_are_mean_all(causal):
     def seen(valid, lengths):
-        return Visibility(jnp.asarray(valid), 3, 2, causal=causal, lengths=jnp.asarray(lengths)).mask()
+        return Visibility(
+            jnp.asarray(valid), 3, 2, causal=causal, lengths=jnp.asarray(lengths)
+        ).mask()
 
     np.testing.assert_array_equal(seen([9, -1], [9, -1]), seen([2, 0], [3, 0]))
 
@@ -119,8 +141,14 @@ def test_more_slots_and_tokens_than_there_are_mean_all(causal):
 
 
 def test_distances_count_down_to_the_query_itself_and_on_to_keys_ahead():
-    causal, both = (Visibility(jnp.zeros(1, jnp.int32), 3, 2, causal=causal) for causal in (True, False))
-    for clamp_len, expected in ((None, [4, 3, 2, 1, 0]), (3, [3, 3, 2, 1, 0]), (9, [4, 3, 2, 1, 0])):
+    causal, both = (
+        Visibility(jnp.zeros(1, jnp.int32), 3, 2, causal=causal) for causal in (True, False)
+    )
+    for clamp_len, expected in (
+        (None, [4, 3, 2, 1, 0]),
+        (3, [3, 3, 2, 1, 0]),
+        (9, [4, 3, 2, 1, 0]),
+    ):
         assert positions.key_distances(5, clamp_len=clamp_len).tolist() == expected
         assert causal.distances(clamp_len=clamp_len).tolist() == expected
         assert both.distances(clamp_len=clamp_len).tolist() == [*expected, -1, -2]
@@ -161,7 +189,9 @@ def test_the_share_that_is_kept_is_that_of_the_rate(seed, rate):
 
 
 # The next row, head, query and key, and the next query and key.
-@pytest.mark.parametrize("step", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 1, 1)])
+@pytest.mark.parametrize(
+    "step", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 1, 1)]
+)
 def test_neighbours_and_masks_of_other_seeds_are_not_correlated(step):
     mask = kept()
     here = mask[tuple(slice(None, -n or None) for n in step)]

@@ -32,7 +32,9 @@ def test_scores_beyond_the_narrow_type_are_its_largest(dtype):
     visibility = Visibility(jnp.full(2, 3, jnp.int32), 5, 3)
 
     def sums(*arrays):
-        return attention(*arrays, position_score=score, visibility=visibility, implementation="stored")
+        return attention(
+            *arrays, position_score=score, visibility=visibility, implementation="stored"
+        )
 
     found, pull = jax.vjp(sums, query, *keys)
     exact = attention(
@@ -43,7 +45,9 @@ def test_scores_beyond_the_narrow_type_are_its_largest(dtype):
     )
     # All weight is on one key, whose value is narrow.
     np.testing.assert_array_equal(found.astype(np.float32), exact)
-    assert all(np.isfinite(gradient.astype(np.float32)).all() for gradient in pull(jnp.ones_like(found)))
+    assert all(
+        np.isfinite(gradient.astype(np.float32)).all() for gradient in pull(jnp.ones_like(found))
+    )
 
 
 @pytest.mark.nightly(part="cases")
@@ -52,9 +56,17 @@ def test_200_updates_in_bfloat16_stay_beside_the_reference():
     by 0.028.
     """
     losses = {}
-    for path, dtype in (("stored", "bfloat16"), ("reference", "bfloat16"), ("reference", "float32")):
+    for path, dtype in (
+        ("stored", "bfloat16"),
+        ("reference", "bfloat16"),
+        ("reference", "float32"),
+    ):
         changes = {"model__dtype": dtype, "model__attention": path, "model__d_model": 32}
-        changes |= {"model__dropout__rate": 0.0, "model__dropout__attention": 0.1, "optimizer__learning_rate": 0.003}
+        changes |= {
+            "model__dropout__rate": 0.0,
+            "model__dropout__attention": 0.1,
+            "optimizer__learning_rate": 0.003,
+        }
         metrics = tiny_run.train(200, **changes)[1]
         losses[path, dtype] = metrics.nats / metrics.tokens
     reference, exact = losses["reference", "bfloat16"], losses["reference", "float32"]
@@ -69,7 +81,10 @@ def bytes_moved(program):
 
     def size(shapes):
         found = re.findall(r"(\w+)\[([\d,]*)\]", shapes)
-        return sum(_BYTES[kind] * math.prod(map(int, filter(None, lengths.split(",")))) for kind, lengths in found)
+        return sum(
+            _BYTES[kind] * math.prod(map(int, filter(None, lengths.split(","))))
+            for kind, lengths in found
+        )
 
     shapes, total = {}, 0
     for line in program.as_text().partition("\nENTRY ")[2].splitlines():
@@ -77,7 +92,9 @@ def bytes_moved(program):
         if found:
             name, shapes[name], step, operands = found.groups()
             if step not in ("parameter", "constant", "bitcast", "tuple", "get-tuple-element"):
-                total += sum(size(shapes.get(each, "")) for each in (name, *re.findall(r"[\w.-]+", operands)))
+                total += sum(
+                    size(shapes.get(each, "")) for each in (name, *re.findall(r"[\w.-]+", operands))
+                )
     return total
 
 
@@ -90,7 +107,9 @@ def compiled(path, dropout):
     case = Problem("gpu", "", "bfloat16", *sizes, dropout=dropout)
     placed = jax.sharding.SingleDeviceSharding(device)
     shapes = jax.eval_shape(lambda: make_inputs(case, [n_keys - segment_len] * 8))
-    inputs = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed) for name, a in shapes.items()}
+    inputs = {
+        name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed) for name, a in shapes.items()
+    }
     return jax.jit(make_function(Implementation(path), case)).lower(inputs).compile()
 
 

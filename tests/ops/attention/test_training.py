@@ -47,13 +47,40 @@ QUICK = {
     "stored: no positions": {"by": STORED, "names": ABSOLUTE, "rate": 0.3},
     "stored: both sides, lengths": {"by": STORED, **PADDED, "names": NAMES, "rate": 0.3},
     "stored: documents": {"by": STORED, **ROWS, "documents": True},
-    "tpu: uneven tiles": {"by": tpu(kernel="mosaic_roll"), "L": 40, "M": 100, "valid": [100, 5], "E": 16},
+    "tpu: uneven tiles": {
+        "by": tpu(kernel="mosaic_roll"),
+        "L": 40,
+        "M": 100,
+        "valid": [100, 5],
+        "E": 16,
+    },
     "tpu: two strips, dropout": {"by": tpu(160, 256), "L": 150, "M": 30, "E": 41, "rate": 0.3},
-    "tpu: window and memory": {"by": tpu(), "L": 40, "M": 130, "valid": [130, 60], "window": 70, "rate": 0.5},
+    "tpu: window and memory": {
+        "by": tpu(),
+        "L": 40,
+        "M": 130,
+        "valid": [130, 60],
+        "window": 70,
+        "rate": 0.5,
+    },
     "tpu: wide heads": {"by": tpu(32), "L": 24, "M": 8, "E": 160},
-    "tpu: no positions": {"by": tpu(), "L": 40, "M": 100, "valid": [70, 0], "names": ABSOLUTE, "rate": 0.2},
+    "tpu: no positions": {
+        "by": tpu(),
+        "L": 40,
+        "M": 100,
+        "valid": [70, 0],
+        "names": ABSOLUTE,
+        "rate": 0.2,
+    },
     "tpu: Shaw's terms": {"by": tpu(), "L": 40, "M": 100, "names": SHAW, "rate": 0.2},
-    "tpu: both sides, padding": {"by": tpu(), "L": 140, "M": 0, "causal": False, "lengths": [131, 0], "rate": 0.1},
+    "tpu: both sides, padding": {
+        "by": tpu(),
+        "L": 140,
+        "M": 0,
+        "causal": False,
+        "lengths": [131, 0],
+        "rate": 0.1,
+    },
 }
 # These join two of the kinds above, or tile them otherwise. More are in tests/test_golden.py.
 MORE = {
@@ -71,12 +98,18 @@ MORE = {
     "tpu: all terms": {"by": tpu(), "L": 40, "M": 100, "valid": [100, 40], "E": 64, "rate": 0.2},
 }
 CASES = QUICK | MORE
-OF_EACH = {"tiled": "tiled: part-filled, whole rows", "stored": "stored: all terms", "tpu": "tpu: one key"}
+OF_EACH = {
+    "tiled": "tiled: part-filled, whole rows",
+    "stored": "stored: all terms",
+    "tpu": "tpu: one key",
+}
 
 
 def make(case, dtype=jnp.float32):
     """Returns (implementation, arrays by name, visibility, dropout)."""
-    segment_len, mem_len, width = (case.get(name, default) for name, default in (("L", 13), ("M", 17), ("E", 8)))
+    segment_len, mem_len, width = (
+        case.get(name, default) for name, default in (("L", 13), ("M", 17), ("E", 8))
+    )
     options = {name: case[name] for name in ("window", "causal") if name in case}
     valid = case.get("valid", [mem_len] * 2)
     if "lengths" in case:
@@ -86,8 +119,15 @@ def make(case, dtype=jnp.float32):
         options["document_start"] = starts.reshape(len(valid), -1)
     visibility = Visibility(jnp.asarray(valid, jnp.int32), segment_len, mem_len, **options)
     rate = case.get("rate")
-    dropout = None if rate is None else Dropout(rate, jnp.uint32(5), first_row=3, first_head=1, n_head=7)
-    return case["by"], draw(visibility, H, width, names=case.get("names", NAMES[:6]), dtype=dtype), visibility, dropout
+    dropout = (
+        None if rate is None else Dropout(rate, jnp.uint32(5), first_row=3, first_head=1, n_head=7)
+    )
+    return (
+        case["by"],
+        draw(visibility, H, width, names=case.get("names", NAMES[:6]), dtype=dtype),
+        visibility,
+        dropout,
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -106,7 +146,9 @@ def assert_close(found, expected, by):
     for name, array in expected.items():
         got, want = (np.asarray(part, np.float64) for part in (found[name], array))
         wide = tolerance if found[name].dtype == jnp.float32 else 2e-2  # bfloat16 has 8 bits.
-        np.testing.assert_allclose(got, want, rtol=0, atol=wide * max(np.abs(want).max(), least), err_msg=name)
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol=wide * max(np.abs(want).max(), least), err_msg=name
+        )
 
 
 def check(name, dtype=jnp.float32):
@@ -158,7 +200,9 @@ def test_members_of_an_ensemble_have_their_own_weights_seeds_and_rates(name):
     found = jax.jit(jax.vmap(functools.partial(of_member, by)))(members, valid, seeds, rates)
     for i in range(3):
         one = jax.tree.map(lambda array, i=i: array[i], (members, valid, seeds, rates))
-        assert_close(jax.tree.map(lambda array, i=i: array[i], found), of_member(REFERENCE, *one), by)
+        assert_close(
+            jax.tree.map(lambda array, i=i: array[i], found), of_member(REFERENCE, *one), by
+        )
 
 
 @pytest.mark.parametrize("causal", nightly_but([True], [True, False]))
@@ -168,6 +212,9 @@ def test_tiles_never_hold_the_scores(causal):
     n_keys, n_positions = visibility.n_keys, visibility.n_positions
     arrays = draw(visibility, n_head, width, names=SHAW)
     compiled = value_and_gradients.lower(tiled(16, 48), arrays, visibility, None).compile()
-    sizes = [np.prod([int(n) for n in found.split(",")]) for found in re.findall(r"\[([\d,]+)\]", compiled.as_text())]
+    sizes = [
+        np.prod([int(n) for n in found.split(",")])
+        for found in re.findall(r"\[([\d,]+)\]", compiled.as_text())
+    ]
     assert max(sizes) <= batch * n_head * max(n_keys, n_positions) * width
     assert max(sizes) < batch * n_head * length * n_keys / 4

@@ -123,7 +123,10 @@ class PositionEncoding:
     original_type: ClassVar[int | None] = None
     # Attention's inward projections in the original: its matrices, and the parameters that their
     # rows hold.
-    original_projections: ClassVar[Mapping[str, Sequence[str]]] = {"q_net": ("query",), "kv_net": ("key", "value")}
+    original_projections: ClassVar[Mapping[str, Sequence[str]]] = {
+        "q_net": ("query",),
+        "kv_net": ("key", "value"),
+    }
 
     @property
     def has_position_score(self) -> bool:

@@ -9,7 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from txl_jax.modules.positions.encoding import DecodeTerms, Learned, OriginalTensor, PositionEncoding
+from txl_jax.modules.positions.encoding import (
+    DecodeTerms,
+    Learned,
+    OriginalTensor,
+    PositionEncoding,
+)
 from txl_jax.ops.attention import positions
 from txl_jax.sharding import axes
 
@@ -21,7 +26,9 @@ class LearnedPositions(PositionEncoding):
 
     def add_to_layer_inputs(self, inputs: jax.Array, codes: jax.Array | None) -> jax.Array:
         """Adds the vectors of the distances L - 1, .., 0 to the inputs of a layer, [B, L, D]."""
-        assert codes is not None, "codes are None; expected the distances that `shared_codes` returns"
+        assert codes is not None, (
+            "codes are None; expected the distances that `shared_codes` returns"
+        )
         c, own = self.config, codes[codes.shape[0] - inputs.shape[1] :]
         table = {"vector": ((c.table_size, axes.POSITIONS), (c.d_model, axes.EMBED))}
         vectors = Learned(c, table, name="positions")()["vector"]
@@ -40,4 +47,6 @@ class LearnedPositions(PositionEncoding):
         c = self.config
         lead = (c.n_layer, c.table_size)
         path = "stack/layers/positions/vector"
-        return [OriginalTensor("r_emb", (*lead, c.n_head, c.d_head), path, (*lead, c.d_model), True)]
+        return [
+            OriginalTensor("r_emb", (*lead, c.n_head, c.d_head), path, (*lead, c.d_model), True)
+        ]

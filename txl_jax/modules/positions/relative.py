@@ -69,13 +69,17 @@ class RelativePositions(PositionEncoding):
         self, codes: jax.Array | None, parameters: Any, projections: Projections, dtype: jnp.dtype
     ) -> PositionTerms:
         """Returns position keys, u and v."""
-        assert codes is not None, "codes are None; expected the sinusoids that `shared_codes` returns"
+        assert codes is not None, (
+            "codes are None; expected the sinusoids that `shared_codes` returns"
+        )
         if self.config.tie_positions:
             position_key = projections.key(codes, "position_key")
             own = projections.query(codes[-1:], "position_query")[:, 0]
             return PositionTerms(position_key, own, own)
         position_key = projections.own(codes, "position_key")
-        content_bias, position_bias = (parameters[name].astype(dtype) for name in ("content", "position"))
+        content_bias, position_bias = (
+            parameters[name].astype(dtype) for name in ("content", "position")
+        )
         return PositionTerms(position_key, content_bias, position_bias)
 
     def decode_terms(
@@ -90,7 +94,9 @@ class RelativePositions(PositionEncoding):
             own = jnp.einsum("d,dhe->he", codes[-1], (attention["query"] * scale).astype(dtype))
             content_bias, position_bias, kernel = own, own, attention["key"]
         else:
-            content_bias, position_bias = ((biases[name] * scale).astype(dtype) for name in ("content", "position"))
+            content_bias, position_bias = (
+                (biases[name] * scale).astype(dtype) for name in ("content", "position")
+            )
             kernel = attention["position_key"]
         key = jnp.einsum("pd,dhe->hep", codes, kernel.astype(dtype))
         return DecodeTerms(content_bias, PositionKeys(bias=position_bias, key=key, score=None))
@@ -104,4 +110,7 @@ class RelativePositions(PositionEncoding):
         shape = (*((c.n_layer,) if c.untie_r else ()), c.n_head, c.d_head)
         parent = "stack/layers/biases" if c.untie_r else "stack/biases"
         names = {"r_w_bias": "content", "r_r_bias": "position"}
-        return [OriginalTensor(name, shape, f"{parent}/{ours}", shape, False) for name, ours in names.items()]
+        return [
+            OriginalTensor(name, shape, f"{parent}/{ours}", shape, False)
+            for name, ours in names.items()
+        ]

@@ -31,7 +31,9 @@ class ShawPositions(PositionEncoding):
     generates_by_token = True
     original_type = 1
     products_per_key = 3
-    original_projections: ClassVar[Mapping[str, Sequence[str]]] = {"qkv_net": ("query", "key", "value")}
+    original_projections: ClassVar[Mapping[str, Sequence[str]]] = {
+        "qkv_net": ("query", "key", "value")
+    }
 
     @property
     def has_position_score(self) -> bool:
@@ -43,7 +45,11 @@ class ShawPositions(PositionEncoding):
     ) -> PositionTerms:
         """Returns the table's entries of all distances."""
         c = self.config
-        lead, heads, width = (c.table_size, axes.POSITIONS), (c.n_head, axes.HEADS), (c.d_head, axes.HEAD_DIM)
+        lead, heads, width = (
+            (c.table_size, axes.POSITIONS),
+            (c.n_head, axes.HEADS),
+            (c.d_head, axes.HEAD_DIM),
+        )
         # Term (b): q . key.
         arrays: dict[str, Sequence[tuple[int, str]]] = {"key": (lead, heads, width)}
         # Instead of term (d), and u of term (c).
@@ -53,7 +59,9 @@ class ShawPositions(PositionEncoding):
         position_key = table["key"].astype(dtype)[codes].swapaxes(0, 1)
         if not self.has_position_score:
             return PositionTerms(position_key)
-        return PositionTerms(position_key, table["content"].astype(dtype), position_score=table["score"][codes].T)
+        return PositionTerms(
+            position_key, table["content"].astype(dtype), position_score=table["score"][codes].T
+        )
 
     def decode_terms(
         self, layer: Any, shared: Any, *, segment_len: int, capacity: int, clamp_len: int | None
@@ -61,7 +69,9 @@ class ShawPositions(PositionEncoding):
         """Takes the entries of the P distances that segment and cache need."""
         c = self.config
         scale, dtype = c.d_head**-0.5, jnp.dtype(c.dtype)
-        n_position = table_length(segment_len=segment_len, capacity=capacity, clamp_len=c.clamp(clamp_len))
+        n_position = table_length(
+            segment_len=segment_len, capacity=capacity, clamp_len=c.clamp(clamp_len)
+        )
         distances = positions.key_distances(n_position)
         table = {name: leaf.astype(dtype) for name, leaf in layer["attention"]["positions"].items()}
         key = table["key"][distances].transpose(1, 2, 0)

@@ -38,7 +38,9 @@ def operands_fit(operands: Operands, visibility: Visibility) -> None:
     given = _given(operands._asdict())
     biases = [name for name in ("content_bias", "position_bias") if name in given]
     if biases and "position_key" not in given:
-        raise ValueError(f"position_key must be an array [H, P, E] with {' and '.join(biases)}, got None")
+        raise ValueError(
+            f"position_key must be an array [H, P, E] with {' and '.join(biases)}, got None"
+        )
     sizes = _sizes(given["query"].shape, visibility.segment_len)
     if visibility.mem_len < 0:
         raise ValueError(
@@ -64,7 +66,9 @@ def cached_operands_fit(operands: CachedOperands, visibility: CachedVisibility) 
     sizes = _sizes(given["query"].shape, visibility.segment_len) | {"R": visibility.capacity}
     sizes["P"] = 0 if table is None or not table.shape else table.shape[-1]
     because = f"with query {given['query'].shape} and R {visibility.capacity}"
-    _check_arrays(given, _CACHED_AXES, sizes, because, free={"ring key", "ring value", "position score"})
+    _check_arrays(
+        given, _CACHED_AXES, sizes, because, free={"ring key", "ring value", "position score"}
+    )
     _check_visibility(visibility, sizes["B"])
     _check_integers("write_index", visibility.write_index, ())
 
@@ -83,12 +87,19 @@ def _sizes(query: tuple[int, ...], segment_len: int) -> dict[str, int]:
     if len(query) != 4 or 0 in query:
         raise ValueError(f"query must have shape [B, H, L, E], none of them 0, got {query}")
     if query[2] != segment_len:
-        raise ValueError(f"query {query} must have L = visibility.segment_len ({segment_len}), got {query[2]}")
+        raise ValueError(
+            f"query {query} must have L = visibility.segment_len ({segment_len}), got {query[2]}"
+        )
     return dict(zip("BHLE", query, strict=True))
 
 
 def _check_arrays(
-    given: Mapping[str, Any], of_axes: Mapping[str, str], sizes: Mapping[str, int], because: str, *, free: set[str]
+    given: Mapping[str, Any],
+    of_axes: Mapping[str, str],
+    sizes: Mapping[str, int],
+    because: str,
+    *,
+    free: set[str],
 ) -> None:
     """Checks the shapes and dtypes of arrays.
 
@@ -111,10 +122,14 @@ def _check_arrays(
 
 def _check_visibility(visibility: Visibility | CachedVisibility, batch: int) -> None:
     if visibility.window is not None and visibility.window < 1:
-        raise ValueError(f"visibility.window must be at least 1 (the query's own key), got {visibility.window}")
+        raise ValueError(
+            f"visibility.window must be at least 1 (the query's own key), got {visibility.window}"
+        )
     _check_integers("valid", visibility.valid, (batch,))
     if visibility.document_start is not None:
-        _check_integers("document_start", visibility.document_start, (batch, visibility.segment_len))
+        _check_integers(
+            "document_start", visibility.document_start, (batch, visibility.segment_len)
+        )
 
 
 def _check_integers(name: str, given: Any, shape: tuple[int, ...]) -> None:
@@ -136,7 +151,9 @@ def dropout_of(dropout: Dropout | tuple[Any, Any] | None, n_head: int) -> Dropou
     if isinstance(dropout, tuple) and len(dropout) == 2:
         dropout = Dropout(dropout[0], _seed(dropout[1]), n_head=n_head)
     if not isinstance(dropout, Dropout):
-        raise ValueError(f"dropout must be (rate, seed), such as (0.1, jnp.uint32(7)), or None, got {dropout!r}")
+        raise ValueError(
+            f"dropout must be (rate, seed), such as (0.1, jnp.uint32(7)), or None, got {dropout!r}"
+        )
     # A traced rate has no value yet.
     if isinstance(dropout.rate, int | float | np.number) and not 0 <= dropout.rate < 1:
         raise ValueError(f"the dropout rate must be at least 0 and below 1, got {dropout.rate}")
@@ -152,6 +169,8 @@ def _seed(seed: Any) -> jax.Array:
     dtype, shape = getattr(seed, "dtype", None), getattr(seed, "shape", None)
     if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.integer):
         found = type(seed).__name__ if dtype is None else f"{dtype} {list(shape or ())}"
-        wanted = "the dropout seed must be one integer, such as jax.random.bits(key, dtype=jnp.uint32)"
+        wanted = (
+            "the dropout seed must be one integer, such as jax.random.bits(key, dtype=jnp.uint32)"
+        )
         raise ValueError(f"{wanted}, got {found}")
     return jnp.asarray(seed).astype(jnp.uint32)

@@ -14,7 +14,9 @@ from txl_jax.ops.attention.tpu import geometry as tpu
 AUTO = "auto"
 # Reading the KV cache is all the work then, and the reference converts it while it reads.
 _ONE_TOKEN = "a single token has nothing to tile"
-_DOCUMENTS = "only the reference and stored have a mask for documents that are kept apart (data.reset_at)"
+_DOCUMENTS = (
+    "only the reference and stored have a mask for documents that are kept apart (data.reset_at)"
+)
 _INFERENCE = "stored is for training: nothing is kept for gradients over a KV cache"
 _MOST_STRIPS = 8
 _FEWEST_PAIRS = 128 * 128  # Queries times keys, in training.
@@ -22,7 +24,9 @@ _FEWEST_SCORES = 1 << 21
 _FEWEST_CACHED_KEYS = 512
 
 
-def choose(path: str, problem: Problem, without: Collection[str] = ()) -> tuple[Implementation, str]:
+def choose(
+    path: str, problem: Problem, without: Collection[str] = ()
+) -> tuple[Implementation, str]:
     """Chooses an implementation by its path, or the fastest if the path is "auto".
 
     Returns (implementation, reason for the choice).
@@ -32,7 +36,9 @@ def choose(path: str, problem: Problem, without: Collection[str] = ()) -> tuple[
     this call.
     """
     if path not in (AUTO, *PATHS):
-        raise UserError(f"the attention path must be one of {AUTO}, {', '.join(PATHS)}, got {path!r}")
+        raise UserError(
+            f"the attention path must be one of {AUTO}, {', '.join(PATHS)}, got {path!r}"
+        )
     if problem.is_one_token:
         return REFERENCE, _ONE_TOKEN
     if path == AUTO:
@@ -105,7 +111,9 @@ def _choose_fastest(problem: Problem, without: Collection[str]) -> tuple[Impleme
     if problem.platform in ("tpu", "gpu"):
         if problem.cached or "stored" in without:
             return REFERENCE, instead
-        return _make("stored", problem), f"{instead}, and stored moves fewer scores than the reference"
+        return _make(
+            "stored", problem
+        ), f"{instead}, and stored moves fewer scores than the reference"
     if problem.documents:
         return REFERENCE, _DOCUMENTS
     if not tiles_are_faster(problem):
@@ -117,7 +125,9 @@ def _make(path: str, problem: Problem) -> Implementation:
     if path == "tiled":
         return Implementation("tiled", tile=default_tile(problem))
     if path == "fused":
-        return Implementation("fused", kernel=tpu.kernel_of(problem), tile=tpu.default_tile(problem))
+        return Implementation(
+            "fused", kernel=tpu.kernel_of(problem), tile=tpu.default_tile(problem)
+        )
     return Implementation(path)
 
 

@@ -17,7 +17,14 @@ from jax.sharding import AxisType, PartitionSpec
 from txl_jax.ops.attention import check, choose, problem, reference
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import CachedVisibility, Visibility
-from txl_jax.ops.attention.problem import CachedOperands, Implementation, Operands, Position, Problem, Ring
+from txl_jax.ops.attention.problem import (
+    CachedOperands,
+    Implementation,
+    Operands,
+    Position,
+    Problem,
+    Ring,
+)
 from txl_jax.ops.matmul import Int8
 from txl_jax.sharding import axes
 from txl_jax.sharding.activations import batch_spec, shard_map
@@ -65,7 +72,9 @@ def attention(
         [0, 1).
       UserError: If the path is unknown, or cannot serve this call.
     """
-    operands = Operands(query, key, value, position_key, content_bias, position_bias, position_score)
+    operands = Operands(
+        query, key, value, position_key, content_bias, position_bias, position_score
+    )
     check.operands_fit(operands, visibility)
     dropout = check.dropout_of(dropout, query.shape[1])
     # In a run `runs.build` has chosen; its choice stays if it can serve this call.
@@ -81,7 +90,9 @@ def attention(
         if dropout is not None:  # The masks of the whole batch.
             row = jax.lax.axis_index(shards.rows) * shards.batch if shards.rows else 0
             head = jax.lax.axis_index(shards.heads) * shards.n_head if shards.heads else 0
-            dropout = dropout.replace(first_row=dropout.first_row + row, first_head=dropout.first_head + head)
+            dropout = dropout.replace(
+                first_row=dropout.first_row + row, first_head=dropout.first_head + head
+            )
         return compute(operands, visibility, dropout)
 
     specs = (
@@ -89,7 +100,9 @@ def attention(
         jax.tree.map(lambda _: shards.by_row(), visibility),
         jax.tree.map(lambda _: PartitionSpec(), dropout),
     )
-    return shard_map(on_one, in_specs=specs, out_specs=shards.by_both())(operands, visibility, dropout)
+    return shard_map(on_one, in_specs=specs, out_specs=shards.by_both())(
+        operands, visibility, dropout
+    )
 
 
 def cached_attention(
@@ -137,7 +150,9 @@ def cached_attention(
     shards = shards_of(*query.shape[:2])
     if shards is None:
         return compute(operands, visibility)
-    of_visibility = jax.tree.map(lambda _: shards.by_row(), visibility).replace(write_index=PartitionSpec())
+    of_visibility = jax.tree.map(lambda _: shards.by_row(), visibility).replace(
+        write_index=PartitionSpec()
+    )
     specs = shards.specs(operands), of_visibility
     return shard_map(compute, in_specs=specs, out_specs=shards.by_both())(operands, visibility)
 
@@ -210,7 +225,9 @@ def shards_of(batch: int, n_head: int) -> Shards | None:
     if n_head % mesh.shape[heads]:
         heads = None
     num_heads = 1 if heads is None else mesh.shape[heads]
-    return Shards(rows, heads, batch // math.prod(mesh.shape[name] for name in rows), n_head // num_heads)
+    return Shards(
+        rows, heads, batch // math.prod(mesh.shape[name] for name in rows), n_head // num_heads
+    )
 
 
 def describe(operands: Operands, visibility: Visibility, dropout: Dropout | None) -> Problem:
@@ -241,7 +258,9 @@ def describe_cached(operands: CachedOperands, visibility: CachedVisibility) -> P
     )
 
 
-def _describe(query: jax.Array, visibility: Visibility | CachedVisibility, **others: Any) -> Problem:
+def _describe(
+    query: jax.Array, visibility: Visibility | CachedVisibility, **others: Any
+) -> Problem:
     device, (batch, n_head, segment_len, width) = problem.default_device(), query.shape
     shards = shards_of(batch, n_head)
     return Problem(

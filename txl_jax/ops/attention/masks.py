@@ -108,7 +108,9 @@ class CachedVisibility:
 
     def age(self) -> jax.Array:
         """Returns the age of each slot, int32 [R]. 1 is the position just before the segment."""
-        return (self.write_index - 1 - jnp.arange(self.capacity, dtype=jnp.int32)) % self.capacity + 1
+        return (
+            self.write_index - 1 - jnp.arange(self.capacity, dtype=jnp.int32)
+        ) % self.capacity + 1
 
     def ring_mask(self) -> jax.Array:
         """Returns the visible pairs of queries and slots, bool [B, L, R]."""

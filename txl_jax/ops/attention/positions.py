@@ -26,7 +26,9 @@ def sinusoids(distances: jax.Array, d_model: int, dtype: jnp.dtype) -> jax.Array
     ahead of a query. Raises `ValueError` if D is odd.
     """
     if d_model % 2:
-        raise ValueError(f"d_model must be even (sinusoids are pairs of sine and cosine), got {d_model}")
+        raise ValueError(
+            f"d_model must be even (sinusoids are pairs of sine and cosine), got {d_model}"
+        )
     wide = jnp.promote_types(dtype, jnp.float32)
     frequencies = jnp.asarray(10000.0 ** -(np.arange(0, d_model, 2) / d_model), wide)
     angles_KxF = distances.astype(wide)[:, None] * frequencies[None, :]
@@ -98,5 +100,7 @@ def unskew(scores: jax.Array, width: int) -> jax.Array:
     none = [(0, 0)] * len(lead)
     if n_query == 1:
         return jnp.pad(scores, [*none, (0, 0), (0, width - n_key)])
-    line = jnp.pad(scores, [*none, (0, 0), (0, width - 1 - n_key)]).reshape(*lead, n_query * (width - 1))
+    line = jnp.pad(scores, [*none, (0, 0), (0, width - 1 - n_key)]).reshape(
+        *lead, n_query * (width - 1)
+    )
     return jnp.pad(line, [*none, (n_query - 1, 1)]).reshape(*lead, n_query, width)

@@ -34,7 +34,9 @@ from txl_jax.ops.attention.problem import CachedOperands, Operands
 from txl_jax.ops.matmul import Int8, multiply, product, row_product, wide_type
 
 
-def attention(operands: Operands, visibility: Visibility, dropout: Dropout | None = None) -> jax.Array:
+def attention(
+    operands: Operands, visibility: Visibility, dropout: Dropout | None = None
+) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E]. A query that sees no key gets zeros."""
     o = operands
     scores_BxHxLxK = product("bhle,bhke->bhlk", biased(o.query, o.content_bias), o.key)
@@ -73,7 +75,12 @@ class ScoreTerms(NamedTuple):
 
 
 def score_terms(
-    query: jax.Array, key: jax.Array, position_key: jax.Array, *, content_bias: jax.Array, position_bias: jax.Array
+    query: jax.Array,
+    key: jax.Array,
+    position_key: jax.Array,
+    *,
+    content_bias: jax.Array,
+    position_bias: jax.Array,
 ) -> ScoreTerms:
     """Computes the four terms of causal scores, of arrays as in `Operands`.
 
@@ -148,7 +155,10 @@ def biased(query: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def position_scores(
-    query: jax.Array, key: jax.Array | Int8 | None, more: jax.Array | None, equation: str = "hne,hpe->hnp"
+    query: jax.Array,
+    key: jax.Array | Int8 | None,
+    more: jax.Array | None,
+    equation: str = "hne,hpe->hnp",
 ) -> jax.Array:
     """Computes scores by distance, before the shift: [B, H, L, P].
 
@@ -160,9 +170,13 @@ def position_scores(
     (batch, n_head, n_query, width), wide = query.shape, wide_type(query)
     if key is None:
         assert more is not None, "neither keys nor scores"
-        return jnp.broadcast_to(more.astype(wide)[None, :, None, :], (1, n_head, n_query, more.shape[-1]))
+        return jnp.broadcast_to(
+            more.astype(wide)[None, :, None, :], (1, n_head, n_query, more.shape[-1])
+        )
     rows = query.transpose(1, 0, 2, 3).reshape(n_head, batch * n_query, width)
-    scores = multiply(rows, key).astype(wide) if isinstance(key, Int8) else product(equation, rows, key)
+    scores = (
+        multiply(rows, key).astype(wide) if isinstance(key, Int8) else product(equation, rows, key)
+    )
     if more is not None:
         scores += more.astype(wide)[:, None, :]
     return scores.reshape(n_head, batch, n_query, -1).transpose(1, 0, 2, 3)
@@ -176,7 +190,9 @@ def _own_positions(table: jax.Array) -> jax.Array:
     segment_len, n_position = table.shape[-2:]
     missing = max(segment_len - n_position, 0)
     pad = [(0, 0)] * (table.ndim - 1)
-    columns = jnp.pad(table[..., max(n_position - segment_len, 0) :], [*pad, (missing, 0)], mode="edge")
+    columns = jnp.pad(
+        table[..., max(n_position - segment_len, 0) :], [*pad, (missing, 0)], mode="edge"
+    )
     return positions.relative_shift(columns)
 
 
@@ -224,6 +240,8 @@ def _rotate(columns: jax.Array, write_index: jax.Array, capacity: int) -> jax.Ar
         twice = jnp.concatenate([by_age, by_age], axis=-1)
         return jax.lax.dynamic_slice_in_dim(twice, capacity - write_index, capacity, axis=-1)
     written = jnp.zeros((*columns.shape[:-1], capacity + n_column), columns.dtype)
-    written = jax.lax.dynamic_update_slice_in_dim(written, columns, (write_index - n_column) % capacity, axis=-1)
+    written = jax.lax.dynamic_update_slice_in_dim(
+        written, columns, (write_index - n_column) % capacity, axis=-1
+    )
     over = jnp.pad(written[..., capacity:], [*pad, (0, capacity - n_column)])
     return written[..., :capacity] + over

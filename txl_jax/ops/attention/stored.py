@@ -37,9 +37,13 @@ _HIDDEN = -1e30
 _ALIGNED = 8
 
 
-def stored_attention(operands: Operands, visibility: Visibility, dropout: Dropout | None = None) -> jax.Array:
+def stored_attention(
+    operands: Operands, visibility: Visibility, dropout: Dropout | None = None
+) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E]. A query that sees no key gets zeros."""
-    heads_first = {name: getattr(operands, name).swapaxes(0, 1) for name in ("query", "key", "value")}
+    heads_first = {
+        name: getattr(operands, name).swapaxes(0, 1) for name in ("query", "key", "value")
+    }
     return _attend(operands._replace(**heads_first), visibility, dropout).swapaxes(0, 1)
 
 
@@ -48,7 +52,9 @@ def _attend(operands: Operands, visibility: Visibility, dropout: Dropout | None)
     return _forward(operands, visibility, dropout)[0]
 
 
-def _forward(operands: Operands, visibility: Visibility, dropout: Dropout | None) -> tuple[jax.Array, Any]:
+def _forward(
+    operands: Operands, visibility: Visibility, dropout: Dropout | None
+) -> tuple[jax.Array, Any]:
     o, scale, wide = operands, operands.query.shape[-1] ** -0.5, wide_type(operands.query)
     content = product("hble,hbke->hblk", _biased(o.query, o.content_bias), o.key)
     scores_HxBxLxK = _narrow(content * scale, o.query.dtype).astype(wide)
@@ -65,7 +71,9 @@ def _forward(operands: Operands, visibility: Visibility, dropout: Dropout | None
     total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1)
     # Without the barrier XLA stores the weights in float32 for both passes.
     probabilities = jax.lax.optimization_barrier((weights / total).astype(o.value.dtype))
-    output = product("hblk,hbke->hble", _drop(probabilities, dropout), o.value).astype(o.value.dtype)
+    output = product("hblk,hbke->hble", _drop(probabilities, dropout), o.value).astype(
+        o.value.dtype
+    )
     return output, (operands, dropout, probabilities, output)
 
 
@@ -80,20 +88,34 @@ def _backward(residuals: Any, gradient: jax.Array) -> tuple[Operands, None, None
     of_scores = (of_scores * width**-0.5).astype(dtype)
     of_query = of_content_query = product("hblk,hbke->hble", of_scores, o.key)
     of_key = product("hblk,hble->hbke", of_scores, _biased(o.query, o.content_bias))
-    found = {"key": of_key, "value": of_value, "content_bias": jnp.sum(of_content_query, axis=(1, 2))}
+    found = {
+        "key": of_key,
+        "value": of_value,
+        "content_bias": jnp.sum(of_content_query, axis=(1, 2)),
+    }
     by_distance = o.position_score if o.position_key is None else o.position_key
     if by_distance is not None:
         n_positions = by_distance.shape[1]
-        columns = unskew(of_scores, n_positions + _behind(n_positions)).reshape(n_head, batch * n_query, -1)
+        columns = unskew(of_scores, n_positions + _behind(n_positions)).reshape(
+            n_head, batch * n_query, -1
+        )
         found["position_score"] = jnp.sum(columns.astype(wide), axis=1)[:, :n_positions]
         if o.position_key is not None:
-            of_position_query = product("hnw,hwe->hne", columns, _padded(o.position_key)).reshape(o.query.shape)
+            of_position_query = product("hnw,hwe->hne", columns, _padded(o.position_key)).reshape(
+                o.query.shape
+            )
             found["position_bias"] = jnp.sum(of_position_query, axis=(1, 2))
-            found["position_key"] = product("hnw,hne->hwe", columns, _position_rows(o))[:, :n_positions]
+            found["position_key"] = product("hnw,hne->hwe", columns, _position_rows(o))[
+                :, :n_positions
+            ]
             of_query += of_position_query
     found["query"] = of_query
     given = {name: array for name, array in o._asdict().items() if array is not None}
-    return Operands(**{name: found[name].astype(array.dtype) for name, array in given.items()}), None, None
+    return (
+        Operands(**{name: found[name].astype(array.dtype) for name, array in given.items()}),
+        None,
+        None,
+    )
 
 
 _attend.defvjp(_forward, _backward)
@@ -102,9 +124,17 @@ _attend.defvjp(_forward, _backward)
 def _scores_by_distance(o: Operands) -> jax.Array | None:
     """Returns scores by distance [H, B or 1, L, W], or None without position keys and scores."""
     n_head, batch, n_query, _ = o.query.shape
-    score = None if o.position_score is None else _padded(o.position_score).astype(wide_type(o.query))[:, None, None, :]
+    score = (
+        None
+        if o.position_score is None
+        else _padded(o.position_score).astype(wide_type(o.query))[:, None, None, :]
+    )
     if o.position_key is None:
-        return None if score is None else jnp.broadcast_to(score, (n_head, 1, n_query, score.shape[-1]))
+        return (
+            None
+            if score is None
+            else jnp.broadcast_to(score, (n_head, 1, n_query, score.shape[-1]))
+        )
     scores = product("hne,hwe->hnw", _position_rows(o), _padded(o.position_key))
     scores = scores.reshape(n_head, batch, n_query, -1)
     return scores if score is None else scores + score

@@ -17,7 +17,15 @@ from experiments.bench import estimate
 from ops.attention.tpu.test_limits import EVALUATION, TRAINING
 from support.attention_arrays import NAMES, shapes
 from txl_jax.config import MeshConfig
-from txl_jax.ops.attention import CachedVisibility, Dropout, Implementation, Problem, Tile, Visibility, attention
+from txl_jax.ops.attention import (
+    CachedVisibility,
+    Dropout,
+    Implementation,
+    Problem,
+    Tile,
+    Visibility,
+    attention,
+)
 from txl_jax.ops.attention.problem import CachedOperands, Operands
 from txl_jax.ops.attention.tpu.cached import tpu_cached_attention
 from txl_jax.ops.attention.tpu.geometry import default_tile, kernel_of, refusal
@@ -57,7 +65,9 @@ def no_compilation_cache():
 
 def arrays_on(device, dtype):
     """Returns the function from a shape to an array on the device that has no numbers."""
-    return functools.partial(jax.ShapeDtypeStruct, dtype=dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+    return functools.partial(
+        jax.ShapeDtypeStruct, dtype=dtype, sharding=jax.sharding.SingleDeviceSharding(device)
+    )
 
 
 def compiled(chip, preset, dtype, *, batch=BATCH, rate=None, causal=True, positions=True):
@@ -65,18 +75,28 @@ def compiled(chip, preset, dtype, *, batch=BATCH, rate=None, causal=True, positi
     device = devices_of(chip)[0]
     visibility = Visibility(arrays_on(device, jnp.int32)((batch,)), length, length, causal=causal)
     n_positions = visibility.n_positions if positions else 0
-    problem = Problem("tpu", device.device_kind, dtype, batch, *TRAINING[preset][:4], n_positions, causal=causal)
+    problem = Problem(
+        "tpu", device.device_kind, dtype, batch, *TRAINING[preset][:4], n_positions, causal=causal
+    )
     sizes = shapes(visibility, n_head, width)
-    arrays = Operands(*(arrays_on(device, dtype)(sizes[name]) for name in NAMES[: 6 if positions else 3]))
+    arrays = Operands(
+        *(arrays_on(device, dtype)(sizes[name]) for name in NAMES[: 6 if positions else 3])
+    )
 
     def run(arrays, visibility, seed, gradient):
         dropout = None if rate is None else Dropout(rate=rate, seed=seed, n_head=n_head)
         options = {"tile": default_tile(problem), "kernel": kernel_of(problem)}
-        attend = functools.partial(tpu_attention, problem, visibility=visibility, dropout=dropout, **options)
+        attend = functools.partial(
+            tpu_attention, problem, visibility=visibility, dropout=dropout, **options
+        )
         out, gradients_of = jax.vjp(attend, arrays)
         return out, gradients_of(gradient)
 
-    return jax.jit(run).lower(arrays, visibility, arrays_on(device, jnp.uint32)(()), arrays.query).compile()
+    return (
+        jax.jit(run)
+        .lower(arrays, visibility, arrays_on(device, jnp.uint32)(()), arrays.query)
+        .compile()
+    )
 
 
 def assert_no_scores(program, preset, batch=BATCH):
@@ -95,7 +115,9 @@ def test_training_shapes_compile_without_the_scores(chip, preset, dtype):
     assert_no_scores(compiled(chip, preset, dtype), preset)
 
 
-@pytest.mark.parametrize("options", [{"rate": 0.1}, {"causal": False}, {"positions": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"rate": 0.1}, {"causal": False}, {"positions": False}], ids=str
+)
 @on_all_chips
 def test_dropout_both_directions_and_no_positions_compile(chip, options):
     assert_no_scores(compiled(chip, "enwik8_24l", "bfloat16", **options), "enwik8_24l")
@@ -114,22 +136,30 @@ def test_shards_of_a_slice_compile_without_the_scores_and_only_sum_gradients():
     sizes = shapes(Visibility(np.zeros(8), length, length), n_head, width)
     mesh = make_mesh(MeshConfig(data=2, tensor=2), devices_of("v5e:2x2"))
     implementation = Implementation("fused", "mosaic_roll", Tile(160, 384))
-    both, heads = (jax.NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data", "tensor"), ("tensor",)))
+    both, heads = (
+        jax.NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data", "tensor"), ("tensor",))
+    )
     arrays = {
-        name: jax.ShapeDtypeStruct(sizes[name], jnp.bfloat16, sharding=both if name in NAMES[:3] else heads)
+        name: jax.ShapeDtypeStruct(
+            sizes[name], jnp.bfloat16, sharding=both if name in NAMES[:3] else heads
+        )
         for name in NAMES[:6]
     }
 
     def run(arrays, gradient):
         dropout = Dropout(rate=0.1, seed=jnp.uint32(1), n_head=n_head)
         visibility = Visibility(jnp.zeros(8, jnp.int32), length, length)
-        attend = functools.partial(attention, visibility=visibility, dropout=dropout, implementation=implementation)
+        attend = functools.partial(
+            attention, visibility=visibility, dropout=dropout, implementation=implementation
+        )
         return jax.vjp(lambda arrays: attend(**arrays), arrays)[1](gradient)
 
     with use_mesh(mesh):
         program = jax.jit(run).lower(arrays, arrays["query"]).compile()
     assert_no_scores(program, "wt103_base", batch=4)
-    assert set(re.findall(r"all-[a-z]+|collective-permute|reduce-scatter", program.as_text())) == {"all-reduce"}
+    assert set(re.findall(r"all-[a-z]+|collective-permute|reduce-scatter", program.as_text())) == {
+        "all-reduce"
+    }
 
 
 def check_cached(chip, preset, dtype, *, batch=1, cache_dtype=None, window=None):
@@ -142,16 +172,22 @@ def check_cached(chip, preset, dtype, *, batch=1, cache_dtype=None, window=None)
     """
     sizes, capacity = CACHED[preset]
     (n_head, segment_len, n_keys, width, n_positions), device = sizes, devices_of(chip)[0]
-    problem = Problem("tpu", device.device_kind, dtype, batch, *sizes, capacity=capacity, cache_dtype=cache_dtype)
+    problem = Problem(
+        "tpu", device.device_kind, dtype, batch, *sizes, capacity=capacity, cache_dtype=cache_dtype
+    )
     assert refusal(problem) is None
 
-    array, stored, integers = (arrays_on(device, name) for name in (dtype, cache_dtype or dtype, "int32"))
+    array, stored, integers = (
+        arrays_on(device, name) for name in (dtype, cache_dtype or dtype, "int32")
+    )
     own = array((batch, n_head, segment_len, width))
     ring = stored((batch, n_head, width, capacity)), stored((batch, n_head, capacity, width))
     position = (own, array((n_head, width, n_positions)), None) if n_positions else None
     visibility = CachedVisibility(integers((batch,)), integers(()), segment_len, capacity, window)
     run = functools.partial(tpu_cached_attention, problem, tile=default_tile(problem))
-    program = jax.jit(run).lower(CachedOperands(own, own, own, ring, position), visibility).compile()
+    program = (
+        jax.jit(run).lower(CachedOperands(own, own, own, ring, position), visibility).compile()
+    )
 
     scores, ring_size = batch * n_head * segment_len * n_keys, batch * n_head * width * capacity
     made = re.findall(r"= \(?\w+\[([\d,]+)\](\{\S*\})? (?!parameter|bitcast)", program.as_text())

@@ -36,10 +36,17 @@ def test_the_published_models_are_served(kind):
     for sizes, dtype in itertools.product(TRAINING.values(), ("bfloat16", "float32")):
         problem = resized(PROBLEM, sizes, device_kind=kind, dtype=dtype)
         rotates = kind != "TPU v4"  # The rotation needs v5.
-        assert (refusal(problem), kernel_of(problem)) == (None, "mosaic_roll" if rotates else "mosaic_gather")
+        assert (refusal(problem), kernel_of(problem)) == (
+            None,
+            "mosaic_roll" if rotates else "mosaic_gather",
+        )
     for sizes, capacity, tile in EVALUATION.values():
         problem = resized(CACHED, sizes, device_kind=kind, capacity=capacity)
-        assert (refusal(problem), default_tile(problem), kernel_of(problem)) == (None, tile, "mosaic_gather")
+        assert (refusal(problem), default_tile(problem), kernel_of(problem)) == (
+            None,
+            tile,
+            "mosaic_gather",
+        )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +62,11 @@ def test_the_published_models_are_served(kind):
         (CACHED, {"cache_dtype": "float16"}, "float16"),
         (CACHED, {"d_head": 320}, "320, above 256"),
         (CACHED, {"segment_len": 32, "n_keys": 160}, "5120 pairs, below 32768"),
-        (CACHED, {"capacity": 8192, "n_keys": 8320, "n_positions": 8320}, "18.2 MiB of VMEM, above 14.0"),
+        (
+            CACHED,
+            {"capacity": 8192, "n_keys": 8320, "n_positions": 8320},
+            "18.2 MiB of VMEM, above 14.0",
+        ),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused_with_the_number(problem, changes, words):

@@ -41,14 +41,18 @@ from txl_jax.ops.matmul import product, wide_type
 _REGISTER = 16
 
 
-def tiled_cached_attention(operands: CachedOperands, visibility: CachedVisibility, *, tile: Tile) -> jax.Array:
+def tiled_cached_attention(
+    operands: CachedOperands, visibility: CachedVisibility, *, tile: Tile
+) -> jax.Array:
     """Computes weighted sums of the values, without gradients: [B, H, L, E].
 
     `tile` is about how many rows of scores (over all heads and rows of the batch) and keys a block
     has.
     """
     # The last block may run round the ring and read slots for the second time, at ages above R.
-    visibility = dataclasses.replace(visibility, valid=jnp.minimum(visibility.valid, visibility.capacity))
+    visibility = dataclasses.replace(
+        visibility, valid=jnp.minimum(visibility.valid, visibility.capacity)
+    )
     ring, (batch, n_head, n_query, _) = operands.ring, operands.query.shape
     n_row, n_heads = _group(batch, n_head, n_query, tile.query)
     if (n_row, n_heads) == (batch, n_head):
@@ -64,11 +68,20 @@ def tiled_cached_attention(operands: CachedOperands, visibility: CachedVisibilit
             return lax.dynamic_slice(array, (row, head, 0, 0), (n_row, n_heads, *array.shape[2:]))
 
         slots = _Ring(*ring, (row, head), (n_row, n_heads), visibility.write_index)
-        own_visibility = dataclasses.replace(visibility, valid=lax.dynamic_slice_in_dim(visibility.valid, row, n_row))
-        mine = _attend(jax.tree.map(part, operands._replace(ring=(None, None))), slots, own_visibility, tile.key)
+        own_visibility = dataclasses.replace(
+            visibility, valid=lax.dynamic_slice_in_dim(visibility.valid, row, n_row)
+        )
+        mine = _attend(
+            jax.tree.map(part, operands._replace(ring=(None, None))),
+            slots,
+            own_visibility,
+            tile.key,
+        )
         return lax.dynamic_update_slice(attended, mine, (row, head, 0, 0))
 
-    return lax.fori_loop(0, (batch // n_row) * (n_head // n_heads), step, jnp.zeros_like(operands.value))
+    return lax.fori_loop(
+        0, (batch // n_row) * (n_head // n_heads), step, jnp.zeros_like(operands.value)
+    )
 
 
 def _group(batch: int, n_head: int, n_query: int, most: int) -> tuple[int, int]:
@@ -76,13 +89,21 @@ def _group(batch: int, n_head: int, n_query: int, most: int) -> tuple[int, int]:
 
     They are divisors of `batch` and `n_head`, and a group has at most about `most` queries in all.
     """
-    n_heads = max(n for n in range(1, n_head + 1) if n_head % n == 0 and (n == 1 or n * n_query <= most))
+    n_heads = max(
+        n for n in range(1, n_head + 1) if n_head % n == 0 and (n == 1 or n * n_query <= most)
+    )
     if n_heads < n_head:
         return 1, n_heads
-    return max(n for n in range(1, batch + 1) if batch % n == 0 and (n == 1 or n * n_head * n_query <= most)), n_head
+    return max(
+        n
+        for n in range(1, batch + 1)
+        if batch % n == 0 and (n == 1 or n * n_head * n_query <= most)
+    ), n_head
 
 
-def _attend(operands: CachedOperands, slots: "_Ring", visibility: CachedVisibility, n_key: int) -> jax.Array:
+def _attend(
+    operands: CachedOperands, slots: "_Ring", visibility: CachedVisibility, n_key: int
+) -> jax.Array:
     """Computes the attention of a group of rows and heads, [B, H, L, E].
 
     Blocks have about `n_key` keys each.
@@ -101,7 +122,9 @@ def _attend(operands: CachedOperands, slots: "_Ring", visibility: CachedVisibili
     summed = product("bhlk,bhke->bhle", weights.astype(value.dtype), value)
     partial = Softmax(summed, top, jnp.sum(weights, axis=-1, keepdims=True))
 
-    def block(partial: Softmax, oldest: int | jax.Array, size: int, position_score: jax.Array | None) -> Softmax:
+    def block(
+        partial: Softmax, oldest: int | jax.Array, size: int, position_score: jax.Array | None
+    ) -> Softmax:
         """Adds `size` slots, of the ages from `oldest` down, to the softmax."""
         older_key, older_value = (part.astype(query.dtype) for part in slots.read(oldest, size))
         scores = product("bhle,bhek->bhlk", query, older_key)
@@ -112,12 +135,22 @@ def _attend(operands: CachedOperands, slots: "_Ring", visibility: CachedVisibili
         scores += jnp.where(unseen, -jnp.inf, 0).astype(wide)[:, None, None, :]
         if visibility.window is not None and _is_cut(oldest, query.shape[2], visibility.window):
             row = jnp.arange(query.shape[2], dtype=jnp.int32)
-            scores = jnp.where((row[:, None] + age[None, :] < visibility.window)[None, None], scores, -jnp.inf)
-        return partial.add(scores, lambda weights: product("bhlk,bhke->bhle", weights.astype(query.dtype), older_value))
+            scores = jnp.where(
+                (row[:, None] + age[None, :] < visibility.window)[None, None], scores, -jnp.inf
+            )
+        return partial.add(
+            scores,
+            lambda weights: product("bhlk,bhke->bhle", weights.astype(query.dtype), older_value),
+        )
 
     far, near = _regions(visibility, n_key, None if by_distance is None else by_distance.clamp)
     far_score = by_distance.far() if by_distance is not None and far.n_block else None
-    partial = _fold(far, visibility, lambda partial, oldest: block(partial, oldest, far.size, far_score), partial)
+    partial = _fold(
+        far,
+        visibility,
+        lambda partial, oldest: block(partial, oldest, far.size, far_score),
+        partial,
+    )
     if by_distance is not None and near.n_block == 1:
         partial = block(partial, near.size, near.size, by_distance.tile_of_all(near.size))
     elif by_distance is not None and near.n_block:
@@ -159,10 +192,14 @@ def _fold(
     # Blocks with valid slots.
     n_valid = (jnp.max(visibility.valid) - region.youngest + region.size) // region.size
     first = jnp.clip(region.n_block - n_valid, region.n_cut, region.n_block)
-    return lax.fori_loop(first, region.n_block, lambda index, partial: add(partial, region.oldest(index)), partial)
+    return lax.fori_loop(
+        first, region.n_block, lambda index, partial: add(partial, region.oldest(index)), partial
+    )
 
 
-def _regions(visibility: CachedVisibility, n_key: int, clamp: int | None) -> tuple[_Region, _Region]:
+def _regions(
+    visibility: CachedVisibility, n_key: int, clamp: int | None
+) -> tuple[_Region, _Region]:
     """Returns the blocks beyond the clamp for all queries, and the others.
 
     Without positions (None) all are beyond.
@@ -177,7 +214,9 @@ def _regions(visibility: CachedVisibility, n_key: int, clamp: int | None) -> tup
     return _region(youngest_far, n_age - youngest_far + 1, n_key, visibility, None), near
 
 
-def _region(youngest: int, n_age: int, n_key: int, visibility: CachedVisibility, clamp: int | None) -> _Region:
+def _region(
+    youngest: int, n_age: int, n_key: int, visibility: CachedVisibility, clamp: int | None
+) -> _Region:
     """Returns blocks of about `n_key` keys for the ages from `youngest` up.
 
     If `clamp` is None, the clamp does not cut the blocks.
@@ -195,7 +234,9 @@ def _region(youngest: int, n_age: int, n_key: int, visibility: CachedVisibility,
 
     n_query, n_cut = visibility.segment_len, 0
     for oldest in map(whole.oldest, range(n_block)):
-        n_cut += (clamp is not None and oldest + n_query - 1 > clamp) or _is_cut(oldest, n_query, visibility.window)
+        n_cut += (clamp is not None and oldest + n_query - 1 > clamp) or _is_cut(
+            oldest, n_query, visibility.window
+        )
     return whole._replace(n_cut=n_cut)
 
 
@@ -229,7 +270,9 @@ class _Positions:
         Future keys get leftovers.
         """
         n_query = self.query.shape[2]
-        return positions.relative_shift(self._scores(lambda table: _columns(table, n_query - 1, n_query)))
+        return positions.relative_shift(
+            self._scores(lambda table: _columns(table, n_query - 1, n_query))
+        )
 
     def far(self) -> jax.Array:
         """Computes the scores of all distances from the clamp on: [B or 1, H, L, 1]."""
@@ -250,7 +293,9 @@ class _Positions:
         first = self.clamp - oldest
         if first + 1 >= n_query:  # No query reaches beyond the clamp.
             return skew(scores[..., first + 1 - n_query : -1], oldest)
-        line = scores.reshape(*lead, n_query * n_position)[..., first : first + n_query * (n_position - 1)]
+        line = scores.reshape(*lead, n_query * n_position)[
+            ..., first : first + n_query * (n_position - 1)
+        ]
         shifted = line.reshape(*lead, n_query, n_position - 1)[..., :oldest]
         distance = jnp.arange(n_query)[:, None] + (oldest - jnp.arange(oldest))[None, :]
         return jnp.where((distance > self.clamp)[None, None], scores[..., :1], shifted)
@@ -280,13 +325,23 @@ class _Ring:
         slot = (self.write_index - oldest) % capacity
 
         def at(slot: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-            row, head, none, slot = (jnp.asarray(index, jnp.int32) for index in (*self.start, 0, slot))
-            key = lax.dynamic_slice(self.key, (row, head, none, slot), (*self.size, self.key.shape[2], n_key))
-            value = lax.dynamic_slice(self.value, (row, head, slot, none), (*self.size, n_key, self.value.shape[3]))
+            row, head, none, slot = (
+                jnp.asarray(index, jnp.int32) for index in (*self.start, 0, slot)
+            )
+            key = lax.dynamic_slice(
+                self.key, (row, head, none, slot), (*self.size, self.key.shape[2], n_key)
+            )
+            value = lax.dynamic_slice(
+                self.value, (row, head, slot, none), (*self.size, n_key, self.value.shape[3])
+            )
             return key, value
 
         def over_the_end() -> tuple[jax.Array, jax.Array]:
-            (key, value), (key_on, value_on), shift = at(capacity - n_key), at(0), slot - (capacity - n_key)
+            (key, value), (key_on, value_on), shift = (
+                at(capacity - n_key),
+                at(0),
+                slot - (capacity - n_key),
+            )
             # Keys lie along their last axis: without the barrier XLA would test every number for
             # where it comes from.
             key = lax.optimization_barrier(jnp.concatenate([key, key_on], axis=3))

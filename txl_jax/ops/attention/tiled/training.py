@@ -52,7 +52,9 @@ def tiled_attention(
     operands: Operands, visibility: Visibility, dropout: Dropout | None = None, *, tile: Tile
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E], or zeros for a query that sees no key."""
-    layout = Layout(visibility.segment_len, visibility.mem_len, visibility.window, visibility.causal, tile)
+    layout = Layout(
+        visibility.segment_len, visibility.mem_len, visibility.window, visibility.causal, tile
+    )
     row_head = None if dropout is None else dropout.row_heads(*operands.query.shape[:2])
     return _attention(layout, operands, _Masking(visibility.key_range(), dropout, row_head))
 
@@ -76,7 +78,9 @@ def _attention(layout: "Layout", arrays: Operands, masking: _Masking) -> jax.Arr
     return _forward(layout, arrays, masking)[0]
 
 
-def _forward(layout: "Layout", arrays: Operands, masking: _Masking) -> tuple[jax.Array, tuple[Any, ...]]:
+def _forward(
+    layout: "Layout", arrays: Operands, masking: _Masking
+) -> tuple[jax.Array, tuple[Any, ...]]:
     """Returns the result [B, H, L, E], and the residuals.
 
     The last one is each query's log sum, [B, H, L], wide.
@@ -122,7 +126,9 @@ def _forward_strip(group: "_Group", strip: "Strip") -> tuple[jax.Array, jax.Arra
 
         def weigh(weights: jax.Array) -> jax.Array:
             kept = weights if dropout is None else jnp.where(block.keep(dropout), weights, 0)
-            return product("gnm,gme->gne", kept.astype(group.value.dtype), block.rows_of(group.value))
+            return product(
+                "gnm,gme->gne", kept.astype(group.value.dtype), block.rows_of(group.value)
+            )
 
         return state.add(block.scores(), weigh)
 
@@ -147,7 +153,9 @@ def _backward(layout: "Layout", saved: tuple[Any, ...], given: jax.Array) -> tup
 
     def body(place: _Place, gradients: Operands) -> Operands:
         group = place.take(layout, padded, masking)
-        rows = _Rows(place.rows(given), place.rows(log_total)[..., None], place.rows(delta)[..., None])
+        rows = _Rows(
+            place.rows(given), place.rows(log_total)[..., None], place.rows(delta)[..., None]
+        )
         of_group, of_strips = _zeros_of_group(gradients, place.n_rows), []
         for strip in layout.strips():
             of_strip, of_group = _backward_strip(group, strip, rows.of(strip), of_group)
@@ -171,14 +179,18 @@ class _Rows(NamedTuple):
         return _Rows(*(rows[:, strip.first : strip.first + strip.n_query] for rows in self))
 
 
-def _backward_strip(group: "_Group", strip: "Strip", rows: _Rows, gradients: Operands) -> tuple[jax.Array, Operands]:
+def _backward_strip(
+    group: "_Group", strip: "Strip", rows: _Rows, gradients: Operands
+) -> tuple[jax.Array, Operands]:
     """Returns the gradient of a strip's queries, [G, n, E].
 
     The function also adds to the other gradients of the group.
     """
     dropout, wide, dtype = group.dropout, group.wide, group.key.dtype
 
-    def add_block(index: Any, state: tuple[jax.Array, jax.Array, Operands]) -> tuple[jax.Array, jax.Array, Operands]:
+    def add_block(
+        index: Any, state: tuple[jax.Array, jax.Array, Operands]
+    ) -> tuple[jax.Array, jax.Array, Operands]:
         of_content, of_position, gradients = state
         block = _Block(group, strip, index)
         weights = jnp.exp(block.scores() - rows.log_total)
@@ -186,7 +198,9 @@ def _backward_strip(group: "_Group", strip: "Strip", rows: _Rows, gradients: Ope
         kept = weights
         if dropout is not None:
             keep, kept_part = block.keep(dropout), 1 - jnp.asarray(dropout.rate, wide)
-            kept, of_weights = (jnp.where(keep, array / kept_part, 0) for array in (weights, of_weights))
+            kept, of_weights = (
+                jnp.where(keep, array / kept_part, 0) for array in (weights, of_weights)
+            )
         of_scores = (weights * (of_weights - rows.delta)).astype(dtype)
         of_value = product("gen,gnm->gem", _transposed(rows.given), kept.astype(rows.given.dtype))
         of_key = product("gen,gnm->gem", _transposed(block.content_query), of_scores)
@@ -202,9 +216,13 @@ def _backward_strip(group: "_Group", strip: "Strip", rows: _Rows, gradients: Ope
     of_content, of_position, gradients = _over_blocks(strip, add_block, (zeros, zeros, gradients))
     of_content, of_position = of_content * group.scale, of_position * group.scale
     if gradients.content_bias is not None:
-        gradients = gradients._replace(content_bias=gradients.content_bias + jnp.sum(of_content, axis=(0, 1)))
+        gradients = gradients._replace(
+            content_bias=gradients.content_bias + jnp.sum(of_content, axis=(0, 1))
+        )
     if gradients.position_bias is not None:
-        gradients = gradients._replace(position_bias=gradients.position_bias + jnp.sum(of_position, axis=(0, 1)))
+        gradients = gradients._replace(
+            position_bias=gradients.position_bias + jnp.sum(of_position, axis=(0, 1))
+        )
     return of_content + of_position, gradients
 
 
@@ -250,7 +268,9 @@ class Layout:
     def strips(self) -> list[Strip]:
         """Returns the strips, of nearly equal height."""
         length, height = self.segment_len, _even(self.segment_len, self.tile.query)
-        return [self._strip(first, min(height, length - first)) for first in range(0, length, height)]
+        return [
+            self._strip(first, min(height, length - first)) for first in range(0, length, height)
+        ]
 
     def _strip(self, first: int, n_query: int) -> Strip:
         begin, end = 0, self.mem_len + self.segment_len
@@ -276,7 +296,9 @@ class Layout:
 
     def n_columns(self, n_positions: int) -> int:
         """Returns P', the number of position keys that the blocks read: P and zeros behind."""
-        return max([n_positions, *(int(self.column(s, s.end - s.n_key)) + s.width for s in self.strips())])
+        return max(
+            [n_positions, *(int(self.column(s, s.end - s.n_key)) + s.width for s in self.strips())]
+        )
 
 
 def _even(length: int, most: int) -> int:
@@ -290,7 +312,9 @@ def _over_blocks(strip: Strip, body: Callable[[Any, Carry], Carry], carry: Carry
 
     If there is one block with fixed bounds, no loop is used.
     """
-    return body(0, carry) if strip.n_blocks == 1 else jax.lax.fori_loop(0, strip.n_blocks, body, carry)
+    return (
+        body(0, carry) if strip.n_blocks == 1 else jax.lax.fori_loop(0, strip.n_blocks, body, carry)
+    )
 
 
 class _Group(NamedTuple):
@@ -329,7 +353,9 @@ class _Place:
 
     def write(self, array: jax.Array, part: jax.Array) -> jax.Array:
         """Returns [B, H, ..] with [G, ..] in place."""
-        return jax.lax.dynamic_update_slice(array, part[:, None].astype(array.dtype), self._start(array))
+        return jax.lax.dynamic_update_slice(
+            array, part[:, None].astype(array.dtype), self._start(array)
+        )
 
     def put(self, everything: Operands, group: Operands) -> Operands:
         """Returns the gradients of all groups, updated with the gradients of one group.
@@ -340,15 +366,25 @@ class _Place:
         def one(array: jax.Array, part: jax.Array) -> jax.Array:
             if array.ndim == 4:
                 return self.write(array, part)
-            return jax.lax.dynamic_update_index_in_dim(array, self.of_head(array) + part, self.head, 0)
+            return jax.lax.dynamic_update_index_in_dim(
+                array, self.of_head(array) + part, self.head, 0
+            )
 
         return jax.tree.map(one, everything, group)
 
     def take(self, layout: Layout, arrays: Operands, masking: _Masking) -> _Group:
         """Returns a group of arrays whose positions were padded."""
-        start, stop = (jax.lax.dynamic_slice_in_dim(x, self.first_row, self.n_rows) for x in masking.key_range)
-        query, scale, wide = self.rows(arrays.query), float(arrays.query.shape[-1] ** -0.5), wide_type(arrays.query)
-        position_key, position_score = jax.tree.map(self.of_head, (arrays.position_key, arrays.position_score))
+        start, stop = (
+            jax.lax.dynamic_slice_in_dim(x, self.first_row, self.n_rows) for x in masking.key_range
+        )
+        query, scale, wide = (
+            self.rows(arrays.query),
+            float(arrays.query.shape[-1] ** -0.5),
+            wide_type(arrays.query),
+        )
+        position_key, position_score = jax.tree.map(
+            self.of_head, (arrays.position_key, arrays.position_score)
+        )
 
         def biased(bias: jax.Array | None) -> jax.Array:
             return query if bias is None else query + self.of_head(bias)[None, None, :]
@@ -372,13 +408,19 @@ class _Place:
         return [self.first_row, self.head, *[0] * (array.ndim - 2)]
 
 
-def _over_groups(arrays: Operands, layout: Layout, body: Callable[[_Place, Carry], Carry], carry: Carry) -> Carry:
+def _over_groups(
+    arrays: Operands, layout: Layout, body: Callable[[_Place, Carry], Carry], carry: Carry
+) -> Carry:
     """Runs `body` over all groups, the rows of one head one after the other."""
     batch, n_head = arrays.query.shape[:2]
     n_rows = batch
     if default_device().platform == "cpu":
         largest = max(strip.n_query * strip.n_key for strip in layout.strips())
-        n_rows = max(n for n in range(1, batch + 1) if batch % n == 0 and (n == 1 or n * largest <= _CPU_SCORES))
+        n_rows = max(
+            n
+            for n in range(1, batch + 1)
+            if batch % n == 0 and (n == 1 or n * largest <= _CPU_SCORES)
+        )
     per_head = batch // n_rows
 
     def step(index: Any, carry: Carry) -> Carry:
@@ -406,10 +448,16 @@ def _zero_gradients(arrays: Operands) -> Operands:
     wide = wide_type(arrays.query)
 
     def zeros(array: jax.Array) -> jax.Array:
-        shape = array.shape if array.ndim == 2 else (*array.shape[:-2], array.shape[-1], array.shape[-2])
+        shape = (
+            array.shape
+            if array.ndim == 2
+            else (*array.shape[:-2], array.shape[-1], array.shape[-2])
+        )
         return jnp.zeros(shape, array.dtype if array.ndim == 4 else wide)
 
-    return jax.tree.map(zeros, arrays._replace(query=None))._replace(query=jnp.zeros_like(arrays.query))
+    return jax.tree.map(zeros, arrays._replace(query=None))._replace(
+        query=jnp.zeros_like(arrays.query)
+    )
 
 
 def _zeros_of_group(gradients: Operands, n_rows: int) -> Operands:
@@ -439,7 +487,10 @@ class _Block:
         self._begin = strip.begin + index * strip.n_key
         self.first_key = strip.begin if strip.n_blocks == 1 else jnp.minimum(self._begin, last)
         self._first_column = group.layout.column(strip, self.first_key)
-        self.content_query, self._position_query = group.content_query[:, rows], group.position_query[:, rows]
+        self.content_query, self._position_query = (
+            group.content_query[:, rows],
+            group.position_query[:, rows],
+        )
 
     def rows_of(self, array: jax.Array) -> jax.Array:
         """Returns the block's rows [G, m, E] of keys or values [G, K, E]."""
@@ -451,10 +502,14 @@ class _Block:
         scores = product("gne,gme->gnm", self.content_query, self.rows_of(group.key))
         if group.position_key is not None:
             # Position keys are the same for all rows: one product for the group.
-            by_distance = product("ne,we->nw", _flat(self._position_query), self._columns_of(group.position_key))
+            by_distance = product(
+                "ne,we->nw", _flat(self._position_query), self._columns_of(group.position_key)
+            )
             scores += skew(by_distance.reshape(*scores.shape[:2], strip.width), strip.n_key)
         if group.position_score is not None:
-            by_distance = jnp.broadcast_to(self._columns_of(group.position_score), (strip.n_query, strip.width))
+            by_distance = jnp.broadcast_to(
+                self._columns_of(group.position_score), (strip.n_query, strip.width)
+            )
             scores += skew(by_distance, strip.n_key)[None]
         return jnp.where(self._visible(), scores, -jnp.inf)
 
@@ -463,7 +518,9 @@ class _Block:
         query, key = self._pairs()
         return dropout.keep(self._group.row_head[:, None, None], query[None], key[None])
 
-    def add_position_gradients(self, gradients: Operands, of_scores: jax.Array) -> tuple[jax.Array | None, Operands]:
+    def add_position_gradients(
+        self, gradients: Operands, of_scores: jax.Array
+    ) -> tuple[jax.Array | None, Operands]:
         """Returns the block's part of the position queries' gradient.
 
         The part is [G, n, E], or None. The method also adds to the group's gradients.
@@ -481,7 +538,9 @@ class _Block:
         flat = _flat(by_distance)
         of_query = product("nw,we->ne", flat, self._columns_of(group.position_key))
         of_key = product("en,nw->ew", _transposed(_flat(self._position_query)), flat)
-        gradients = gradients._replace(position_key=_add_at(gradients.position_key, of_key, self._first_column))
+        gradients = gradients._replace(
+            position_key=_add_at(gradients.position_key, of_key, self._first_column)
+        )
         return of_query.reshape(self._position_query.shape), gradients
 
     def _columns_of(self, table: jax.Array) -> jax.Array:
@@ -496,7 +555,11 @@ class _Block:
 
     def _visible(self) -> jax.Array:
         """Returns the visible pairs, bool [G, n, m]."""
-        layout, (query, key), (start, stop) = self._group.layout, self._pairs(), self._group.key_range
+        layout, (query, key), (start, stop) = (
+            self._group.layout,
+            self._pairs(),
+            self._group.key_range,
+        )
         seen = (key >= start[:, None]) & (key < stop[:, None])
         if self._strip.n_blocks > 1:
             seen &= key >= self._begin

@@ -43,12 +43,32 @@ from jax.experimental.pallas import tpu as pltpu
 
 from txl_jax.ops.attention.masks import CachedVisibility
 from txl_jax.ops.attention.problem import CachedOperands, Problem, Tile
-from txl_jax.ops.attention.tpu.geometry import DEFAULT_VMEM, LANES, SPARE_VMEM, CachedSizes, round_up
-from txl_jax.ops.attention.tpu.kernels import HIDDEN, NN, NT, Contracted, dot, pad_rows, skew_from, widen
+from txl_jax.ops.attention.tpu.geometry import (
+    DEFAULT_VMEM,
+    LANES,
+    SPARE_VMEM,
+    CachedSizes,
+    round_up,
+)
+from txl_jax.ops.attention.tpu.kernels import (
+    HIDDEN,
+    NN,
+    NT,
+    Contracted,
+    dot,
+    pad_rows,
+    skew_from,
+    widen,
+)
 
 
 def tpu_cached_attention(
-    problem: Problem, operands: CachedOperands, visibility: CachedVisibility, *, tile: Tile, interpret: bool = False
+    problem: Problem,
+    operands: CachedOperands,
+    visibility: CachedVisibility,
+    *,
+    tile: Tile,
+    interpret: bool = False,
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E].
 
@@ -57,7 +77,9 @@ def tpu_cached_attention(
     """
     query, key, value, ring, position = operands
     position_query, table, scores = position or (None, None, None)
-    assert position is None or (table is not None and scores is None), "refused: position scores, or no keys"
+    assert position is None or (table is not None and scores is None), (
+        "refused: position scores, or no keys"
+    )
     sizes, segment_len = CachedSizes.of(problem, tile), problem.segment_len
     queries_behind = round_up(segment_len, sizes.query_block) - segment_len
     keys_behind = sizes.n_own * sizes.own_block - segment_len
@@ -70,12 +92,19 @@ def tpu_cached_attention(
         arrays["position_query"] = pad_rows(position_query, 0, queries_behind)
         arrays["position_key"] = table[..., -sizes.n_positions :]
     if sizes.capacity:
-        arrays |= {"ring_key": ring[0], "ring_value": ring[1].swapaxes(2, 3) if sizes.value_columns else ring[1]}
+        arrays |= {
+            "ring_key": ring[0],
+            "ring_value": ring[1].swapaxes(2, 3) if sizes.value_columns else ring[1],
+        }
     return _call(arrays, visibility, sizes, interpret=interpret)[:, :, :segment_len]
 
 
 def _call(
-    operands: dict[str, jax.Array], visibility: CachedVisibility, sizes: CachedSizes, *, interpret: bool
+    operands: dict[str, jax.Array],
+    visibility: CachedVisibility,
+    sizes: CachedSizes,
+    *,
+    interpret: bool,
 ) -> jax.Array:
     """Runs the kernel over (head, row, block of queries, step).
 
@@ -89,7 +118,9 @@ def _call(
         "summed": pltpu.VMEM((sizes.heads, sizes.query_block, width), jnp.float32),
     }
     if sizes.n_positions:
-        scratch["table"] = pltpu.VMEM((sizes.heads, width, sizes.table_columns), operands["position_key"].dtype)
+        scratch["table"] = pltpu.VMEM(
+            (sizes.heads, width, sizes.table_columns), operands["position_key"].dtype
+        )
     if sizes.clamped:
         scratch["far"] = pltpu.VMEM((sizes.heads, sizes.query_block, LANES), jnp.float32)
     names = ("valid", "write_index", *operands, "output", *scratch)
@@ -97,7 +128,12 @@ def _call(
         functools.partial(_kernel, names=names, sizes=sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(n_head // sizes.heads, batch, padded // sizes.query_block, max(sizes.n_ring, sizes.n_own)),
+            grid=(
+                n_head // sizes.heads,
+                batch,
+                padded // sizes.query_block,
+                max(sizes.n_ring, sizes.n_own),
+            ),
             in_specs=[specs[name] for name in operands],
             out_specs=specs["query"],
             scratch_shapes=list(scratch.values()),
@@ -106,7 +142,9 @@ def _call(
         # Rows may not be split among cores: the first row of a head makes its table.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=None if sizes.vmem_bytes <= DEFAULT_VMEM else sizes.vmem_bytes + SPARE_VMEM,
+            vmem_limit_bytes=None
+            if sizes.vmem_bytes <= DEFAULT_VMEM
+            else sizes.vmem_bytes + SPARE_VMEM,
         ),
         cost_estimate=_cost(operands, sizes),
         interpret=interpret,
@@ -117,15 +155,22 @@ def _call(
 def _block_specs(sizes: CachedSizes) -> dict[str, pl.BlockSpec]:
     """Returns what each step reads. A block that stays the same is not fetched again."""
     heads, width, last_ring, last_own = sizes.heads, sizes.width, sizes.n_ring - 1, sizes.n_own - 1
-    queries = pl.BlockSpec((1, heads, sizes.query_block, width), lambda h, b, a, t, *_: (b, h, a, 0))
-    own = pl.BlockSpec((1, heads, sizes.own_block, width), lambda h, b, a, t, *_: (b, h, jnp.minimum(t, last_own), 0))
+    queries = pl.BlockSpec(
+        (1, heads, sizes.query_block, width), lambda h, b, a, t, *_: (b, h, a, 0)
+    )
+    own = pl.BlockSpec(
+        (1, heads, sizes.own_block, width),
+        lambda h, b, a, t, *_: (b, h, jnp.minimum(t, last_own), 0),
+    )
     of_columns, of_rows = (1, heads, width, sizes.ring_block), (1, heads, sizes.ring_block, width)
     columns = pl.BlockSpec(of_columns, lambda h, b, a, t, *_: (b, h, 0, jnp.minimum(t, last_ring)))
     rows = pl.BlockSpec(of_rows, lambda h, b, a, t, *_: (b, h, jnp.minimum(t, last_ring), 0))
     return {
         "query": queries,
         "position_query": queries,
-        "position_key": pl.BlockSpec((heads, width, sizes.n_positions), lambda h, b, a, t, *_: (h, 0, 0)),
+        "position_key": pl.BlockSpec(
+            (heads, width, sizes.n_positions), lambda h, b, a, t, *_: (h, 0, 0)
+        ),
         "ring_key": columns,
         "ring_value": columns if sizes.value_columns else rows,
         "key": own,
@@ -179,7 +224,9 @@ def _kernel(*refs: Any, names: tuple[str, ...], sizes: CachedSizes) -> None:
     @pl.when(step == pl.num_programs(3) - 1)
     def _finish() -> None:
         for head in range(sizes.heads):
-            r.output[0, head] = (r.summed[head] / widen(r.total[head], sizes.width)).astype(r.output.dtype)
+            r.output[0, head] = (r.summed[head] / widen(r.total[head], sizes.width)).astype(
+                r.output.dtype
+            )
 
 
 def _make_table(r: SimpleNamespace, sizes: CachedSizes) -> None:
@@ -198,7 +245,9 @@ def _make_table(r: SimpleNamespace, sizes: CachedSizes) -> None:
         r.table[head, :, sizes.margin : end] = keys
 
 
-def _add_own(r: SimpleNamespace, sizes: CachedSizes, first_query: jax.Array, block: jax.Array) -> None:
+def _add_own(
+    r: SimpleNamespace, sizes: CachedSizes, first_query: jax.Array, block: jax.Array
+) -> None:
     """Adds what the queries see of a block of the segment."""
     first_key, size = block * sizes.own_block, sizes.own_block
     needed = first_key < first_query + sizes.query_block
@@ -206,10 +255,18 @@ def _add_own(r: SimpleNamespace, sizes: CachedSizes, first_query: jax.Array, blo
         needed &= first_query - (first_key + size - 1) < sizes.window
     # Keys behind the segment's last come after every query, so causality hides them.
     own = _Block(first_query, sizes.capacity + first_key, size, needed, columns=None)
-    _add(r, sizes, own, scores=lambda h: dot(r.query[0, h], r.key[0, h], NT), values=lambda h: (r.value[0, h], NN))
+    _add(
+        r,
+        sizes,
+        own,
+        scores=lambda h: dot(r.query[0, h], r.key[0, h], NT),
+        values=lambda h: (r.value[0, h], NN),
+    )
 
 
-def _add_ring(r: SimpleNamespace, sizes: CachedSizes, row: jax.Array, first_query: jax.Array, block: jax.Array) -> None:
+def _add_ring(
+    r: SimpleNamespace, sizes: CachedSizes, row: jax.Array, first_query: jax.Array, block: jax.Array
+) -> None:
     """Adds the slots of a ring block that the queries attend to.
 
     These are the block's newer slots, its older slots, or both in turn.
@@ -227,7 +284,10 @@ def _add_ring(r: SimpleNamespace, sizes: CachedSizes, row: jax.Array, first_quer
 
     def add(is_old: jax.Array) -> None:
         first_place = first_slot - write_index + jnp.where(is_old, 0, sizes.capacity)
-        start = jnp.maximum(jnp.where(is_old, write_index - first_slot, 0), sizes.capacity - r.valid[row] - first_place)
+        start = jnp.maximum(
+            jnp.where(is_old, write_index - first_slot, 0),
+            sizes.capacity - r.valid[row] - first_place,
+        )
         stop = jnp.minimum(jnp.where(is_old, sizes.capacity, write_index) - first_slot, size)
         needed = start < stop
         if sizes.window is not None:
@@ -237,12 +297,17 @@ def _add_ring(r: SimpleNamespace, sizes: CachedSizes, row: jax.Array, first_quer
             sizes,
             _Block(first_query, first_place, size, needed, columns=(start, stop)),
             scores=lambda h: dot(r.query[0, h], r.ring_key[0, h].astype(r.query.dtype), NN),
-            values=lambda h: (r.ring_value[0, h].astype(r.value.dtype), NT if sizes.value_columns else NN),
+            values=lambda h: (
+                r.ring_value[0, h].astype(r.value.dtype),
+                NT if sizes.value_columns else NN,
+            ),
         )
 
     has_new, has_old = first_slot < write_index, first_slot + size > write_index
     # A loop and not two calls, which would double the program.
-    lax.fori_loop(jnp.where(has_new, 0, 1), jnp.where(has_old, 2, 1), lambda part, _: add(part == 1), None)
+    lax.fori_loop(
+        jnp.where(has_new, 0, 1), jnp.where(has_old, 2, 1), lambda part, _: add(part == 1), None
+    )
 
 
 class _Block(NamedTuple):
@@ -285,7 +350,10 @@ def _add(
         return
     near = block.needed
     if sizes.clamped:
-        is_far = sizes.capacity + block.first_query - (block.first_place + block.size - 1) >= sizes.n_positions - 1
+        is_far = (
+            sizes.capacity + block.first_query - (block.first_place + block.size - 1)
+            >= sizes.n_positions - 1
+        )
         near = block.needed & ~is_far
         pl.when(block.needed & is_far)(lambda: update(lambda head: widen(r.far[head], block.size)))
     pl.when(near)(lambda: update(lambda head: _position_scores(r, sizes, block, head)))
@@ -299,7 +367,9 @@ def _position_scores(r: SimpleNamespace, sizes: CachedSizes, block: _Block, head
         furthest = sizes.capacity + block.first_query + at + sizes.strip - 1 - block.first_place
         column = sizes.margin + sizes.n_positions - 1 - furthest
         rest = column & (LANES - 1)
-        table = r.table[head, :, pl.ds(pl.multiple_of(column - rest, LANES), block.size + 2 * LANES)]
+        table = r.table[
+            head, :, pl.ds(pl.multiple_of(column - rest, LANES), block.size + 2 * LANES)
+        ]
         by_distance = dot(r.position_query[0, head, at : at + sizes.strip, :], table, NN)
         parts.append(skew_from(by_distance, rest))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
@@ -318,8 +388,12 @@ def _update(
     multiplies that by 0.
     """
     scores = [jnp.where(mask, tile, HIDDEN) for tile in scores]
-    tops = [jnp.maximum(r.top[h], jnp.max(tile, axis=1, keepdims=True)) for h, tile in enumerate(scores)]
-    weights = [jnp.exp(tile - widen(top, tile.shape[1])) for tile, top in zip(scores, tops, strict=True)]
+    tops = [
+        jnp.maximum(r.top[h], jnp.max(tile, axis=1, keepdims=True)) for h, tile in enumerate(scores)
+    ]
+    weights = [
+        jnp.exp(tile - widen(top, tile.shape[1])) for tile, top in zip(scores, tops, strict=True)
+    ]
     totals = [jnp.sum(tile, axis=1, keepdims=True) for tile in weights]
     summed = [
         dot(tile.astype(value.dtype), value, contracted)

@@ -38,7 +38,14 @@ _LARGEST_BLOCK = 1024
 
 # MiB of a core's VMEM, as jax's `tpu_info` has them, by what it calls the device. Of a choice that
 # was made elsewhere the device is not known, and must not be refused for it.
-_VMEM = {"TPU v4": 16, "TPU v4 lite": 16, "TPU v5": 64, "TPU v5p": 64, "TPU v5 lite": 128, "TPU v6 lite": 128}
+_VMEM = {
+    "TPU v4": 16,
+    "TPU v4 lite": 16,
+    "TPU v5": 64,
+    "TPU v5p": 64,
+    "TPU v5 lite": 128,
+    "TPU v6 lite": 128,
+}
 _VMEM_OF_OTHERS = 64
 
 # Mosaic of this version reads no kernel that the jax of its time writes ("Unsupported version:
@@ -133,7 +140,10 @@ def default_tile(problem: Problem) -> Tile:
     largest = _LARGEST_TILES if problem.dtype == "bfloat16" else _LARGEST_TILES[2:]
     length, n_keys = problem.segment_len, problem.n_keys
     tiles = [Tile(_part(length, query, _ROWS), _part(n_keys, key, LANES)) for query, key in largest]
-    return next((tile for tile in tiles if vmem_bytes(problem, tile) <= _vmem(problem.device_kind)), tiles[-1])
+    return next(
+        (tile for tile in tiles if vmem_bytes(problem, tile) <= _vmem(problem.device_kind)),
+        tiles[-1],
+    )
 
 
 def _part(size: int, largest: int, step: int) -> int:
@@ -205,7 +215,10 @@ def round_tile(tile: Tile, problem: Problem) -> Tile:
 
     It is no larger than the scores, except for the rounding.
     """
-    return Tile(round_up(min(tile.query, problem.segment_len), _ROWS), round_up(min(tile.key, problem.n_keys), LANES))
+    return Tile(
+        round_up(min(tile.query, problem.segment_len), _ROWS),
+        round_up(min(tile.key, problem.n_keys), LANES),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,7 +274,9 @@ class Geometry(Problem):
         """Rows of the padded position keys. The last strip reads up to 128 more than there are."""
         return self.padded_queries + self.padded_keys + LANES
 
-    def key_tiles(self, query_tile: jax.Array, start: jax.Array, stop: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def key_tiles(
+        self, query_tile: jax.Array, start: jax.Array, stop: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the first and the last tile of keys that some query of a tile attends to.
 
         A tile of keys counts if a query attends to one of its keys from `start` to `stop`.
@@ -279,13 +294,17 @@ class Geometry(Problem):
         """
         # The key at distance 0 from the first query.
         first = self.mem_len + query_tile * self.tile.query
-        last = self.mem_len + numpy.minimum((query_tile + 1) * self.tile.query, self.segment_len) - 1
+        last = (
+            self.mem_len + numpy.minimum((query_tile + 1) * self.tile.query, self.segment_len) - 1
+        )
         if self.window is not None:
             start = numpy.maximum(start, first - self.window + 1)
             stop = stop if self.causal else numpy.minimum(stop, last + self.window)
         return start, numpy.minimum(stop, last + 1) if self.causal else stop
 
-    def visible(self, query_tile: jax.Array, key_tile: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
+    def visible(
+        self, query_tile: jax.Array, key_tile: jax.Array, start: jax.Array, stop: jax.Array
+    ) -> jax.Array:
         """Returns the visible pairs of a tile, bool [n, m].
 
         The shape is [1, m] if all queries of the tile attend to the same keys.
@@ -311,7 +330,9 @@ class Geometry(Problem):
         """
         ranges = (self._key_range(tile, 0, self.n_keys, np) for tile in range(self.n_query_tile))
         size = self.tile.key
-        return int(sum((stop - 1) // size - start // size + 1 for start, stop in ranges if stop > start))
+        return int(
+            sum((stop - 1) // size - start // size + 1 for start, stop in ranges if stop > start)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,7 +422,9 @@ class CachedSizes:
         """
         lanes, rows = round_up(self.width, LANES), round_up(self.width, _ROWS)
         of_queries = (3 * self.query_block + 2 * self.own_block) * lanes * self.itemsize
-        of_ring = 2 * self.ring_block * (rows if self.value_columns else lanes) * self.cache_itemsize
+        of_ring = (
+            2 * self.ring_block * (rows if self.value_columns else lanes) * self.cache_itemsize
+        )
         of_positions = rows * round_up(self.n_positions, LANES) * self.itemsize
         running = (3 * LANES + lanes) * self.query_block * 4
         table = rows * self.table_columns * self.itemsize if self.n_positions else 0

@@ -91,7 +91,9 @@ def tpu_attention(
     )
     biases = {name: getattr(operands, name) for name in ("content_bias", "position_bias")}
     rows = {name: None if bias is None else bias[:, None, :] for name, bias in biases.items()}
-    return _attend(geometry, operands._replace(**rows), _make_scalars(visibility, dropout)).astype(operands.value.dtype)
+    return _attend(geometry, operands._replace(**rows), _make_scalars(visibility, dropout)).astype(
+        operands.value.dtype
+    )
 
 
 # Here `Operands` are also gradients, and in a kernel references to their blocks. Biases are [H, 1,
@@ -113,9 +115,16 @@ def _make_scalars(visibility: Visibility, dropout: Dropout | None) -> _Scalars:
         return _Scalars(start, stop, jnp.zeros(4, jnp.int32), jnp.ones(2, jnp.float32))
     words = (jnp.asarray(dropout.seed).astype(jnp.uint32), dropout.threshold())
     seed, threshold = (lax.bitcast_convert_type(word, jnp.int32) for word in words)
-    first_row, first_head = (jnp.asarray(first, jnp.int32) for first in (dropout.first_row, dropout.first_head))
+    first_row, first_head = (
+        jnp.asarray(first, jnp.int32) for first in (dropout.first_row, dropout.first_head)
+    )
     keep = 1 - jnp.asarray(dropout.rate, jnp.float32)
-    return _Scalars(start, stop, jnp.stack([seed, threshold, first_row, first_head]), jnp.stack([keep, 1 / keep]))
+    return _Scalars(
+        start,
+        stop,
+        jnp.stack([seed, threshold, first_row, first_head]),
+        jnp.stack([keep, 1 / keep]),
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -123,7 +132,9 @@ def _attend(geometry: Geometry, operands: Operands, scalars: _Scalars) -> jax.Ar
     return _forward(geometry, operands, scalars)[0]
 
 
-def _forward(geometry: Geometry, operands: Operands, scalars: _Scalars) -> tuple[jax.Array, tuple[Any, ...]]:
+def _forward(
+    geometry: Geometry, operands: Operands, scalars: _Scalars
+) -> tuple[jax.Array, tuple[Any, ...]]:
     """Returns the attention [B, H, L, E], and the residuals.
 
     The last residual is the logarithm of each query's sum, [B, H, tiles of queries, 1, n] in
@@ -155,7 +166,10 @@ def _forward(geometry: Geometry, operands: Operands, scalars: _Scalars) -> tuple
         (padded,),
         in_specs=(_present(blocks, operands),),
         out_specs=(blocks.query, log_sum_block),
-        out_shape=(jax.ShapeDtypeStruct(padded.query.shape, dtype), jax.ShapeDtypeStruct(log_sum_shape, wide)),
+        out_shape=(
+            jax.ShapeDtypeStruct(padded.query.shape, dtype),
+            jax.ShapeDtypeStruct(log_sum_shape, wide),
+        ),
         scratch=scratch,
         backward=False,
     )
@@ -201,7 +215,9 @@ def _forward_kernel(
         total = jnp.broadcast_to(jnp.sum(scratch.total[...], axis=1, keepdims=True), top.shape)
         sees = top > HIDDEN
         inverse = jnp.where(sees, step.scalars.keep[1] / total, 0)
-        out_ref[0, 0] = (scratch.weighted[...] * widen(inverse, geometry.d_head)).astype(out_ref.dtype)
+        out_ref[0, 0] = (scratch.weighted[...] * widen(inverse, geometry.d_head)).astype(
+            out_ref.dtype
+        )
         log_sum = jnp.where(sees, top + jnp.log(total), -HIDDEN)
         # One number per row: 128 equal ones were most of the temporary memory.
         log_sum_ref[0, 0, 0] = log_sum.T[:1]
@@ -247,7 +263,9 @@ def _backward(
         "value_gradient": pltpu.VMEM((geometry.padded_keys, width), wide),
     }
     present = _present(Operands(dtype, dtype, dtype, wide, wide, wide), operands)
-    shapes = jax.tree.map(lambda array, kind: jax.ShapeDtypeStruct(array.shape, kind), padded, present)
+    shapes = jax.tree.map(
+        lambda array, kind: jax.ShapeDtypeStruct(array.shape, kind), padded, present
+    )
     given = _present(blocks, operands)
     residuals = _Residuals(_pad_queries(geometry, out), _pad_queries(geometry, gradient), log_sum)
     gradients = _run(
@@ -265,7 +283,11 @@ def _backward(
     inverse_keep = scalars.keep[1]
 
     def finish(gradient: jax.Array | None, array: jax.Array | None) -> jax.Array | None:
-        return None if gradient is None or array is None else (gradient * inverse_keep).astype(array.dtype)
+        return (
+            None
+            if gradient is None or array is None
+            else (gradient * inverse_keep).astype(array.dtype)
+        )
 
     position_key = gradients.position_key
     if position_key is not None:
@@ -304,14 +326,22 @@ def _backward_kernel(
         for rows, at in strips(geometry.tile.query):
             positions = step.positions(at, geometry.tile.key + LANES)
             by_distance = unskew(score_gradient[rows]).astype(operands.query.dtype)
-            scratch.position_gradient[rows, :] += dot(by_distance, operands.position_key[0, positions, :], NN)
-            gradients.position_key[0, positions, :] += dot(by_distance, scratch.position_query[rows, :], TN)
+            scratch.position_gradient[rows, :] += dot(
+                by_distance, operands.position_key[0, positions, :], NN
+            )
+            gradients.position_key[0, positions, :] += dot(
+                by_distance, scratch.position_query[rows, :], TN
+            )
 
     _end_backward(step, gradients, scratch)
 
 
 def _begin_backward(
-    step: "_Step", operands: Operands, residuals: _Residuals, gradients: Operands, scratch: SimpleNamespace
+    step: "_Step",
+    operands: Operands,
+    residuals: _Residuals,
+    gradients: Operands,
+    scratch: SimpleNamespace,
 ) -> None:
     """Sets sums to 0 where they begin, and prepares a tile of queries."""
     first_keys = step.key_tile == 0
@@ -331,12 +361,16 @@ def _begin_backward(
         _clear(scratch.content_gradient, scratch.position_gradient)
         row = residuals.log_sum[0, 0, 0]
         scratch.log_sum[...] = jnp.broadcast_to(row, (LANES, row.shape[1])).T
-        product = residuals.out[0, 0].astype(jnp.float32) * residuals.out_gradient[0, 0].astype(jnp.float32)
+        product = residuals.out[0, 0].astype(jnp.float32) * residuals.out_gradient[0, 0].astype(
+            jnp.float32
+        )
         sums = jnp.sum(product, axis=1, keepdims=True) * step.scalars.keep[0]
         scratch.out_product[...] = jnp.broadcast_to(sums, scratch.out_product.shape)
 
 
-def _score_gradient(step: "_Step", operands: Operands, residuals: _Residuals, scratch: SimpleNamespace) -> jax.Array:
+def _score_gradient(
+    step: "_Step", operands: Operands, residuals: _Residuals, scratch: SimpleNamespace
+) -> jax.Array:
     """Returns the scores' gradient times 1 - rate, [n, m] in float32.
 
     The function also adds to the gradient of the values.
@@ -351,7 +385,9 @@ def _score_gradient(step: "_Step", operands: Operands, residuals: _Residuals, sc
         kept = step.kept()
         kept_gradient = jnp.where(kept, kept_gradient, 0)
         kept_probabilities = jnp.where(kept, probabilities, 0)
-    scratch.value_gradient[step.keys(), :] += dot(kept_probabilities.astype(out_gradient.dtype), out_gradient, TN)
+    scratch.value_gradient[step.keys(), :] += dot(
+        kept_probabilities.astype(out_gradient.dtype), out_gradient, TN
+    )
     return probabilities * (kept_gradient - widen(scratch.out_product[...], n_key))
 
 
@@ -377,7 +413,9 @@ def _end_backward(step: "_Step", gradients: Operands, scratch: SimpleNamespace) 
     @pl.when(last_keys & (step.query_tile == geometry.n_query_tile - 1))
     def _() -> None:
         gradients.key[0, 0] = (scratch.key_gradient[...] * inverse_keep).astype(gradients.key.dtype)
-        gradients.value[0, 0] = (scratch.value_gradient[...] * inverse_keep).astype(gradients.value.dtype)
+        gradients.value[0, 0] = (scratch.value_gradient[...] * inverse_keep).astype(
+            gradients.value.dtype
+        )
 
 
 def _clear(*references: Any) -> None:
@@ -432,7 +470,9 @@ class _Step(NamedTuple):
         """
         n_query, n_key = self.geometry.tile
         # The row of the tile's last query and first key.
-        first = self.geometry.padded_queries - (self.query_tile + 1) * n_query + self.key_tile * n_key
+        first = (
+            self.geometry.padded_queries - (self.query_tile + 1) * n_query + self.key_tile * n_key
+        )
         divisor = math.gcd(strip_rows(n_query), n_key)  # Of every row at which a strip begins.
         return pl.ds(pl.multiple_of(first + at, divisor), size)
 
@@ -445,22 +485,32 @@ def _make_blocks(geometry: Geometry) -> tuple[Operands, pl.BlockSpec, pl.BlockSp
     (n_query, n_key), width = geometry.tile, geometry.d_head
 
     # A step that is skipped names the keys of its nearest needed one, which fetches nothing.
-    def key_block(head: Any, row: Any, query_tile: Any, key_tile: Any, start: Any, stop: Any, *_: Any) -> Any:
+    def key_block(
+        head: Any, row: Any, query_tile: Any, key_tile: Any, start: Any, stop: Any, *_: Any
+    ) -> Any:
         first, last = geometry.key_tiles(query_tile, start[row], stop[row])
         return row, head, jnp.maximum(jnp.clip(key_tile, first, last), 0), 0
 
-    query = pl.BlockSpec((1, 1, n_query, width), lambda head, row, query_tile, *_: (row, head, query_tile, 0))
+    query = pl.BlockSpec(
+        (1, 1, n_query, width), lambda head, row, query_tile, *_: (row, head, query_tile, 0)
+    )
     key = pl.BlockSpec((1, 1, n_key, width), key_block)
     positions = pl.BlockSpec((1, geometry.n_position_rows, width), lambda head, *_: (head, 0, 0))
     bias = pl.BlockSpec((1, 1, width), lambda head, *_: (head, 0, 0))
-    all_keys = pl.BlockSpec((1, 1, geometry.padded_keys, width), lambda head, row, *_: (row, head, 0, 0))
-    log_sum = pl.BlockSpec((1, 1, 1, 1, n_query), lambda head, row, query_tile, *_: (row, head, query_tile, 0, 0))
+    all_keys = pl.BlockSpec(
+        (1, 1, geometry.padded_keys, width), lambda head, row, *_: (row, head, 0, 0)
+    )
+    log_sum = pl.BlockSpec(
+        (1, 1, 1, 1, n_query), lambda head, row, query_tile, *_: (row, head, query_tile, 0, 0)
+    )
     return Operands(query, key, key, positions, bias, bias), all_keys, log_sum
 
 
 def _present(of_all: Operands, operands: Operands) -> Operands:
     """Returns what belongs to the operands that are not None."""
-    return Operands(*(None if array is None else part for array, part in zip(operands, of_all, strict=True)))
+    return Operands(
+        *(None if array is None else part for array, part in zip(operands, of_all, strict=True))
+    )
 
 
 def _pad_operands(geometry: Geometry, operands: Operands) -> Operands:
@@ -468,7 +518,9 @@ def _pad_operands(geometry: Geometry, operands: Operands) -> Operands:
     query, behind = _pad_queries(geometry, query), geometry.padded_keys - geometry.n_keys
     if position_key is not None:
         position_key = pad_rows(position_key, *geometry.position_padding)
-    return Operands(query, pad_rows(key, 0, behind), pad_rows(value, 0, behind), position_key, *biases)
+    return Operands(
+        query, pad_rows(key, 0, behind), pad_rows(value, 0, behind), position_key, *biases
+    )
 
 
 def _pad_queries(geometry: Geometry, array: jax.Array) -> jax.Array:
@@ -478,7 +530,11 @@ def _pad_queries(geometry: Geometry, array: jax.Array) -> jax.Array:
 
 def pad_rows(array: jax.Array, before: int, behind: int) -> jax.Array:
     """Adds rows of zeros: [.., n, E] -> [.., before + n + behind, E]."""
-    return jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(before, behind), (0, 0)]) if before or behind else array
+    return (
+        jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(before, behind), (0, 0)])
+        if before or behind
+        else array
+    )
 
 
 def _run(
@@ -553,27 +609,36 @@ def _cost(geometry: Geometry, arrays: list[Any], *, backward: bool) -> pl.CostEs
 # Tiles of scores inside kernels: products, the term by distance, and rows of numbers.
 
 
-def _bias_queries(scale: float, operands: Operands, content_query: Any, position_query: Any) -> None:
+def _bias_queries(
+    scale: float, operands: Operands, content_query: Any, position_query: Any
+) -> None:
     """Writes the queries of a tile with u and with v, both divided by sqrt(E).
 
     Because of this, no score has to be divided.
     """
     query = operands.query[0, 0]
-    for target, bias in (content_query, operands.content_bias), (position_query, operands.position_bias):
+    for target, bias in (
+        (content_query, operands.content_bias),
+        (position_query, operands.position_bias),
+    ):
         if target is not None:
             wide = query.astype(jnp.float32)
             wide = wide if bias is None else wide + bias[0].astype(jnp.float32)
             target[...] = (wide * scale).astype(target.dtype)
 
 
-def _tile_scores(step: _Step, operands: Operands, content_query: Any, position_query: Any) -> jax.Array:
+def _tile_scores(
+    step: _Step, operands: Operands, content_query: Any, position_query: Any
+) -> jax.Array:
     """Computes the scores of a tile, [n, m] in float32, before any mask."""
     scores = dot(content_query[...], operands.key[0, 0], NT)
     if position_query is None:
         return scores
     query, parts = position_query[...], []
     for rows, at in strips(query.shape[0]):
-        position_key = operands.position_key[0, step.positions(at, step.geometry.tile.key + LANES), :]
+        position_key = operands.position_key[
+            0, step.positions(at, step.geometry.tile.key + LANES), :
+        ]
         parts.append(skew(dot(query[rows], position_key, NT), step.geometry.rotate))
     return scores + (parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0))
 
@@ -595,7 +660,9 @@ def dot(left: jax.Array, right: jax.Array, contracted: Contracted) -> jax.Array:
     `jax_default_matmul_precision` would set.
     """
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return lax.dot_general(left, right, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        left, right, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
 
 
 def widen(rows: jax.Array, width: int) -> jax.Array:
@@ -633,7 +700,9 @@ def skew(by_distance: jax.Array, rotate: bool) -> jax.Array:
     n_query, width = by_distance.shape
     if rotate:
         # Row x turns right by W - n + 1 + x, that is left by n - 1 - x.
-        return pltpu.roll(by_distance, width - n_query + 1, 1, stride=1, stride_axis=0)[:, : width - LANES]
+        return pltpu.roll(by_distance, width - n_query + 1, 1, stride=1, stride_axis=0)[
+            :, : width - LANES
+        ]
     column = _lane(n_query) + _shift(n_query)
     lane, is_near = column & (LANES - 1), column < LANES
     turned = [_gather(block, lane) for block in _blocks(by_distance)]
@@ -650,7 +719,9 @@ def skew_from(by_distance: jax.Array, first: jax.Array) -> jax.Array:
     lane, is_near, is_far = column & (LANES - 1), column < LANES, column >= 2 * LANES
     turned = [_gather(block, lane) for block in _blocks(by_distance)]
     triples = zip(turned, turned[1:], turned[2:], strict=False)
-    return _join([jnp.where(is_near, near, jnp.where(is_far, far, middle)) for near, middle, far in triples])
+    return _join(
+        [jnp.where(is_near, near, jnp.where(is_far, far, middle)) for near, middle, far in triples]
+    )
 
 
 def unskew(scores: jax.Array) -> jax.Array:
