@@ -48,7 +48,10 @@ def row(leaf: Leaf) -> str:
     default = (
         str(leaf.default).lower() if isinstance(leaf.default, bool) else format_value(leaf.default)
     )
-    return f"| {name}{free} | {default or 'empty'} | {html.escape(leaf.setting.help)} | {values(leaf)} |\n"
+    return (
+        f"| {name}{free} | {default or 'empty'} | {html.escape(leaf.setting.help)} | "
+        f"{values(leaf)} |\n"
+    )
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:

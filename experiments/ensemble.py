@@ -51,7 +51,8 @@ class Plan(cli.WatchPlan, cli.TextPlan):
     )
     ensemble_member: tuple[str, ...] = setting(
         (),
-        'Settings of a member, one flag each, such as "seed=2 model.dropout.rate=0.3". For --mode=split, its name.',
+        'Settings of a member, one flag each, such as "seed=2 model.dropout.rate=0.3". '
+        "For --mode=split, its name.",
         repeated=True,
     )
     to: str | None = setting(None, "For --mode=split: new workdir for the member.", path=True)

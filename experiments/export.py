@@ -95,7 +95,8 @@ def run(plan: Plan, _job: cli.Job) -> None:
         exported.write(folder, model, found.vocabulary, metadata)
         difference = _verify(folder, model, found.vocabulary.size)
         print(
-            f"written   {', '.join(model.functions)}: {sum(map(size, folder.iterdir())) / 1e6:,.1f} MB"
+            f"written   {', '.join(model.functions)}: "
+            f"{sum(map(size, folder.iterdir())) / 1e6:,.1f} MB"
         )
     print(f"verified  read back, maximum difference {difference:.1g} on {jax.default_backend()}")
     print(f"to        {target}, for {', '.join(exported.PLATFORMS)}")
@@ -150,7 +151,10 @@ def _verify(folder: Path, model: Functions, vocab_size: int) -> float:
             difference = np.abs(one - other).max(initial=0)
             if not difference <= rounding * np.abs(one).max(initial=1):
                 what = jax.tree_util.keystr(path, simple=True, separator=" ")
-                different = f"the {what} of the exported {name} differs from the model's by {difference:.3g}"
+                different = (
+                    f"the {what} of the exported {name} differs from the model's by "
+                    f"{difference:.3g}"
+                )
                 raise CheckpointError(f"{different}. Nothing was written.")
             largest = max(largest, float(difference))
     return largest

@@ -30,7 +30,8 @@ class Plan(cli.Plan):
     )
     include_path: str | None = setting(
         None,
-        "Directory with YAML files of more tasks. They may name functions in Python files there, which are run.",
+        "Directory with YAML files of more tasks. They may name functions in Python files there, "
+        "which are run.",
         path=True,
         loads_code=True,
     )
@@ -70,7 +71,8 @@ def run(plan: Plan, _job: cli.Job) -> None:
     ]
     if unknown:
         raise UserError(
-            f"unknown tasks: {', '.join(unknown)}. Use the harness's names, or --include_path=DIRECTORY."
+            f"unknown tasks: {', '.join(unknown)}. Use the harness's names, or "
+            "--include_path=DIRECTORY."
         )
     limit = int(plan.limit) if plan.limit and plan.limit >= 1 else plan.limit
     results = simple_evaluate(

@@ -187,9 +187,10 @@ def run(plan: Plan, job: cli.Job) -> int | None:
     generate_text(config, trained)
     place = shlex.quote(plan.workdir)
     print(
-        f"\nnext  python -m experiments.text --mode=generate --workdir={place} --generate.prompt='class '\n"
-        f"      python -m experiments.serve --model={place}\n"
-        "      python -m experiments.text --flagfile=own_bytes --minutes=10 --workdir=runs/mine --data.file=YOUR.txt"
+        f"\nnext  python -m experiments.text --mode=generate --workdir={place} "
+        f"--generate.prompt='class '\n      python -m experiments.serve --model={place}\n      "
+        "python -m experiments.text --flagfile=own_bytes --minutes=10 --workdir=runs/mine "
+        "--data.file=YOUR.txt"
     )
     return 0
 

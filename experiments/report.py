@@ -61,13 +61,15 @@ def run(plan: Plan, job: cli.Job) -> None:
     if len(measures := {run.measure for run in runs}) > 1:
         different = " and others ".join(sorted(measures))
         print(
-            f"no figure: some runs have {different}, which one axis cannot show. Compare their bits per byte."
+            f"no figure: some runs have {different}, which one axis cannot show. "
+            "Compare their bits per byte."
         )
     elif _draw(learning_curves(names, runs), runs[0].measure, os.path.join(plan.out, "report.png")):
         lines += ["", "![Learning curves](report.png)"]
     storage.write(os.path.join(plan.out, "report.md"), "\n".join([*lines, ""]).encode())
     print(
-        f"report    {os.path.join(plan.out, 'report.md')}: {len(runs)} run{'s' if len(runs) > 1 else ''}"
+        f"report    {os.path.join(plan.out, 'report.md')}: {len(runs)} "
+        f"run{'s' if len(runs) > 1 else ''}"
     )
 
 

@@ -50,8 +50,8 @@ class Plan(cli.StoredTypes):
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "Accepted names in the Host header, in addition to --host and loopback. If empty, a wildcard --host accepts "
-        "any name.",
+        "Accepted names in the Host header, in addition to --host and loopback. "
+        "If empty, a wildcard --host accepts any name.",
     )
     port: int = setting(
         8000, "Port to listen on. 0 picks a free port and prints it.", at_least=0, at_most=65535
@@ -59,8 +59,8 @@ class Plan(cli.StoredTypes):
     rows: int = setting(8, "Texts generated in parallel, each with its own KV cache.", at_least=1)
     max_request_tokens: int = setting(
         _USUAL.tokens,
-        "Maximum tokens per request: its prompts (n times with echo) plus max_tokens of each choice. With logprobs, "
-        "each entry of a returned token counts too.",
+        "Maximum tokens per request: its prompts (n times with echo) plus max_tokens of each "
+        "choice. With logprobs, each entry of a returned token counts too.",
         at_least=1,
     )
     max_new_tokens: int = setting(_USUAL.new_tokens, "Maximum value of max_tokens.", at_least=1)
@@ -92,7 +92,10 @@ def run(plan: Plan, _job: cli.Job) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     given = os.environ.get(_KEYS)
     keys = {key.strip() for key in (given or "").split(",")} - {""}
-    no_key = f"{_KEYS} must have at least one key, got {given!r}. Set it to KEY[,KEY..], or unset it for no keys."
+    no_key = (
+        f"{_KEYS} must have at least one key, got {given!r}. Set it to KEY[,KEY..], or unset it "
+        "for no keys."
+    )
     require(given is None or keys, no_key)
     require(
         "".join(keys).isascii(), f"{_KEYS} must be ASCII, like HTTP headers. Choose other keys."
@@ -100,7 +103,10 @@ def run(plan: Plan, _job: cli.Job) -> int:
     is_loopback = plan.host == "localhost"
     with contextlib.suppress(ValueError):  # Another name.
         is_loopback |= ipaddress.ip_address(plan.host).is_loopback
-    reachable = f"--host must be loopback unless {_KEYS} is set, because other machines can reach it, got {plan.host}"
+    reachable = (
+        f"--host must be loopback unless {_KEYS} is set, because other machines can reach "
+        f"it, got {plan.host}"
+    )
     require(is_loopback or keys, f"{reachable}. Set {_KEYS}=KEY[,KEY..], or omit --host.")
     with _bind(plan.host, plan.port) as bound:  # Before the model is loaded, which takes longer.
         return _serve(plan, keys, bound)
@@ -145,7 +151,10 @@ def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
             loop.call_soon_threadsafe(loop.call_later, seconds, cut_off)
             # Not printed here: the signal may have come in the midst of another print.
             if not self.should_exit:
-                line = f"stopping  running requests have {seconds:g} s to finish, a second signal ends them now"
+                line = (
+                    f"stopping  running requests have {seconds:g} s to finish, a second signal "
+                    "ends them now"
+                )
                 loop.call_soon_threadsafe(lambda: print(line, flush=True))
             self.should_exit = True
 
@@ -219,7 +228,10 @@ def _engine(plan: Plan, *, num_keys: int) -> Engine:
     print(f"model     {plan.model}, step {model.step}{named}, {plan.rows} rows of {each}")
     limit = min(plan.max_sessions, int(plan.max_session_gib * 2**30 / size))
     per_key = limit // max(1, num_keys)
-    none = f"--max_sessions={plan.max_sessions} and --max_session_gib={plan.max_session_gib:g} allow {limit} sessions"
+    none = (
+        f"--max_sessions={plan.max_sessions} and --max_session_gib={plan.max_session_gib:g} allow "
+        f"{limit} sessions"
+    )
     require(
         per_key, f"{none} of {each}, but {max(1, num_keys)} are required, one per key. Raise them."
     )

@@ -48,7 +48,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.processes < 1 or (given.devices or 1) < 1:
         parser.error(
-            f"--processes and --devices must be at least 1, got {given.processes} and {given.devices}"
+            f"--processes and --devices must be at least 1, got {given.processes} and "
+            f"{given.devices}"
         )
     if not shutil.which(given.command[0]):
         advice = "Pass one after --, such as -- python -m experiments.enwik8."

@@ -150,7 +150,8 @@ def upload() -> Path:
     names = list(files.upload())
     require(
         names,
-        "no file was uploaded. Run the cell again and choose one, or set TEXT to the path of a file.",
+        "no file was uploaded. Run the cell again and choose one, or set TEXT to the path "
+        "of a file.",
     )
     return Path(names[0]).resolve()
 

@@ -65,7 +65,10 @@ def made(kind: str, table: Mapping[str, Any]) -> Any:
 
     Raises `UserError` if it rejects the arguments.
     """
-    wrong = f"[{kind}] must be a class of optuna.{kind}s and its arguments, as name = ..., got {dict(table)} (%s)"
+    wrong = (
+        f"[{kind}] must be a class of optuna.{kind}s and its arguments, as name = ..., got "
+        f"{dict(table)} (%s)"
+    )
     arguments = dict(table)
     name = arguments.pop("name", None)
     if name == "TPESampler":
@@ -92,7 +95,10 @@ def database(text: str) -> sqlalchemy.URL:
 
     Raises `UserError` if it is unsupported, or contains a password.
     """
-    wrong = "--storage must be sqlite:///PATH or postgresql://USER@HOST/DATABASE, without a password (set PGPASSWORD)"
+    wrong = (
+        "--storage must be sqlite:///PATH or postgresql://USER@HOST/DATABASE, without a password "
+        "(set PGPASSWORD)"
+    )
     with rephrased(wrong, sqlalchemy.exc.ArgumentError):
         url = sqlalchemy.make_url(text)
     if url.password or url.drivername not in ("sqlite", "postgresql"):
@@ -133,7 +139,10 @@ class _Training:
         self._path, self._is_remote = os.path.join(run.folder, LOG), storage.is_remote(run.folder)
         storage.make_folder(run.folder)
         run.note()
-        self._log = tempfile.TemporaryFile() if self._is_remote else open(self._path, "ab")  # noqa: SIM115
+        if self._is_remote:
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        else:
+            self._log = open(self._path, "ab")  # noqa: SIM115
         tie = [sys.executable, "-ISc", _TIED, str(os.getpid())] if sys.platform == "linux" else []
         environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         # A session of its own: else Ctrl-C would reach it twice, and the second one stops a run
@@ -256,7 +265,10 @@ class Worker:
             return []
         place = shlex.quote(folder)
         return [
-            f"next      python -m experiments.{self._sweep.program} --workdir={place} --train.steps={2 * steps}",
+            (
+                f"next      python -m experiments.{self._sweep.program} --workdir={place} "
+                f"--train.steps={2 * steps}"
+            ),
             f"          python -m experiments.report {shlex.quote(self._sweep.out)}",
         ]
 
@@ -315,7 +327,8 @@ class Worker:
         if is_left and not self._trainings and not self._is_waiting:
             self._is_waiting = True
             _say(
-                f"waiting   for runs of other workers, a dead worker is noticed after {GRACE_SECONDS} s"
+                "waiting   for runs of other workers, a dead worker is noticed after "
+                f"{GRACE_SECONDS} s"
             )
         return is_left
 

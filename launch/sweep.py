@@ -187,7 +187,8 @@ class Sweep:
             twice = ", ".join(sorted(tables[first].keys() & tables[second].keys()))
             require(
                 not twice,
-                f"{twice} is in both {first} and {second}, but a run has one value. Remove it from one.",
+                f"{twice} is in both {first} and {second}, but a run has one value. "
+                "Remove it from one.",
             )
         texts = ({"runs": self._entries} if len(self._entries) > 1 else {}) | self._grid
         # Values by their names in the study.
@@ -313,8 +314,8 @@ def safe_name(given: Any, parts: Sequence[str]) -> str:
     text = str(given or "")
     require(
         not text.startswith(".") and "/" not in text and "\\" not in text,
-        "the name of a run must not begin with a dot or contain a slash, because it names a directory in --out, got "
-        f"{text!r}",
+        "the name of a run must not begin with a dot or contain a slash, because it names a "
+        f"directory in --out, got {text!r}",
     )
     name = "+".join([*filter(None, [text]), *parts])
     name = re.sub(r"[^\w.,=+-]+", "_", name) or "base"
@@ -345,8 +346,8 @@ def _check_number(values: Mapping[str, int], samples: int, *, online: bool) -> N
         numbers.append(f"{samples:,} samples")
     require(
         count <= MAX_RUNS,
-        f"a sweep must have at most {MAX_RUNS:,} runs, got {count:,} ({' x '.join(numbers)}). List fewer values, or "
-        "draw them with [random].",
+        f"a sweep must have at most {MAX_RUNS:,} runs, got {count:,} ({' x '.join(numbers)}). "
+        "List fewer values, or draw them with [random].",
     )
 
 
@@ -432,7 +433,10 @@ def _random(table: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
         {name: value for name, value in table.items() if name not in ("samples", "seed")}
     ).items():
         name, _, kind = full.rpartition(".")
-        wrong = f"random.{full} must be one range per setting, the lower number first, {_RANGE}, got {ends!r}"
+        wrong = (
+            f"random.{full} must be one range per setting, the lower number first, "
+            f"{_RANGE}, got {ends!r}"
+        )
         require(
             kind in ("log", "uniform") and name and name not in found and isinstance(ends, list),
             wrong,
@@ -606,7 +610,8 @@ def _sky(given: argparse.Namespace) -> list[Sequence[str]]:
     shared = storage.is_remote(given.out) and given.storage and study.database(given.storage).host
     require(
         shared,
-        "SkyPilot jobs share a bucket and a database. Set --out=gs://BUCKET/DIRECTORY and --storage.",
+        "SkyPilot jobs share a bucket and a database. Set "
+        "--out=gs://BUCKET/DIRECTORY and --storage.",
     )
     run = [
         "python",

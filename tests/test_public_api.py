@@ -63,8 +63,11 @@ import jax
 from jax._src import xla_bridge
 
 def state():
-    handlers = {str(number): str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)}
-    return {name: str(value) for name, value in jax.config.values.items()} | handlers | {"hook": str(sys.excepthook)}
+    values = {name: str(value) for name, value in jax.config.values.items()}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        values[str(number)] = str(signal.getsignal(number))
+    values["hook"] = str(sys.excepthook)
+    return values
 
 before = state()
 for module in pkgutil.walk_packages(txl_jax.__path__, "txl_jax."):
@@ -73,7 +76,8 @@ for module in pkgutil.walk_packages(txl_jax.__path__, "txl_jax."):
     except ModuleNotFoundError as error:
         assert not error.name.startswith("txl_jax"), error  # A package of an extra.
 # A setting may be new: jax 0.7 declares those of Pallas when that is imported.
-changed = {name: [before[name], value] for name, value in state().items() if before.get(name, value) != value}
+after = state()
+changed = {name: [before[name], after[name]] for name in before if before[name] != after[name]}
 assert "txl_jax.training.step" in sys.modules
 assert not changed and not xla_bridge._backends, (changed, xla_bridge._backends)
 """

@@ -128,7 +128,10 @@ def describe_system_error(error: OSError) -> str:
     if error.strerror is None:  # A library's own sentence.
         return str(error)
     path = error.filename or "the disk"
-    return f"cannot use {path} ({error.strerror}). Check the path, its permissions and the free space on its disk."
+    return (
+        f"cannot use {path} ({error.strerror}). Check the path, its permissions and the free "
+        "space on its disk."
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -44,7 +44,10 @@ class Memory:
             raise UserError(f"tokens must be a segment, int [B, L], got shape {tokens.shape}")
         batch = tokens.shape[0]
         if self.hidden.shape[:2] != (n_layer, batch):
-            wanted = f"the memory must have {n_layer} layers of {batch} rows, like the model and the segment"
+            wanted = (
+                f"the memory must have {n_layer} layers of {batch} rows, like the model "
+                "and the segment"
+            )
             found = f"{self.hidden.shape[0]} layers of {self.hidden.shape[1]} rows"
             raise UserError(
                 f"{wanted}, got {found}. Make it with init_memory(batch_size={batch}, ...)"

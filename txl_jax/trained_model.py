@@ -31,10 +31,11 @@ from txl_jax.runtime import distributed
 Documents = Iterable[Document]
 _BATCH_SIZE = 8  # Documents read side by side.
 _INSIDE_JAX = (
-    "log_probabilities cannot be called inside a jax transformation such as jit or grad, because it checks ids on the "
-    "host. Inside, use the module: net = txl_jax.TransformerXL(model.config.model, vocab_size=model.vocabulary.size); "
-    "hidden, memory = net.apply({'params': model.params}, tokens, memory, clamp_len=model.config.eval.clamp_len, "
-    "same_length=model.config.eval.same_length); "
+    "log_probabilities cannot be called inside a jax transformation such as jit or grad, because "
+    "it checks ids on the host. Inside, use the module: net = "
+    "txl_jax.TransformerXL(model.config.model, vocab_size=model.vocabulary.size); "
+    "hidden, memory = net.apply({'params': model.params}, tokens, memory, "
+    "clamp_len=model.config.eval.clamp_len, same_length=model.config.eval.same_length); "
     "log_p = net.apply({'params': model.params}, hidden, method=net.log_probabilities)"
 )
 
@@ -105,8 +106,14 @@ class LanguageModel:
             self.config.model,
             f"{self.vocabulary.size:,} {self.vocabulary.kind} tokens",
         )
-        sizes = f"{model.n_layer} layers, d_model {model.d_model}, {self.components.num_parameters:,} parameters"
-        return f"<LanguageModel: {model.network}, {sizes}, {vocabulary}, step {self.step:,} of {self.source or '?'}>"
+        sizes = (
+            f"{model.n_layer} layers, d_model "
+            f"{model.d_model}, {self.components.num_parameters:,} parameters"
+        )
+        return (
+            f"<LanguageModel: {model.network}, {sizes}, {vocabulary}, step {self.step:,} of "
+            f"{self.source or '?'}>"
+        )
 
     @property
     def config(self) -> ExperimentConfig:
@@ -262,7 +269,8 @@ class LanguageModel:
                 or not np.issubdtype(each.dtype, np.floating)
             ):
                 raise UserError(
-                    f"embeddings must be floats [T, {size}], got dtype {each.dtype} and shape {each.shape}"
+                    f"embeddings must be floats [T, {size}], got dtype {each.dtype} and shape "
+                    f"{each.shape}"
                 )
         return read_all(vectors, functools.partial(reader.hidden_states, vectors=True))
 
@@ -326,7 +334,10 @@ class LanguageModel:
 
         Otherwise like `generate`.
         """
-        wrong = f"settings must be a GenerateConfig, such as txl_jax.GenerateConfig(length=20), got {settings!r}"
+        wrong = (
+            "settings must be a GenerateConfig, such as txl_jax.GenerateConfig(length=20), got "
+            f"{settings!r}"
+        )
         require(settings is None or isinstance(settings, GenerateConfig), wrong)
         settings = dataclasses.replace(settings or self.config.generate, samples=1)
         settings.validate()
@@ -384,7 +395,10 @@ class LanguageModel:
         """
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((tokens, memory))):
             raise UserError(_INSIDE_JAX)
-        equal = "For documents of other lengths, use model.score, or pad the rows and ignore what follows their ends."
+        equal = (
+            "For documents of other lengths, use model.score, or pad the rows and ignore what "
+            "follows their ends."
+        )
         with rephrased(
             f"tokens must be ids [B, L] in rows of equal length (%s). {equal}",
             ValueError,

@@ -166,7 +166,8 @@ def main(steps=500):
         name: accuracy(params, m) for name, m in (("with memory", MEM_LEN), ("without memory", 0))
     }
     print(
-        f"right topics by passage of {PASSAGE} tokens; {CONFIG.n_layer * MEM_LEN} tokens are within reach"
+        f"right topics by passage of {PASSAGE} tokens; {CONFIG.n_layer * MEM_LEN} tokens are "
+        "within reach"
     )
     for name, fractions in right.items():
         print(f"  {name:<16}{'  '.join(f'{fraction:.2f}' for fraction in fractions)}")

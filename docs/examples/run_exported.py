@@ -87,7 +87,8 @@ if __name__ == "__main__":
         sys.exit("give a folder and two or more ids")
     if not (Path(sys.argv[1]) / "manifest.sha256").is_file():
         sys.exit(
-            f"{sys.argv[1]} holds no exported model: there is no manifest.sha256; give the folder of experiments.export"
+            f"{sys.argv[1]} holds no exported model: there is no manifest.sha256; "
+            "give the folder of experiments.export"
         )
     model, ids = load(Path(sys.argv[1])), [int(word) for word in sys.argv[2:]]
     pieces = json.loads((Path(sys.argv[1]) / model[0]["vocabulary"]["file"]).read_bytes())

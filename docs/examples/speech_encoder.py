@@ -167,7 +167,8 @@ def main(steps=200):
         for name, causal in modes.items()
     }
     print(
-        f"right frames of the last 30 of {steps} steps, {1 / KINDS} at best with the past only: {right}"
+        f"right frames of the last 30 of {steps} steps, {1 / KINDS} at best with the past only: "
+        f"{right}"
     )
     return right
 

@@ -46,7 +46,8 @@ def svg(ink: str, faint: str, line: str, segment: str, memory: str) -> str:
         x: float, y: float, words: str, *, anchor: str = "middle", color: str = ink, size: int = 13
     ) -> None:
         parts.append(
-            f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{color}" font-size="{size}">{words}</text>'
+            f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{color}" '
+            f'font-size="{size}">{words}</text>'
         )
 
     for number in range(SEGMENTS):
@@ -72,15 +73,15 @@ def svg(ink: str, faint: str, line: str, segment: str, memory: str) -> str:
                 else memory
             )
             parts.append(
-                f'<rect x="{column(position) + 2}" y="{row(layer) + 2}" width="{CELL - 4}" height="{CELL - 4}" rx="5" '
-                f'fill="{color}"/>'
+                f'<rect x="{column(position) + 2}" y="{row(layer) + 2}" width="{CELL - 4}" '
+                f'height="{CELL - 4}" rx="5" fill="{color}"/>'
             )
     top = row(LAYERS) + CELL - 2
     for position in range((current - 1) * L, length):  # The keys of the query.
         below = row(LAYERS - 1) + 2
         parts.append(
-            f'<line x1="{column(length - 1) + CELL / 2}" y1="{top}" x2="{column(position) + CELL / 2}" y2="{below}" '
-            f'stroke="{line}" stroke-width="1.2"/>'
+            f'<line x1="{column(length - 1) + CELL / 2}" y1="{top}" '
+            f'x2="{column(position) + CELL / 2}" y2="{below}" stroke="{line}" stroke-width="1.2"/>'
         )
     x = column(length - 1) + CELL + 12
     text(x, row(LAYERS) + 20, "one query", anchor="start")
@@ -96,8 +97,10 @@ def svg(ink: str, faint: str, line: str, segment: str, memory: str) -> str:
         text(x + 22, foot, words, anchor="start")
     width, height = column(length - 1) + CELL + 100, foot + 14
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="system-ui, sans-serif">\n' + "\n".join(parts) + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family="system-ui, sans-serif">\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
     )
 
 

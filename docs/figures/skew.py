@@ -118,11 +118,12 @@ def draw_pair(left: Axes, right: Axes, visibility: Visibility, *, name: str) -> 
     first_column = L - N_QUERY - FIRST_QUERY + FIRST_KEY
     draw_frame(left, FIRST_QUERY, first_column, N_QUERY, N_QUERY + N_KEY - 1)
     draw_frame(right, FIRST_QUERY, FIRST_KEY, N_QUERY, N_KEY)
+    frame = f"frame: the {N_QUERY} + {N_KEY} - 1 columns that the tile needs"
     label(
         left,
         title=f"{name}: (q + v) · r, one column per distance",
         columns=[str(distance) for distance in distances],
-        below=f"frame: the {N_QUERY} + {N_KEY} - 1 columns that the tile needs; bold: what it takes",
+        below=f"{frame}; bold: what it takes",
     )
     memory = [f"mem {j}" for j in range(visibility.mem_len)]
     label(

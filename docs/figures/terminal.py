@@ -17,7 +17,10 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 COLUMNS = 112
-COMMAND = "python -m experiments.quickstart --train.steps=600 --train.checkpoint_every=100 --train.eval_every=200"
+COMMAND = (
+    "python -m experiments.quickstart --train.steps=600 --train.checkpoint_every=100 "
+    "--train.eval_every=200"
+)
 KILLED_AFTER = "step 400/"  # The beginning of a line.
 PROGRESS = re.compile(r"step \d+/|(test|with|without)\b.*%")
 STYLES = {

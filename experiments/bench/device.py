@@ -66,14 +66,29 @@ COLUMNS = [
     "speedup",
 ]
 COLUMNS += ["operations/s", "share of peak", "scratch"]
-_LEGEND = """Difference: from the reference, of its largest element. Speedup: over the reference. Operations: on visible
-pairs, and their fraction of the data sheet's peak in bfloat16."""
+_LEGEND = """Difference: from the reference, of its largest element. Speedup: over the reference.
+Operations: on visible pairs, and their fraction of the data sheet's peak in bfloat16."""
 _UNSEEN = (
-    "fused, a kernel: pltpu.roll with a stride, jnp.take_along_axis on lanes, sums in blocks that steps share",
-    "stored and tiled, in XLA: jnp.einsum with preferred_element_type, optimization_barrier, fori_loop in place",
-    "reference, by JAX: jnp.einsum with preferred_element_type, jax.nn.softmax, the shift as a reshape",
-    "all, on several devices: jax.shard_map with check_vma=False, which sums gradients of position keys and biases",
-    "the rest of an update: jnp.take, optax.softmax_cross_entropy_with_integer_labels, nn.scan, nn.remat",
+    (
+        "fused, a kernel: pltpu.roll with a stride, jnp.take_along_axis on lanes, sums in "
+        "blocks that steps share"
+    ),
+    (
+        "stored and tiled, in XLA: jnp.einsum with preferred_element_type, optimization_barrier, "
+        "fori_loop in place"
+    ),
+    (
+        "reference, by JAX: jnp.einsum with preferred_element_type, jax.nn.softmax, the shift "
+        "as a reshape"
+    ),
+    (
+        "all, on several devices: jax.shard_map with check_vma=False, which sums gradients of "
+        "position keys and biases"
+    ),
+    (
+        "the rest of an update: jnp.take, "
+        "optax.softmax_cross_entropy_with_integer_labels, nn.scan, nn.remat"
+    ),
 )
 
 
@@ -89,8 +104,8 @@ class Plan(cli.Plan):
     )
     paths: tuple[str, ...] = setting(
         PATHS,
-        f"Of {', '.join((*PATHS, INTERPRETED))}. plain is fused without position keys, or else tiled, on "
-        "a GPU stored. interpreted is fused on any device, slowly.",
+        f"Of {', '.join((*PATHS, INTERPRETED))}. plain is fused without position keys, or else "
+        "tiled, on a GPU stored. interpreted is fused on any device, slowly.",
     )
     tiles: tuple[str, ...] = setting(
         ("128x512", "256x1024", "256x1536", "512x1536"),

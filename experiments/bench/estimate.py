@@ -59,7 +59,8 @@ _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 _TOO_LARGE = re.compile(  # The sizes in an error of the TPU's compiler, which is pages long.
-    r"Used ([\d.]+\w) of ([\d.]+\w) hbm|temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)"
+    r"Used ([\d.]+\w) of ([\d.]+\w) hbm|temporaries \(([\d.]+\w)\) exceeds available HBM "
+    r"\(([\d.]+\w)\)"
 )
 _INSTALL = {
     "libtpu": "pip install 'jax[tpu]'",
@@ -138,8 +139,9 @@ class Plan(cli.Plan):
 
     topology: tuple[str, ...] = setting(
         (),
-        "TPU slices (v5e:4x8, v4:2x2x4), multiple slices (2*v5e:4x8), or GPUs (h200, h100x8), with commas. With "
-        "--configs, a name without a size (v5e, h200) means the smallest slice, or number, that the tasks fit on.",
+        "TPU slices (v5e:4x8, v4:2x2x4), multiple slices (2*v5e:4x8), or GPUs (h200, h100x8), "
+        "with commas. With --configs, a name without a size (v5e, h200) means the smallest slice, "
+        "or number, that the tasks fit on.",
     )
     tasks: tuple[str, ...] = setting(TASKS, "Tasks to compile, with commas.")
     configs: tuple[str, ...] = setting(
@@ -239,10 +241,11 @@ def estimate(
     components = build(config, vocab_size=timing.vocab_size_of(config.data.corpus), mesh=mesh)
     components.check_batch_size()
     print(
-        f"\n{name} on {topology}: {components.num_parameters:,} parameters, computed in {config.model.dtype}, "
-        f"{mesh.size} x {chip.kind} ({', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())})\n"
-        f"{config.train.batch_size} rows x {config.train.segment_len}, memory {config.train.mem_len}, "
-        f"remat {config.model.remat}"
+        f"\n{name} on {topology}: {components.num_parameters:,} parameters, computed in "
+        f"{config.model.dtype}, {mesh.size} x {chip.kind} "
+        f"({', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())})\n"
+        f"{config.train.batch_size} rows x {config.train.segment_len}, memory "
+        f"{config.train.mem_len}, remat {config.model.remat}"
     )
     lines: dict[str, str] = {}
     if targets is not None and components.attention:  # Which path it is depends on the devices.
@@ -265,7 +268,8 @@ def estimate(
     if targets is None:
         compiler, _ = compiler_of(topology)
         print(
-            f"{compiler} is not installed ({_INSTALL[compiler]}): nothing is compiled, and activations are unknown"
+            f"{compiler} is not installed ({_INSTALL[compiler]}): "
+            "nothing is compiled, and activations are unknown"
         )
         return
     for task in tasks:
@@ -296,14 +300,16 @@ def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
     # The compiler for GPUs accepts a program that is too large.
     if needed > memory_bytes:
         print(
-            f"{task}: does not fit, it needs {needed / 2**30:.2f}GiB of {memory_bytes / 2**30:.2f}GiB",
+            f"{task}: does not fit, it needs {needed / 2**30:.2f}GiB of "
+            f"{memory_bytes / 2**30:.2f}GiB",
             flush=True,
         )
         return False
     print(
-        f"{task}: fits, needs {megabytes(needed)} of {megabytes(memory_bytes)} per device: arguments "
-        f"{megabytes(arguments)}, activations, gradients and other scratch {megabytes(needed - arguments)}; output "
-        f"{megabytes(sizes.output_size_in_bytes)}; compiled in {time.monotonic() - start:.0f} s",
+        f"{task}: fits, needs {megabytes(needed)} of {megabytes(memory_bytes)} per device: "
+        f"arguments {megabytes(arguments)}, activations, gradients and other scratch "
+        f"{megabytes(needed - arguments)}; output {megabytes(sizes.output_size_in_bytes)}; "
+        f"compiled in {time.monotonic() - start:.0f} s",
         flush=True,
     )
     return True
@@ -388,8 +394,8 @@ def parse(name: str) -> Topology:
     if generation in CHIPS:
         known = f"{generation} has {', '.join(CHIPS[generation].sizes)}, and larger slices"
     raise UserError(
-        f"a topology must be a slice of TPUs, such as v5e:4x8, several, such as 2*v5e:4x8, or GPUs, 1, 2, 4 or a "
-        f"multiple of {_PER_HOST}, such as h200x8, got {name!r}; {known}"
+        "a topology must be a slice of TPUs, such as v5e:4x8, several, such as 2*v5e:4x8, or "
+        f"GPUs, 1, 2, 4 or a multiple of {_PER_HOST}, such as h200x8, got {name!r}; {known}"
     )
 
 

@@ -308,8 +308,8 @@ def _import_original(folder: Path) -> tuple[Any, Any]:
 
 def _import_packages() -> tuple[Any, Any]:
     missing = (
-        "the comparison requires torch and a transformers with TransfoXL (%s). Run pip install '.[peer]' for torch and "
-        "transformers 4.35.2."
+        "the comparison requires torch and a transformers with TransfoXL (%s). "
+        "Run pip install '.[peer]' for torch and transformers 4.35.2."
     )
     # transformers turns a failed import within it into a RuntimeError.
     with warnings.catch_warnings(), rephrased(missing, ImportError, RuntimeError):
@@ -367,8 +367,8 @@ def checked_peers(components: Built, path: str | None) -> list[TorchModel]:
         worst = float(np.abs(np.ravel(scores.nll) - np.ravel(theirs)).max())
         require(
             worst <= TOLERANCE,
-            f"the peer's losses must be ours to {TOLERANCE:g} nats, got a difference of {worst:.2g}. The two do not "
-            "compute the same function, so nothing was timed.",
+            f"the peer's losses must be ours to {TOLERANCE:g} nats, got a difference of "
+            f"{worst:.2g}. The two do not compute the same function, so nothing was timed.",
         )
         print(f"largest difference of a token's loss{each.label}: {worst:.1e} nats")
         each.fill_memory()

@@ -84,7 +84,10 @@ class Plan(cli.Plan):
         name = f"with --peer={self.peer}, tasks" if self.peer else "tasks"
         timing.check_names(name, self.chosen_tasks, PEERS_TASKS[self.peer])
         has_both_or_neither = (self.peer is Peer.ORIGINAL) == bool(self.peer_path)
-        wrong = f"--peer=original and --peer_path require each other, got {self.peer} and {self.peer_path}"
+        wrong = (
+            f"--peer=original and --peer_path require each other, got {self.peer} and "
+            f"{self.peer_path}"
+        )
         require(has_both_or_neither, f"{wrong}. Pass both or neither.")
 
 

@@ -124,14 +124,18 @@ def vocab_size_of(corpus: CorpusName) -> int:
 def machine() -> str:
     """Describes the machine of a measurement: devices, versions and date."""
     facts = environment.describe()
-    return f"{facts['devices']} x {facts['device']}, jax {facts['jax']}, Python {facts['python']}, {facts['date']}"
+    return (
+        f"{facts['devices']} x {facts['device']}, jax {facts['jax']}, Python {facts['python']}, "
+        f"{facts['date']}"
+    )
 
 
 def print_head(components: Built) -> None:
     """Prints the size of a model, and the machine."""
     model = components.model
     print(
-        f"{components.num_parameters:,} parameters, vocabulary {model.vocab_size:,}, {model.config.dtype}"
+        f"{components.num_parameters:,} parameters, vocabulary {model.vocab_size:,}, "
+        f"{model.config.dtype}"
     )
     print(f"{machine()}\n")
 

@@ -122,9 +122,10 @@ def row_named(table: Table, name: str) -> Row:
     )
     if found is None:
         raise UserError(
-            f"a row must be one of table {table}'s {', '.join(row.name for row in TABLES[table])}, or have the same "
-            f"parts, joined by hyphens (recurrence or none, {' or '.join(Encoding)}, {' or '.join(LossPart)}, and a "
-            f"segment length if it is not the flagfile's), got {name}"
+            f"a row must be one of table {table}'s "
+            f"{', '.join(row.name for row in TABLES[table])}, or have the same parts, joined by "
+            f"hyphens (recurrence or none, {' or '.join(Encoding)}, {' or '.join(LossPart)}, and "
+            f"a segment length if it is not the flagfile's), got {name}"
         )
     recurrence, encoding, loss, length = found.groups()
     segment_len = int(length) if length else None
@@ -159,7 +160,8 @@ class Plan(cli.TextPlan):
     table: Table = setting(Table.WIKITEXT103, "Table of the paper.")
     rows: tuple[str, ...] = setting(
         (),
-        "Rows by name, also others of the grid such as none-vaswani-full. If empty, the rows of the table.",
+        "Rows by name, also others of the grid such as none-vaswani-full. "
+        "If empty, the rows of the table.",
     )
     seeds: tuple[int, ...] = setting((1111,), "Seeds. Each row is trained once per seed.")
     lengths: tuple[int, ...] = setting(
@@ -180,7 +182,8 @@ class Plan(cli.TextPlan):
         super().validate()
         require(
             len(set(self.seeds)) == len(self.seeds) > 0,
-            f"seeds must be one or more different numbers, because each has its own run, got {list(self.seeds)}",
+            "seeds must be one or more different numbers, because each has its own run, got "
+            f"{list(self.seeds)}",
         )
 
     def check(self, config: ExperimentConfig) -> None:
@@ -348,10 +351,12 @@ def _write_tables(
     write(f"{path}.csv", csv_file(columns, in_columns))
     test_text = ", on the test split" if plan.table == Table.LM1B else ""
     caption = (
-        f"The models of table {plan.table} on {corpus.description}: validation {measure.value}, mean over seeds "
-        '(standard deviation, number of seeds). "vs. first row" is best minus the first row\'s best, seed by seed. '
+        f"The models of table {plan.table} on {corpus.description}: validation {measure.value}, "
+        'mean over seeds (standard deviation, number of seeds). "vs. first row" is best minus the '
+        "first row's best, seed by seed. "
         f"Windows of models without recurrence score {plan.stride} tokens each, or their length. "
-        f"{facts['device']}, {facts['date']}. The paper's numbers are for its own model and corpus{test_text}."
+        f"{facts['device']}, {facts['date']}. "
+        f"The paper's numbers are for its own model and corpus{test_text}."
     )
     lines = [caption, "", *_by_row(found, rows, measure), ""]
     lines += [

@@ -57,7 +57,8 @@ class Plan(cli.TrainedRun):
     )
     heads: tuple[str, ...] = setting(
         (),
-        f"Heads drawn, as layer.head from 0. If empty, the {_DEFAULT_HEADS} with the largest mean distance.",
+        f"Heads drawn, as layer.head from 0. If empty, the {_DEFAULT_HEADS} with the "
+        "largest mean distance.",
     )
     positions: tuple[int, ...] = setting((), "Tokens whose queries are drawn. If empty, the last.")
     out: str | None = setting(
@@ -131,7 +132,8 @@ def draw(
     first, last = -(-mem_len // length) * length, len(tokens) // length * length - 1
     require(
         first <= last,
-        f"{len(tokens):,} tokens do not fill the memory's {mem_len:,} slots. Raise --tokens, or lower --eval.mem_len.",
+        f"{len(tokens):,} tokens do not fill the memory's {mem_len:,} slots. "
+        "Raise --tokens, or lower --eval.mem_len.",
     )
     positions = plan.positions or (last,)
     for position in positions:

@@ -128,14 +128,17 @@ def at_lengths(
         f"the attention lengths must be numbers of tokens, each at least 1, got {list(lengths)}",
     )
     recurrent = is_recurrent(config)
-    needed = "set for a model without memory: 1, the published protocol, or more scored tokens per window"
+    needed = (
+        "set for a model without memory: 1, the published protocol, or more scored "
+        "tokens per window"
+    )
     if recurrent:
         needed = "none, because a model with a memory reads each token once"
     require((stride is None) == recurrent, f"the stride must be {needed}, got {stride}")
     require(
         stride is None or 1 <= stride <= min(lengths),
-        f"the stride must be at least 1 and at most the shortest attention length, or tokens would be skipped, got "
-        f"stride {stride} and length {min(lengths)}",
+        "the stride must be at least 1 and at most the shortest attention length, or tokens would "
+        f"be skipped, got stride {stride} and length {min(lengths)}",
     )
     changed = {}
     for length in sorted(set(lengths)):

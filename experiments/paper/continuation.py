@@ -79,14 +79,18 @@ def write(
     for start in plan.starts:
         require(
             0 <= start <= last,
-            f"starts must be 0 to {last:,}, so that a context of {context:,} tokens and {length:,} after it are within "
-            f"the {len(tokens):,} of the {plan.split} split, got {start:,}",
+            f"starts must be 0 to {last:,}, so that a context of {context:,} tokens and "
+            f"{length:,} after it are within the {len(tokens):,} of the {plan.split} "
+            f"split, got {start:,}",
         )
     parts, step, params = load_to_score(config, corpus, trained, log=say)
     generator = parts.generator(parts.prepare_params(params))
     how, facts = config.generate, environment.describe()
     sampled = "from all tokens" if how.top_k is None else f"with top-k, k = {how.top_k}"
-    sampled += f", temperature {how.temperature:g}, seed {how.seed}, with a memory of {config.eval.mem_len:,}"
+    sampled += (
+        f", temperature {how.temperature:g}, seed {how.seed}, with a memory of "
+        f"{config.eval.mem_len:,}"
+    )
     lines = [f"# Continuations of {corpus.description} ({plan.split})\n"]
     lines += [f"Step {step:,}; sampled {sampled}; {facts['device']}, {facts['date']}.\n"]
 

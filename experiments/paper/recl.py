@@ -82,8 +82,8 @@ class Plan(cli.TextPlan):
         super().validate()
         require(
             len(self.lengths) == 3 and min(self.lengths) >= 1 and len(self.contexts) >= 2,
-            "lengths must be the shortest context, the longest and the step of two or more contexts, such as "
-            f"100,1000,100, got {','.join(map(str, self.lengths))}",
+            "lengths must be the shortest context, the longest and the step of two or more "
+            f"contexts, such as 100,1000,100, got {','.join(map(str, self.lengths))}",
         )
 
     def load_runs(self) -> dict[str, Run]:
@@ -94,14 +94,15 @@ class Plan(cli.TextPlan):
         names = self.names or tuple(os.path.basename(path.rstrip("/")) for path in self.workdirs)
         require(
             len(names) == len(self.workdirs),
-            f"names must name each of the {len(self.workdirs)} workdirs, or none, got {len(names)} names",
+            f"names must name each of the {len(self.workdirs)} workdirs, or none, got "
+            f"{len(names)} names",
         )
         # Each name is the name of a directory in --out.
         are_names = all(name and not name.startswith(".") and "/" not in name for name in names)
         require(
             are_names,
-            "names must not be empty, begin with a dot or contain a slash, because each names a directory in --out, "
-            f"got {', '.join(map(repr, names))}",
+            "names must not be empty, begin with a dot or contain a slash, because each names a "
+            f"directory in --out, got {', '.join(map(repr, names))}",
         )
         require(
             len(set(names)) == len(names),
@@ -221,7 +222,8 @@ def _losses_of(
         np.save(data, found[length])
         write(path, data.getvalue())
         print(
-            f"{what} {format_scores(totals, measure)}  in {environment.duration(time.monotonic() - began)}"
+            f"{what} {format_scores(totals, measure)}  in "
+            f"{environment.duration(time.monotonic() - began)}"
         )
     return found
 
@@ -333,9 +335,10 @@ def _write_results(
         [*environment.table(["model", *(f"r = {ratio:g}" for ratio in RATIOS)], rows), ""]
     )
     caption = (
-        f"RECL on {corpus.description} ({plan.split}), {n_scored:,} tokens, one in {plan.stride}, contexts from "
-        f"{plan.contexts[0]} to {plan.contexts[-1]} in steps of {plan.lengths[2]}, threshold "
-        f"{THRESHOLD:g}; {facts['device']}, {facts['date']}. The paper's lengths are of models on WikiText-103."
+        f"RECL on {corpus.description} ({plan.split}), {n_scored:,} tokens, one in {plan.stride}, "
+        f"contexts from {plan.contexts[0]} to {plan.contexts[-1]} in steps of {plan.lengths[2]}, "
+        f"threshold {THRESHOLD:g}; {facts['device']}, {facts['date']}. "
+        "The paper's lengths are of models on WikiText-103."
     )
     write(os.path.join(folder, "recl.md"), f"{caption}\n\n{page}".encode())
     print(f"\n{page}")

@@ -208,7 +208,10 @@ def drawn(
     found |= _texts(model, kinds)
     if "--write" in sys.argv:
         noise = np.random.default_rng(0)
-        move = lambda leaf: leaf * (1 + 1e-5 * noise.normal(size=leaf.shape)).astype(leaf.dtype)  # noqa: E731
+
+        def move(leaf):
+            return leaf * (1 + 1e-5 * noise.normal(size=leaf.shape)).astype(leaf.dtype)
+
         near = dataclasses.replace(model, params=jax.tree.map(move, jax.device_get(model.params)))
         same = found.items() >= _texts(near, kinds).items()
         assert same, "a near-tie, which rounding may decide; take another prompt or seed"

@@ -40,7 +40,10 @@ from txl_jax.runs.run import Run, TextInfo, recorded_folders
 from txl_jax.runs.score import Interrupted
 from txl_jax.runtime import distributed, stop
 
-GLOO = "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+GLOO = (
+    "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection "
+    "closed by peer"
+)
 SEVERAL = other_hosts.Several(2, "a test", {})
 
 
@@ -690,7 +693,8 @@ def test_a_flagfile_inside_a_flagfile_and_errors_with_file_and_line(tmp_path):
     with pytest.raises(UserError, match=r"mine\.flags"):
         parsed(f"--flagfile={path}")
     path.write_text(
-        "--flagfile=enwik8_12l\n\n# a comment\n  // another\n--notrain.same_length\n--train.batch_size=5\n"
+        "--flagfile=enwik8_12l\n\n# a comment\n  // "
+        "another\n--notrain.same_length\n--train.batch_size=5\n"
     )
     config = parsed(f"--flagfile={path}")
     assert (config.model.n_layer, config.train.batch_size, config.train.same_length) == (

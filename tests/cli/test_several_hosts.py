@@ -182,11 +182,11 @@ def test_two_processes_save_whole_checkpoints_in_a_directory_whose_name_is_a_pat
 def test_a_step_that_one_process_cannot_open_does_not_count_and_both_end(text_file, tmp_path):
     script = (
         "import jax; from experiments import text; from txl_jax import cli; "
-        "from txl_jax.runtime import checkpoint, stored_arrays; checkpoint._SECONDS_TO_APPEAR = 0.5; "
-        "real = stored_arrays.find_missing; "
+        "from txl_jax.runtime import checkpoint, stored_arrays; "
+        "checkpoint._SECONDS_TO_APPEAR = 0.5; real = stored_arrays.find_missing; "
         "stored_arrays.find_missing = lambda folder, *given, **more: "
-        "'the array x is missing' if jax.process_index() and '/4/' in folder else real(folder, *given, **more); "
-        "cli.train_main(text.DEFAULTS)"
+        "'the array x is missing' if jax.process_index() and '/4/' in folder else real(folder, "
+        "*given, **more); cli.train_main(text.DEFAULTS)"
     )
     flags = [
         *TINY,
@@ -429,8 +429,9 @@ def test_hosts_that_differ_are_refused_by_name_and_none_hangs(
 @NIGHTLY
 def test_one_process_that_is_left_alone_reports_it():
     script = (
-        "from txl_jax import cli; from txl_jax.cli import other_hosts; other_hosts.START_SECONDS = 2; "
-        "other_hosts._SILENT_SECONDS = 0.2; cli.main(print, cli.Plan, hosts='join')"
+        "from txl_jax import cli; from txl_jax.cli import other_hosts; "
+        "other_hosts.START_SECONDS = 2; other_hosts._SILENT_SECONDS = 0.2; "
+        "cli.main(print, cli.Plan, hosts='join')"
     )
     environment = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
     [(code, _, err)] = processes.finish(processes.start("-c", script, processes=1, **environment))

@@ -208,20 +208,25 @@ VALUES = r"""
 init - seed=5
 init model init_std=0.03 projection_init_std=0.03
 first_weights - init_from=weights init_vocabulary=kept
-train_step model network=lstm n_layer=3 d_model=14 n_head=3 d_head=6 d_inner=15 d_embed=20 layer_norm=post
+train_step model network=lstm n_layer=3 d_model=14 n_head=3 d_head=6 d_inner=15 d_embed=20
+train_step model layer_norm=post
 train_step model encoding=vaswani num_positions=20 untie_r=true tie_positions=true tie_weight=false
-train_step model cutoffs=90,200 div_val=1 tie_projs=false,false,true attention=tiled dtype=bfloat16 remat=full
-train_step model.dropout rate=0.2 attention=0.3 input=0.3 output=0.3 qkv=0.3 embedding=0.3 locked=true
+train_step model cutoffs=90,200 div_val=1 tie_projs=false,false,true attention=tiled
+train_step model dtype=bfloat16 remat=full
+train_step model.dropout rate=0.2 attention=0.3 input=0.3 output=0.3 qkv=0.3 embedding=0.3
+train_step model.dropout locked=true
 train_step model.compat memory_start=zeros same_length_window=mem_len_plus_one layer_norm_eps=1e-12
 train_step model.compat shaw_terms=original final_norm=false
-corpus data corpus=python_stdlib file=other.txt heldout=published train=other.txt valid=other.txt test=other.txt
+corpus data corpus=python_stdlib file=other.txt heldout=published
+corpus data train=other.txt valid=other.txt test=other.txt
 corpus data json_field=text
 corpus data.tokenizer kind=word newlines=drop line_mark=s min_count=200 vocab_file=prompt.txt
 corpus data.tokenizer hf_file=tokenizer.json vocab_size=300
 end_token data reset_at=\n
 epochs data order=sentences roll=rows
-train_step optimizer name=lion schedule_offset=original min_lr_ratio=0.1 learning_rate=1e-3 warmup_steps=3 adam_b2=0.9
-train_step optimizer adam_eps=1e-6 clip_norm=1.0 decay_steps=6 l2=0.1 weight_decay=0.1 embedding_lr_multiplier=2.0
+train_step optimizer name=lion schedule_offset=original min_lr_ratio=0.1 learning_rate=1e-3
+train_step optimizer warmup_steps=3 adam_b2=0.9 adam_eps=1e-6 clip_norm=1.0 decay_steps=6
+train_step optimizer l2=0.1 weight_decay=0.1 embedding_lr_multiplier=2.0
 train_step optimizer schedule=linear
 devices mesh data=2 fsdp=2 tensor=2
 train_step train steps=10 grad_accum_steps=2 mem_len=6 clamp_len=3 same_length=false loss=half
@@ -232,7 +237,8 @@ train_step regularization activation_l2=0.1 temporal_l2=0.1
 train_step average start_step=3 ema_decay=0.9 lr_scale=0.5
 files average nt_asgd_patience=1
 batch eval batch_size=3 segment_len=5
-eval_step eval mem_len=8 clamp_len=5 same_length=false cache_dtype=bfloat16 weight_dtype=int8 temperature=1.1
+eval_step eval mem_len=8 clamp_len=5 same_length=false cache_dtype=bfloat16 weight_dtype=int8
+eval_step eval temperature=1.1
 files eval stride=2 warmup_tokens=4 valid_tokens=20
 scored eval average_checkpoints=2
 prompt generate prompt=one prompt_file=prompt.txt

@@ -467,7 +467,8 @@ def test_ids_are_those_of_this_version(tmp_path):
         ]
         found.update(str(ids).encode())
     assert found.hexdigest()[:16] == GOLDEN[token_store.VERSION], (
-        "the same text gives other tokens than before; if that is meant, raise token_store.VERSION and add its digest"
+        "the same text gives other tokens than before; if that is meant, raise "
+        "token_store.VERSION and add its digest"
     )
 
 

@@ -375,7 +375,10 @@ def test_hosts_learn_the_same_bytes():
     """In other processes, on other threads and in other blocks; Python's and Rust's hashes differ
     between processes.
     """
-    words = "import sys; from data.test_vocabulary import trained; sys.stdout.write(trained(block=77).content)"
+    words = (
+        "import sys; from data.test_vocabulary import trained; "
+        "sys.stdout.write(trained(block=77).content)"
+    )
     found = set()
     for threads in ("1", "2"):
         environment = os.environ | {

@@ -16,9 +16,9 @@ from txl_jax.runs.build import build
 V, WARMUP = 40, 50
 # Deviations are such that norms lie on both sides of 10.
 SCALED_DOWN = (
-    "--model.n_layer=2 --model.d_model=16 --model.n_head=2 --model.d_head=6 --model.d_inner=20 --model.cutoffs=9,15,27 "
-    "--model.init_std=0.6 --model.dtype=float64 --train.batch_size=4 --train.segment_len=6 --train.mem_len=5 "
-    f"--train.steps=300 --optimizer.warmup_steps={WARMUP}"
+    "--model.n_layer=2 --model.d_model=16 --model.n_head=2 --model.d_head=6 --model.d_inner=20 "
+    "--model.cutoffs=9,15,27 --model.init_std=0.6 --model.dtype=float64 --train.batch_size=4 "
+    f"--train.segment_len=6 --train.mem_len=5 --train.steps=300 --optimizer.warmup_steps={WARMUP}"
 ).split()
 
 

@@ -68,7 +68,8 @@ def test_kills_and_errors(wanted, runs, storage, undisturbed, fault_seed):
         count += 1
         print(f"{name}: {kills} kills, {errors} errors so far", flush=True)
     print(
-        f"seed {fault_seed}: {kills} kills between writes and {errors} errors in {count} runs, all curves equal"
+        f"seed {fault_seed}: {kills} kills between writes and {errors} errors in {count} runs, "
+        "all curves equal"
     )
 
 

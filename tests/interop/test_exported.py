@@ -42,14 +42,21 @@ def export_model(source, target, **options):
 RUN = """
 import json, pathlib, runpy, sys
 import numpy as np
-example, folder, ids = runpy.run_path(sys.argv[1]), pathlib.Path(sys.argv[2]), json.loads(sys.argv[3])
+example = runpy.run_path(sys.argv[1])
+folder = pathlib.Path(sys.argv[2])
+ids = json.loads(sys.argv[3])
 manifest, weights, memory, functions = example["load"](folder)
-used = {name: np.full_like(array, manifest["segment_len"]) for name, array in memory.items()}  # The reset empties it.
+# The reset empties it.
+used = {name: np.full_like(array, manifest["segment_len"]) for name, array in memory.items()}
 model = manifest, weights, used, functions
+generated = None
+if "generate" in functions:
+    generated = example["generate"](model, ids[:12], int(sys.argv[4]))
+packages = {name.partition(".")[0] for name in sys.modules}
 print(json.dumps({
     "nats": example["score"](model, ids).tolist(),
-    "ids": example["generate"](model, ids[:12], int(sys.argv[4])) if "generate" in functions else None,
-    "imported": sorted({name.partition(".")[0] for name in sys.modules} & {"txl_jax", "experiments", "flax", "optax"}),
+    "ids": generated,
+    "imported": sorted(packages & {"txl_jax", "experiments", "flax", "optax"}),
 }))
 """
 

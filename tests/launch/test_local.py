@@ -168,7 +168,8 @@ open(f"{tmp_path}/ready" + os.environ["JAX_PROCESS_ID"], "w")
 while not arrived:
     time.sleep(0.01)
 time.sleep(0.5)  # As if a checkpoint were written.
-assert os.getsid(0) == os.getpid(), "a terminal's Ctrl-C would come beside the one that is passed on"
+# Otherwise a terminal's Ctrl-C would come beside the one that is passed on.
+assert os.getsid(0) == os.getpid()
 print("saved after", len(arrived), flush=True)
 sys.exit(143)
 """

@@ -26,12 +26,14 @@ from txl_jax.runtime.lock import is_held
 
 PROGRAMS = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
 CONTENT = FILE + (
-    "[grid]\nseed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\noptimizer.learning_rate = [1e-3, 2e-3, 3e-3, 4e-3]\n"
+    "[grid]\nseed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\n"
+    "optimizer.learning_rate = [1e-3, 2e-3, 3e-3, 4e-3]\n"
     '[pruner]\nname = "MedianPruner"\nn_startup_trials = 10\nn_warmup_steps = 10\n'
 )
 
 MODELS = TINY.replace("checkpoint_every = 600", "checkpoint_every = 100") + (
-    "[grid]\nseed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\noptimizer.learning_rate = [1e-4, 1e-3, 3e-3, 1e-2]\n"
+    "[grid]\nseed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\noptimizer.learning_rate = [1e-4, "
+    "1e-3, 3e-3, 1e-2]\n"
 )
 
 

@@ -50,7 +50,10 @@ def test_two_nodes_with_a_process_for_each_gpu():
         "--grace=300",
     ]
     script = batch_script(*words, *RUN)
-    expected = "job-name=big nodes=2 ntasks-per-node=8 cpus-per-task=8 gpus-per-node=8 time=4:00:00 partition=a100 "
+    expected = (
+        "job-name=big nodes=2 ntasks-per-node=8 cpus-per-task=8 gpus-per-node=8 time=4:00:00 "
+        "partition=a100 "
+    )
     expected += "account=us output=big-%j.log open-mode=append requeue= signal=TERM@300"
     assert options(script) == dict(word.split("=") for word in expected.split())
     prompt = r"'--generate.prompt=it'\''s'"
@@ -130,9 +133,11 @@ def cluster(tmp_path):
     commands = {
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"',
         "scontrol": f'echo "$*" >>{tmp_path}/scontrol.log\ntouch {tmp_path}/again',
-        "sbatch": f"cat >{tmp_path}/script\nexport SLURM_JOB_ID=17\n"
-        f"touch {tmp_path}/again\n"
-        f"while [ -e {tmp_path}/again ]; do rm {tmp_path}/again; bash {tmp_path}/script; code=$?; done\nexit $code",
+        "sbatch": (
+            f"cat >{tmp_path}/script\nexport SLURM_JOB_ID=17\ntouch {tmp_path}/again\nwhile [ -e "
+            f"{tmp_path}/again ]; do rm {tmp_path}/again; bash {tmp_path}/script; code=$?; "
+            "done\nexit $code"
+        ),
     }
     for name, text in commands.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")

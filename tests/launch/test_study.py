@@ -182,7 +182,8 @@ def test_a_sampler_draws_by_the_results_and_a_pruner_stops_runs(out, monkeypatch
     """
     monkeypatch.setenv("STEP_SECONDS", "0.1")
     content = FILE + (
-        "[random]\nsamples = 12\noptimizer.learning_rate = { log = [1e-3, 0.1] }\n[grid]\nmodel.n_layer = [2, 3]\n"
+        "[random]\nsamples = 12\noptimizer.learning_rate = { log = [1e-3, 0.1] }\n"
+        "[grid]\nmodel.n_layer = [2, 3]\n"
         '[sampler]\nname = "TPESampler"\nseed = 1\nn_startup_trials = 4\n'
         '[pruner]\nname = "MedianPruner"\nn_startup_trials = 3\nn_warmup_steps = 5\n'
     )
@@ -224,7 +225,10 @@ def test_a_workdir_that_is_still_locked_is_waited_for(out):
     """As by a training whose worker has died, and that is saving."""
     folder = out / "seed=1"
     folder.mkdir(parents=True)
-    holder = "import fcntl, time; file = open('.lock', 'a'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); "
+    holder = (
+        "import fcntl, time; file = open('.lock', 'a'); fcntl.flock(file, fcntl.LOCK_EX); "
+        "print(flush=True); "
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", holder + "time.sleep(3)"], cwd=folder, stdout=subprocess.PIPE
     )
@@ -310,9 +314,9 @@ def test_the_place_of_a_run_is_free_again_if_its_worker_died(out, ended, is_free
 
 @pytest.mark.nightly(part="faults")
 def test_four_workers_that_are_killed_at_any_moment_lose_no_run_and_repeat_none(out):
-    grid = (
-        FILE
-        + "[grid]\nseed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\noptimizer.learning_rate = [1e-3, 2e-3, 3e-3, 4e-3]\n"
+    grid = FILE + (
+        "[grid]\nseed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\noptimizer.learning_rate = [1e-3, "
+        "2e-3, 3e-3, 4e-3]\n"
     )
     workers = [start(out, grid, STEP_SECONDS="0.05") for _ in range(4)]
     wait_until(lambda: list(out.glob("*/ends")))

@@ -70,7 +70,10 @@ def test_the_file_may_begin_with_a_byte_order_mark(write):
 
 
 def test_each_run_is_combined_with_the_grid(write):
-    text = '[grid]\nseed = [1, 2]\n[[runs]]\nmodel.d_inner = 8\n[[runs]]\nname = "deep one"\nmodel.n_layer = 3\n[[runs]]\n'
+    text = (
+        '[grid]\nseed = [1, 2]\n[[runs]]\nmodel.d_inner = 8\n[[runs]]\nname = "deep '
+        'one"\nmodel.n_layer = 3\n[[runs]]\n'
+    )
     of_runs = ("d_inner=8+", "deep_one+", "")
     assert names(write(text)) == [f"{name}seed={seed}" for name in of_runs for seed in (1, 2)]
     alike = names(write("[[runs]]\ntrain.mem_len = 8\n[[runs]]\neval.mem_len = 8\n"))
@@ -80,7 +83,8 @@ def test_each_run_is_combined_with_the_grid(write):
 def test_values_become_flags_after_the_flagfile(write):
     found = read(
         write(
-            '[[runs]]\nmodel.untie_r = true\nmodel.cutoffs = [9, 20]\ndata.tokenizer.newlines = "drop"\n'
+            "[[runs]]\nmodel.untie_r = true\nmodel.cutoffs = [9, "
+            '20]\ndata.tokenizer.newlines = "drop"\n'
         )
     )
     words = found[0].command
@@ -131,7 +135,10 @@ def test_values_become_flags_after_the_flagfile(write):
         ),
         ("[random]\nsamples = 2\nmodel.dropout.rate = { log = [0, 0.5] }\n", r"\[0, 0\.5\].*log"),
         (
-            "[random]\nsamples=2\nmodel.n_layer = {uniform = [1, 9]}\n[grid]\nmodel.n_layer = [2]\n",
+            (
+                "[random]\nsamples=2\nmodel.n_layer = {uniform = [1, "
+                "9]}\n[grid]\nmodel.n_layer = [2]\n"
+            ),
             r"n_layer.*grid.*random",
         ),
     ],
@@ -208,7 +215,10 @@ def test_commas_and_quotation_marks_in_lists_arrive(write):
         ("[grid]\nseed = {0}\ntrain.mem_len = {0}\nmodel.d_inner = {0}\n", "1,000,000"),
         ("[random]\nsamples = 10001\nmodel.dropout.rate = { uniform = [0, 0.5] }\n", "10,001"),
         (
-            "[random]\nsamples = 101\nmodel.dropout.rate = { uniform = [0, 0.5] }\n[grid]\nseed = {0}\n",
+            (
+                "[random]\nsamples = 101\nmodel.dropout.rate = { uniform = [0, 0.5] "
+                "}\n[grid]\nseed = {0}\n"
+            ),
             "10,100",
         ),
         (SAMPLED.replace("samples = 2", "samples = 20000"), "20,000"),
@@ -409,7 +419,10 @@ def draws(write, text):
 
 
 def test_values_are_drawn_from_their_ranges_and_more_samples_keep_the_first(write):
-    text = "samples = 9\noptimizer.learning_rate = { log = [1e-4, 1e-2] }\nmodel.n_layer = { uniform = [2, 3] }\n"
+    text = (
+        "samples = 9\noptimizer.learning_rate = { log = [1e-4, 1e-2] }\nmodel.n_layer = { uniform "
+        "= [2, 3] }\n"
+    )
     found = draws(write, text)
     assert len(found) == 9 and all(
         1e-4 <= each["optimizer.learning_rate"] <= 1e-2 for each in found

@@ -100,10 +100,16 @@ def cloud(tmp_path):
 
 @pytest.mark.full
 def test_dry_run_prints_each_command_and_runs_none(cloud):
-    words = "create one --zone=z --type=v5p-16 --node-count=2 --project=p --spot --network=n --service-account=a@p"
+    words = (
+        "create one --zone=z --type=v5p-16 --node-count=2 --project=p --spot --network=n "
+        "--service-account=a@p"
+    )
     code, out, err = call(cloud, *words.split(), "--dry_run")
     printed = "queued-resources create one --zone=z --project=p --node-count=2 --node-prefix=one "
-    printed += "--accelerator-type=v5p-16 --runtime-version=v2-alpha-tpuv5 --spot --network=n --service-account=a@p"
+    printed += (
+        "--accelerator-type=v5p-16 --runtime-version=v2-alpha-tpuv5 --spot --network=n "
+        "--service-account=a@p"
+    )
     assert (code, out, err) == (0, f"gcloud compute tpus {printed}\n", "")
     assert not (cloud / "gcloud.log").exists()
 
@@ -197,7 +203,8 @@ def test_mistakes_are_named(cloud, words, expected):
 
 
 STEPS = """
-folder=$FAKE/${3#--workdir=gs://} # Six steps, in a bucket that all hosts share; each host counts its own.
+# Six steps, in a bucket that all hosts share; each host counts its own.
+folder=$FAKE/${3#--workdir=gs://}
 mkdir -p "$folder"
 own=$folder/$(basename "$HOME")
 n=$(cat "$own" 2>/dev/null || echo 0)

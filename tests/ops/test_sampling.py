@@ -92,7 +92,11 @@ def test_a_tail_is_computed_only_if_its_bound_reaches_the_kth_word(monkeypatch):
     for entries, tails in (((-20, -20), []), ((-20, 20), [4]), ((20, -20), [5]), ((5, 5), [5, 4])):
         head, *rest = make_clusters(0.01)
         clusters = (head._replace(bias=jnp.asarray([0.0, 0, 0, 0, *entries])), *rest)
-        for call in (lambda: likeliest(hidden, clusters), lambda: draw(keys, hidden, clusters)):  # noqa: B023
+        calls = (
+            lambda: likeliest(hidden, clusters),  # noqa: B023
+            lambda: draw(keys, hidden, clusters),  # noqa: B023
+        )
+        for call in calls:
             computed.clear()
             jax.block_until_ready(call())
             jax.effects_barrier()

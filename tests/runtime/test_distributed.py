@@ -48,7 +48,8 @@ def own_rows(data, tensor, batch_size, tiled):
         devices = np.array(jax.devices()).reshape(2, 4).T.reshape(parts.mesh.devices.shape)
         parts = dataclasses.replace(parts, mesh=jax.sharding.Mesh(devices, parts.mesh.axis_names))
     sizes, rows = {"batch_size": batch_size, "segment_len": 7}, parts.own_rows(batch_size)
-    whole, own = (training_segments(np.arange(1000), **sizes, own=own).segments(3, 2) for own in (None, rows))
+    whole = training_segments(np.arange(1000), **sizes, own=None).segments(3, 2)
+    own = training_segments(np.arange(1000), **sizes, own=rows).segments(3, 2)
     placed = parts.place(own, batch_size=batch_size)
     for found, expected in zip(placed, whole):
         assert found.shape == expected.shape, (found.shape, expected.shape)
@@ -59,16 +60,20 @@ def own_rows(data, tensor, batch_size, tiled):
 
 other_hosts.join(other_hosts.announced(os.environ))
 me = jax.process_index()
-found["broadcast"] = distributed.broadcast_from_primary(lambda: {"loss": 0.1, "of": me, "none": None})
+mine = {"loss": 0.1, "of": me, "none": None}
+found["broadcast"] = distributed.broadcast_from_primary(lambda: mine)
 found["primary fails"] = outcome(lambda: distributed.broadcast_from_primary(lambda: fail_in(0)))
 found["all"] = outcome(lambda: distributed.run_on_all(lambda: me * 10))
 found["second fails"] = outcome(lambda: distributed.run_on_all(lambda: fail_in(1)))
 found["same"] = outcome(lambda: distributed.assert_same_on_all({"text": 0.1}, "mend it"))
-found["other"] = outcome(lambda: distributed.assert_same_on_all({"text": me, "same": None}, "mend it"))
-found["errors"] = [distributed.first_error(None), distributed.first_error("no network" if me else None)]
+differs = {"text": me, "same": None}
+found["other"] = outcome(lambda: distributed.assert_same_on_all(differs, "mend it"))
+error = "no network" if me else None
+found["errors"] = [distributed.first_error(None), distributed.first_error(error)]
 mesh = make_mesh(MeshConfig())
 sharding_of_rows = named_sharding(mesh, "batch", None)
-sharded = jax.make_array_from_process_local_data(sharding_of_rows, np.arange(8.0).reshape(4, 2) + 8 * me, (8, 2))
+my_rows = np.arange(8.0).reshape(4, 2) + 8 * me
+sharded = jax.make_array_from_process_local_data(sharding_of_rows, my_rows, (8, 2))
 assert not sharded.is_fully_addressable
 found["sharded"] = distributed.to_host(sharded).ravel().tolist()
 found["primary"] = distributed.is_primary()

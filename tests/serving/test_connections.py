@@ -19,7 +19,10 @@ from txl_jax.serving.engine import Limits
 from txl_jax.serving.middleware import LOOPBACK
 
 HALF = b"GET /v1/models HTTP/1.1\r\nHost: local"
-WITHOUT_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+WITHOUT_BODY = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+    b"application/json\r\nContent-Length: 9\r\n\r\n"
+)
 CHUNKED = WITHOUT_BODY.replace(
     b"Content-Length: 9", b"Authorization: Bearer secret\r\nTransfer-Encoding: chunked"
 )

@@ -291,6 +291,7 @@ def test_a_session_of_100_000_tokens():
                 made.store.delete(new.name, "me")
         first, last = (statistics.median(each) / 500 * 1e6 for each in seconds.values())
         print(
-            f"processor time per token {first:.0f} us at first, {last:.0f} us at last; {sizes} bytes of memory"
+            f"processor time per token {first:.0f} us at first, {last:.0f} us at last; "
+            f"{sizes} bytes of memory"
         )
         assert session.state.tokens == 100_000 and len(sizes) == 1 and last < 1.15 * first

@@ -148,7 +148,8 @@ def test_a_new_text_and_a_page_that_is_left_keep_no_session(page, running, end, 
         if stays:
             until(
                 page,
-                "!document.querySelector('#write').disabled && !document.querySelector('#text').textContent",
+                "!document.querySelector('#write').disabled && "
+                "!document.querySelector('#text').textContent",
             )
         wait_until(lambda: not sessions(port).keys() - before)
 
@@ -208,7 +209,9 @@ TRIES = """address => {
     ["/v1/sessions", {method: "POST", headers, body: "{}"}],
     ["/v1/sessions", {method: "POST", mode: "no-cors", body: "{}"}],
   ];
-  return Promise.all(tries.map(([path, how]) => fetch(address + path, how).then(found => found.status, () => 0)));
+  return Promise.all(
+    tries.map(([path, how]) => fetch(address + path, how).then(found => found.status, () => 0))
+  );
 }"""
 
 

@@ -287,7 +287,10 @@ def test_an_answer_that_is_written_is_cut_off(run, compiled):
     Its client takes nothing of another answer.
     """
     flags = ("--drain_seconds=0.5", "--max_request_tokens=100000000")
-    slow = "json_of = Writer.json_of; Writer.json_of = lambda *given: time.sleep(0.1) or json_of(*given)"
+    slow = (
+        "json_of = Writer.json_of; Writer.json_of = lambda *given: "
+        "time.sleep(0.1) or json_of(*given)"
+    )
     change = f"import time; from txl_jax.serving.protocol import ChoiceWriter as Writer; {slow}"
     server = Program(run, *flags, change=change, **compiled)
     body = {"prompt": "the cat " * 100, "n": 100, "max_tokens": 0, "echo": True, "logprobs": 5}

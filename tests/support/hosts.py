@@ -119,7 +119,10 @@ class Hosts:
     def losing(self, percent):
         """Loses so many of the packets that arrive anywhere; the block must lose some."""
         rule = f"iifname != lo numgen random mod 100 < {percent} counter drop"
-        made = "add table inet lossy; add chain inet lossy input { type filter hook input priority 0; }"
+        made = (
+            "add table inet lossy; add chain inet lossy input { type filter hook "
+            "input priority 0; }"
+        )
         for namespace in self._namespaces:
             _run(*self._inside(namespace), "nft", f"{made}; add rule inet lossy input {rule}")
         yield

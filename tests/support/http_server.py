@@ -171,7 +171,10 @@ class Program:
 
     def __init__(self, model: Path, *flags: str, change: str = "", **variables: str):
         """Starts it, after a change of its modules in Python."""
-        code = f"{change}\nimport runpy\nrunpy.run_module('experiments.serve', run_name='__main__', alter_sys=True)"
+        code = (
+            f"{change}\nimport runpy\nrunpy.run_module('experiments.serve', run_name='__main__', "
+            "alter_sys=True)"
+        )
         command = [sys.executable, "-c", code, f"--model={model}", "--port=0", "--rows=2", *flags]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(
@@ -201,7 +204,8 @@ def check_as_before(process: subprocess.Popen, before: tuple[int, int]) -> None:
     wait_until(lambda: resources(process)[1] <= before[1])
     memory, files = resources(process)
     print(
-        f"the server's memory {before[0]} MiB, then {memory} MiB; open files {before[1]}, then {files}"
+        f"the server's memory {before[0]} MiB, then {memory} MiB; "
+        f"open files {before[1]}, then {files}"
     )
     assert memory <= 1.05 * before[0]
 

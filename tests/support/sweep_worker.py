@@ -39,7 +39,8 @@ while step < steps:
     step += 1
     time.sleep(float(os.environ.get("STEP_SECONDS", 0.005)))
     with open("metrics.jsonl", "a") as metrics:
-        record = {"kind": "valid" if step % 5 == 0 else "train", "step": step, "loss": loss + 1 / step}
+        kind = "valid" if step % 5 == 0 else "train"
+        record = {"kind": kind, "step": step, "loss": loss + 1 / step}
         metrics.write(json.dumps(record) + "\\n")
     with open("new", "w") as new:
         new.write(str(step))
@@ -48,7 +49,8 @@ while step < steps:
         time.sleep(float(os.environ.get("SAVE_SECONDS", 0)))
         sys.exit(143)
 with open("new", "w") as results:
-    json.dump({"steps": steps, "best_valid": {"loss": loss + 1 / steps}, "test": {"loss": loss}}, results)
+    scores = {"best_valid": {"loss": loss + 1 / steps}, "test": {"loss": loss}}
+    json.dump({"steps": steps} | scores, results)
 os.rename("new", "results.json")
 open("ends", "a").write("x\\n")
 """

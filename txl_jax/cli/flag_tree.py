@@ -166,7 +166,10 @@ def parse(
     for word in words:
         if name := word.name(flag_values):
             if word.where and name in last and not last[name].where:
-                line = f"note: {last[name].text} is overridden by {word.where}{word.text}. Put it after --flagfile."
+                line = (
+                    f"note: {last[name].text} is overridden by {word.where}{word.text}. "
+                    "Put it after --flagfile."
+                )
                 print(line, file=sys.stderr, flush=True)
             last[name] = word
     places = {name: word.where for name, word in last.items()}
@@ -231,7 +234,10 @@ def _expanded(
         require(
             path not in inside, f"{word.where}the flagfile {path} includes itself. Remove the line."
         )
-        many = f"{word.where}a command must read at most {_MOST_FLAGFILES} flagfiles, and {path} is one more"
+        many = (
+            f"{word.where}a command must read at most {_MOST_FLAGFILES} flagfiles, and "
+            f"{path} is one more"
+        )
         require(next(numbers) <= _MOST_FLAGFILES, f"{many}. Remove repeated lines.")
         try:
             lines = enumerate(storage.read_text(path).splitlines(), start=1)
@@ -291,8 +297,8 @@ def refuse_code(plan: Any, places: Mapping[str, str]) -> None:
         value = config_tree.get(plan, leaf.name)
         if leaf.setting.loads_code and place and value and value != NONE and value != _OFF:
             raise UserError(
-                f"{place}--{leaf.name} must be typed, because code is loaded from it, got {value} in a flagfile. "
-                "Remove the line, and pass the flag on the command line."
+                f"{place}--{leaf.name} must be typed, because code is loaded from it, got {value} "
+                "in a flagfile. Remove the line, and pass the flag on the command line."
             )
 
 

@@ -116,8 +116,9 @@ def join(found: Several) -> None:
         )
     except (RuntimeError, ValueError) as error:  # JAX's own errors are RuntimeErrors.
         raise ConnectionError(
-            f"{found.num_processes} processes were announced by {found.source}, but not all of them connected "
-            f"({first_line(error)}). Start the same command on every host, and check that all can reach process 0."
+            f"{found.num_processes} processes were announced by {found.source}, but not all of "
+            f"them connected ({first_line(error)}). Start the same command on every host, and "
+            "check that all can reach process 0."
         ) from error
     finally:
         note.cancel()
@@ -303,8 +304,9 @@ def _from_flags(environment: Mapping[str, str]) -> Several | None:
     are_numbers = count.isdecimal() and number.isdecimal()
     require(
         are_numbers and int(number) < int(count) and re.fullmatch(r".+:\d+", coordinator),
-        f"the coordinator must be HOST:PORT of process 0, such as 10.0.0.1:1234, and process_id a number from 0 to "
-        f"num_processes - 1, got coordinator {coordinator!r}, process_id {number} and num_processes {count}",
+        "the coordinator must be HOST:PORT of process 0, such as 10.0.0.1:1234, and process_id a "
+        f"number from 0 to num_processes - 1, got coordinator {coordinator!r}, process_id "
+        f"{number} and num_processes {count}",
     )
     if int(count) == 1:
         return None
@@ -381,7 +383,10 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
             if answer.ok or answer.status_code == requests.codes.not_found:
                 return answer.text if answer.ok else ""
             reason = f"HTTP {answer.status_code}"
-    silent = f"this machine has a TPU, but the metadata server at {server} did not report its hosts ({reason})"
+    silent = (
+        f"this machine has a TPU, but the metadata server at {server} did not report "
+        f"its hosts ({reason})"
+    )
     raise UserError(
         f"{silent}. Set TPU_WORKER_HOSTNAMES=localhost if it is the only host, or retry."
     )

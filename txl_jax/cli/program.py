@@ -60,7 +60,10 @@ from txl_jax.runtime.storage import shorten_storage_logs
 
 FLAGS = flags.FLAGS
 
-_SAVES_MEMORY = "Lower --train.batch_size or --eval.batch_size, or try --model.remat=full or --model.attention=tiled"
+_SAVES_MEMORY = (
+    "Lower --train.batch_size or --eval.batch_size, or try --model.remat=full or "
+    "--model.attention=tiled"
+)
 _TRAINED = "Settings that you do not pass come from the trained run, instead of the defaults shown."
 _FOLDERS_OF_RUNS = ("workdir", "model", "model_path")  # Settings of plans.
 _WARMUP = "optimizer.warmup_steps"
@@ -79,8 +82,9 @@ class Plan(Config):
 
     compilation_cache: str | None = setting(
         None,
-        "Directory that caches compiled functions for later starts. By default one per user, ~/.cache/txl_jax, for one "
-        "process of a command that reads a text. off disables the cache.",
+        "Directory that caches compiled functions for later starts. "
+        "By default one per user, ~/.cache/txl_jax, for one process of a command that reads a "
+        "text. off disables the cache.",
         loads_code=True,
     )
 
@@ -164,7 +168,8 @@ class TimedPlan(Plan):
 
     minutes: float | None = setting(
         None,
-        "Minutes to train and evaluate, not to compile. Sets train.steps at the first start, by the measured speed.",
+        "Minutes to train and evaluate, not to compile. Sets train.steps at the first start, by "
+        "the measured speed.",
         above=0,
     )
 
@@ -190,7 +195,8 @@ class TimedPlan(Plan):
         if run.is_new:
             return config
         run.notes.append(
-            "train.steps stays as --minutes set it at the first start. Pass --train.steps to change it."
+            "train.steps stays as --minutes set it at the first start. "
+            "Pass --train.steps to change it."
         )
         return config_tree.replace(config, {"train.steps": run.config.train.steps})
 
@@ -212,7 +218,8 @@ class TimedPlan(Plan):
         if job.places.get(_WARMUP) != "":
             warmup = min(warmup, steps // 10)
         run.notes.append(
-            f"--minutes={self.minutes:g} gives {steps:,} steps of {seconds:.3g} s, {warmup} of warm-up"
+            f"--minutes={self.minutes:g} gives {steps:,} steps of {seconds:.3g} s, "
+            f"{warmup} of warm-up"
         )
         return config_tree.replace(config, {"train.steps": steps, _WARMUP: warmup})
 
@@ -247,8 +254,8 @@ class TrainPlan(WatchPlan, TimedPlan, TextPlan):
     mode: Mode = setting(Mode.TRAIN, "What to do.")
     workdir: str | None = setting(
         None,
-        "Directory for the run's checkpoints, logs and results. Created if missing. The default for training is "
-        "runs/NAME, named after the flagfile or else the corpus.",
+        "Directory for the run's checkpoints, logs and results. Created if missing. "
+        "The default for training is runs/NAME, named after the flagfile or else the corpus.",
         path=True,
     )
     ensemble_member: str | None = setting(
@@ -288,8 +295,8 @@ def _train(plan: TrainPlan, job: "Job") -> int | None:
     )
     require(
         plan.ensemble_member is None,
-        f"--ensemble_member must not be set with --mode=train, got {plan.ensemble_member!r}. To train it by itself, "
-        "first run python -m experiments.ensemble --mode=split.",
+        f"--ensemble_member must not be set with --mode=train, got {plan.ensemble_member!r}. "
+        "To train it by itself, first run python -m experiments.ensemble --mode=split.",
     )
     if (workdir := plan.workdir) is None:
         corpus = flag_tree.given().get("data.corpus", job.defaults.data.corpus)
@@ -321,7 +328,8 @@ def _print_next(config: ExperimentConfig, workdir: str) -> None:
         check_can_generate(config)
         commands.insert(
             0,
-            f"python -m experiments.{program_of(config.data.corpus)} --mode=generate --workdir={place}",
+            f"python -m experiments.{program_of(config.data.corpus)} --mode=generate "
+            f"--workdir={place}",
         )
     print(f"files     log.txt, metrics.jsonl and checkpoints are in {workdir}")
     print("next      " + "\n          ".join(commands), flush=True)
@@ -369,8 +377,8 @@ def main(
         if several:  # One process by itself skips this.
             require(
                 hosts == "join",
-                f"this command must run as a single process, got {several.num_processes} processes (announced by "
-                f"{several.source}). Start it once, outside of them.",
+                f"this command must run as a single process, got {several.num_processes} "
+                f"processes (announced by {several.source}). Start it once, outside of them.",
             )
             other_hosts.join(several)
         # Of machines on Google Cloud, else nothing.
@@ -457,7 +465,8 @@ class Job:
                 base = preset(SMALL)
                 but = " and the sizes of the weights" if asked.init_from else ""
                 notes.append(
-                    f"no flag sets a model size, so this run uses --flagfile={SMALL} with your flags{but}"
+                    f"no flag sets a model size, so this run uses --flagfile={SMALL} "
+                    f"with your flags{but}"
                 )
             if asked.init_from is not None:
                 trained = warm_start.basis(asked.init_from, run)
@@ -473,7 +482,8 @@ class Job:
             ):
                 usual = f"{base.train.batch_size} x {base.train.segment_len} tokens per step"
                 notes.append(
-                    f"settings without a flag are the paper's ({usual}). --flagfile={SMALL} suits one machine."
+                    f"settings without a flag are the paper's ({usual}). "
+                    f"--flagfile={SMALL} suits one machine."
                 )
         config = distributed.run_on_all(
             lambda: _config(
@@ -585,8 +595,8 @@ def check_program(defaults: ExperimentConfig, config: ExperimentConfig) -> None:
     own, asked = defaults.data.corpus, config.data.corpus
     require(
         program_of(asked) == program_of(own),
-        f"data.corpus must be {own} for this command, got {asked}. Run python -m experiments.{program_of(asked)}, or "
-        f"use a flagfile for {own}.",
+        f"data.corpus must be {own} for this command, got {asked}. "
+        f"Run python -m experiments.{program_of(asked)}, or use a flagfile for {own}.",
     )
 
 
@@ -645,7 +655,8 @@ def _config(
         changed = config_tree.replace(config, values)
         # Nobody typed the values that yield: they are a flagfile's or the command's.
         lines = [
-            f"{leaf.name} is {config_tree.format_value(new)} instead of {config_tree.format_value(old)}"
+            f"{leaf.name} is {config_tree.format_value(new)} instead of "
+            f"{config_tree.format_value(old)}"
             for leaf, old, new in config_tree.differences(config, changed)
         ]
         if values and notes is not None:
@@ -836,9 +847,13 @@ def exit_code_for(error: BaseException) -> int | None:
         case RuntimeError() | AssertionError() if "xla_bridge" in str(
             traceback.extract_tb(error.__traceback__)[-1:]
         ):
-            found = f"{first_line(error)}, JAX_PLATFORMS is {jax.config.values['jax_platforms'] or 'not set'}"
+            found = (
+                f"{first_line(error)}, JAX_PLATFORMS is "
+                f"{jax.config.values['jax_platforms'] or 'not set'}"
+            )
             fail(
-                f"jax cannot use the devices ({found}). Check JAX_PLATFORMS, and whether another process holds them."
+                f"jax cannot use the devices ({found}). Check JAX_PLATFORMS, and whether another "
+                "process holds them."
             )
         case _:
             return None

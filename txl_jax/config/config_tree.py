@@ -291,7 +291,10 @@ def describe_change(leaf: Leaf, old: Any, new: Any) -> str:
 
     The dashes are omitted if the setting has no flag.
     """
-    return f"{'--' if leaf.setting.flag else ''}{leaf.name} was {format_value(old)} and is now {format_value(new)}"
+    return (
+        f"{'--' if leaf.setting.flag else ''}{leaf.name} was {format_value(old)} and is now "
+        f"{format_value(new)}"
+    )
 
 
 def format_value(value: Any) -> str:

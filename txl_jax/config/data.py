@@ -119,7 +119,8 @@ class TokenizerConfig(Config, prefix="data.tokenizer."):
     )
     min_count: int = setting(
         1,
-        "Character and word tokens: minimum count in the training split. Rarer tokens become <unk>.",
+        "Character and word tokens: minimum count in the training split. "
+        "Rarer tokens become <unk>.",
         at_least=1,
         shapes_tokens=True,
         only_with={"kind": (Tokenizer.CHAR, Tokenizer.WORD)},
@@ -127,21 +128,22 @@ class TokenizerConfig(Config, prefix="data.tokenizer."):
     )
     vocab_file: str | None = free_setting(
         None,
-        "Word tokens: vocabulary file with one word per line. none builds it from the training split.",
+        "Word tokens: vocabulary file with one word per line. "
+        "none builds it from the training split.",
         path=True,
         only_with=_WORDS,
     )
     hf_file: str | None = free_setting(
         None,
-        "Subword tokens: a tokenizer.json. none trains one on the training split. Ready-made ids: the tokenizer.json "
-        "that made them.",
+        "Subword tokens: a tokenizer.json. none trains one on the training split. Ready-made ids: "
+        "the tokenizer.json that made them.",
         path=True,
         only_with=_SUBWORDS,
     )
     vocab_size: int | None = setting(
         None,
-        f"Vocabulary size. For subwords trained here none means {DEFAULT_SUBWORDS:,}, for ready-made ids the largest "
-        "id plus one, or the size of the tokenizer.json.",
+        f"Vocabulary size. For subwords trained here none means {DEFAULT_SUBWORDS:,}, for "
+        "ready-made ids the largest id plus one, or the size of the tokenizer.json.",
         at_least=1,
         shapes_tokens=True,
         only_with=_SUBWORDS,
@@ -157,8 +159,9 @@ class DataConfig(Config, prefix="data."):
     # Paths may change when a run is resumed: the digest of the text decides whether it is the same.
     file: str | None = free_setting(
         None,
-        "Your own text, or part of a single-file corpus: one file, split 90/5/5 by position. For your own text also a "
-        "directory or glob pattern, whose last files become the validation and test splits, a twentieth each.",
+        "Your own text, or part of a single-file corpus: one file, split 90/5/5 by position. "
+        "For your own text also a directory or glob pattern, whose last files become the "
+        "validation and test splits, a twentieth each.",
         path=True,
     )
     train: tuple[str, ...] = free_setting((), "Your own text: training files, in order.", path=True)
@@ -166,12 +169,14 @@ class DataConfig(Config, prefix="data."):
     test: tuple[str, ...] = free_setting((), "Your own text: test files.", path=True)
     json_field: str | None = free_setting(
         None,
-        "Read files and --input as JSON lines, with a document in this field. none reads them as text.",
+        "Read files and --input as JSON lines, with a document in this field. "
+        "none reads them as text.",
     )
     tokenizer: TokenizerConfig = TokenizerConfig()
     reset_at: str | None = setting(
         None,
-        "Text of the token that ends a document. The memory is reset after it. none carries it across documents.",
+        "Text of the token that ends a document. The memory is reset after it. "
+        "none carries it across documents.",
         shapes_tokens=True,
     )
     heldout: Heldout = setting(
@@ -221,6 +226,6 @@ class DataConfig(Config, prefix="data."):
         found = ", ".join([*(["data.file"] if self.file else []), *given]) or "none of them"
         require(
             not given if self.file else (len(given) == 3 or without_test),
-            "your own text needs one file, --data.file=PATH, or three lists, --data.train=... --data.valid=... "
-            f"--data.test=..., got {found}",
+            "your own text needs one file, --data.file=PATH, or three lists, --data.train=... "
+            f"--data.valid=... --data.test=..., got {found}",
         )

@@ -48,11 +48,13 @@ class EvalConfig(Recurrence, prefix="eval."):
     same_length: bool = free_setting(True, "Every query attends to the same number of keys.")
     cache_dtype: CacheDType | None = free_setting(
         None,
-        "Dtype of the KV cache: bfloat16 or int8 for 1/2 or 1/4 of float32's size. none keeps the compute dtype.",
+        "Dtype of the KV cache: bfloat16 or int8 for 1/2 or 1/4 of float32's size. "
+        "none keeps the compute dtype.",
     )
     weight_dtype: WeightDType | None = free_setting(
         None,
-        "Quantization: int8 stores weights in 1/4 of float32's size, on one device. none disables it.",
+        "Quantization: int8 stores weights in 1/4 of float32's size, on one device. "
+        "none disables it.",
     )
     average_checkpoints: int | None = free_setting(
         None,
@@ -105,7 +107,8 @@ class GenerateConfig(Config, prefix="generate."):
     length: int = free_setting(500, "Number of tokens to generate.", at_least=1)
     stop: str | None = free_setting(
         None,
-        "Text that ends a sample and is included in it, with \\n for a newline. none generates the full length.",
+        "Text that ends a sample and is included in it, with \\n for a newline. "
+        "none generates the full length.",
     )
     samples: int = free_setting(1, "Number of samples, generated in parallel.", at_least=1)
     temperature: float = free_setting(
@@ -113,7 +116,8 @@ class GenerateConfig(Config, prefix="generate."):
     )
     top_k: int | None = free_setting(
         40,
-        "Top-k sampling from the k most likely tokens (40: the paper's appendix E). none means all.",
+        "Top-k sampling from the k most likely tokens (40: the paper's appendix E). "
+        "none means all.",
         at_least=1,
     )
     top_p: float = free_setting(

@@ -82,7 +82,8 @@ class ExperimentConfig(Config):
     )
     init_from: str | None = setting(
         None,
-        "Warm start (fine-tuning): workdir or portable checkpoint to load initial weights from. none means random.",
+        "Warm start (fine-tuning): workdir or portable checkpoint to load initial weights from. "
+        "none means random.",
         path=True,
     )
     init_vocabulary: InitVocabulary = setting(

@@ -119,7 +119,8 @@ class DropoutConfig(Config, prefix="model.dropout."):
 
     rate: float = setting(
         0.1,
-        "Dropout on embedding, positions, attention output, both feed-forward layers and the last layer.",
+        "Dropout on embedding, positions, attention output, both feed-forward layers and "
+        "the last layer.",
         at_least=0,
         below=1,
     )
@@ -229,7 +230,8 @@ class ModelConfig(Config, prefix="model."):
     )
     num_positions: int | None = shape_setting(
         None,
-        "Table size of a learned encoding. Larger distances share the last entry. none means L + M of training.",
+        "Table size of a learned encoding. Larger distances share the last entry. "
+        "none means L + M of training.",
         at_least=2,
         flag=False,
         only_with=_LEARNED,
@@ -274,7 +276,8 @@ class ModelConfig(Config, prefix="model."):
     )
     remat: Remat = setting(
         Remat.NONE,
-        "Rematerialization (activation checkpointing): what the backward pass recomputes to save memory.",
+        "Rematerialization (activation checkpointing): what the backward pass recomputes "
+        "to save memory.",
     )
     compat: CompatConfig = CompatConfig()
 
@@ -359,8 +362,8 @@ class ModelConfig(Config, prefix="model."):
         )
         require(
             len(self.tie_projs) in (0, self.n_cluster),
-            f"model.tie_projs must be empty or have an entry for each of {self.n_cluster} clusters of model.cutoffs, "
-            f"got {len(self.tie_projs)} entries",
+            f"model.tie_projs must be empty or have an entry for each of {self.n_cluster} "
+            f"clusters of model.cutoffs, got {len(self.tie_projs)} entries",
         )
         self.expect(
             self.div_val == 1 or self.cutoffs, "div_val cutoffs", "Smaller tails require cutoffs"
@@ -368,7 +371,8 @@ class ModelConfig(Config, prefix="model."):
         last = self.n_cluster - 1
         require(
             self.cluster_width(last) >= 1,
-            f"model.div_val is too large, got {self.div_val}: cluster {last} would have size 0 of {self.embed_width}",
+            f"model.div_val is too large, got {self.div_val}: cluster {last} would have size 0 of "
+            f"{self.embed_width}",
         )
 
     def validate_vocabulary(self, vocab_size: int) -> None:

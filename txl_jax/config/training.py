@@ -99,7 +99,8 @@ class OptimizerConfig(Config, prefix="optimizer."):
     )
     l2: float = setting(
         0.0,
-        "L2 penalty: this times the parameters is added to the clipped gradient (like PyTorch's Adam).",
+        "L2 penalty: this times the parameters is added to the clipped gradient "
+        "(like PyTorch's Adam).",
         at_least=0,
         only_with={"name": (OptimizerName.ADAM, OptimizerName.ADAMW)},
     )
@@ -181,7 +182,8 @@ class TrainConfig(Recurrence, prefix="train."):
     mem_len: int = setting(512, "M, memory length.", at_least=0)
     stride: int | None = setting(
         None,
-        "Sliding window, without memory: new, scored tokens at the end of each segment. none scores all.",
+        "Sliding window, without memory: new, scored tokens at the end of each segment. "
+        "none scores all.",
         at_least=1,
         not_with=("mem_len",),
     )
@@ -253,7 +255,8 @@ class RegularizationConfig(Config, prefix="regularization."):
     )
     temporal_l2: float = setting(
         0.0,
-        "Temporal activation regularization (TAR): coefficient of their mean squared change between positions.",
+        "Temporal activation regularization (TAR): coefficient of their mean squared change "
+        "between positions.",
         at_least=0,
     )
 
@@ -273,7 +276,8 @@ class AverageConfig(Config, prefix="average."):
     )
     nt_asgd_patience: int | None = setting(
         None,
-        "NT-ASGD: start averaging after N evaluations without improvement (5 in AWD-LSTM). none disables it.",
+        "NT-ASGD: start averaging after N evaluations without improvement (5 in AWD-LSTM). "
+        "none disables it.",
         at_least=1,
     )
     lr_scale: float = setting(

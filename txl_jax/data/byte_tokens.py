@@ -35,7 +35,8 @@ class ByteVocabulary(Vocabulary):
     def __post_init__(self) -> None:
         if not self.symbols or len(set(self.symbols)) < len(self.symbols):
             raise UserError(
-                f"the symbols of a vocabulary must be distinct and not empty, got {list(self.symbols)}"
+                "the symbols of a vocabulary must be distinct and not empty, got "
+                f"{list(self.symbols)}"
             )
 
     @classmethod
@@ -90,8 +91,9 @@ class ByteVocabulary(Vocabulary):
         foreign = block.translate(None, delete=self.symbols + dropped)
         if foreign:
             raise UserError(
-                f"{where}byte {foreign[0]} at offset {offset + block.index(foreign[0])} is not one of the {self.size} "
-                "symbols of the vocabulary. Remove it from the text, or use a vocabulary that contains it."
+                f"{where}byte {foreign[0]} at offset {offset + block.index(foreign[0])} is not "
+                f"one of the {self.size} symbols of the vocabulary. "
+                "Remove it from the text, or use a vocabulary that contains it."
             )
         return np.frombuffer(block.translate(self._ids, delete=dropped), np.uint8)
 

@@ -139,7 +139,10 @@ def refuse_packed(corpus: Corpus) -> None:
     """
     if isinstance(corpus.vocabulary, ByteVocabulary):
         found = packed_as(corpus.vocabulary.decode(corpus.train[:6]))
-        advice = "Unpack it or convert it to UTF-8, or pass --data.tokenizer.kind=byte to train on these bytes."
+        advice = (
+            "Unpack it or convert it to UTF-8, or pass --data.tokenizer.kind=byte to train on "
+            "these bytes."
+        )
         require(not found, f"the text ({corpus.description}) looks like {found}. {advice}")
 
 
@@ -327,13 +330,17 @@ def _given_words(path: str, mark: list[str]) -> tuple[list[str], str]:
     file = file_part(checked(path, flag="--data.tokenizer.vocab_file"))
     content = "".join(text_blocks([file], close_lines=True))
     lists = "A tokenizer.json is --data.tokenizer.hf_file, with --data.tokenizer.kind=subword."
-    wrong = f"--data.tokenizer.vocab_file must have a word on each line, got {path}, which is JSON. {lists}"
+    wrong = (
+        f"--data.tokenizer.vocab_file must have a word on each line, got {path}, which is JSON. "
+        f"{lists}"
+    )
     require(not _is_json(content), wrong)
     lines = content.split("\n")
     words = list(dict.fromkeys(fields[0] for fields in map(str.split, lines) if fields))
     require(
         words,
-        f"--data.tokenizer.vocab_file must have a word on each line, got {path}, which has no words",
+        f"--data.tokenizer.vocab_file must have a word on each line, got {path}, which "
+        "has no words",
     )
     unknown = next(
         (word for word in (UNKNOWN_WORD, UNKNOWN_WORD.upper()) if word in words), UNKNOWN_WORD

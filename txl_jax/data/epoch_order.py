@@ -76,8 +76,9 @@ class ShuffledSentences:
         if not is_of_text or np.any(starts[1:] < starts[:-1]):
             ends = f"{starts.ravel()[:1].tolist()} to {starts.ravel()[-1:].tolist()}"
             raise ValueError(
-                "sentence_starts must be signed integers on one axis that never decrease, from the text's beginning to "
-                f"its length, {n_tokens}, got {starts.dtype} of shape {starts.shape} from {ends}"
+                "sentence_starts must be signed integers on one axis that never decrease, from "
+                f"the text's beginning to its length, {n_tokens}, got {starts.dtype} of shape "
+                f"{starts.shape} from {ends}"
             )
         self._starts, self._seed = starts, seed
         # Of one epoch: see `_prepare`.

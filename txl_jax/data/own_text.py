@@ -136,10 +136,14 @@ def read_python_stdlib(config: DataConfig) -> Text:
     advice = "Use a Python that is installed as source files, or another --data.corpus."
     require(
         paths,
-        f"the standard library at {root} has no .py files (it may be packed in an archive). {advice}",
+        f"the standard library at {root} has no .py files (it may be packed in an archive). "
+        f"{advice}",
     )
     total = sum(map(os.path.getsize, paths))
-    described = f"standard library of Python {platform.python_version()}, {len(paths)} files, {total:,} bytes"
+    described = (
+        f"standard library of Python {platform.python_version()}, {len(paths)} "
+        f"files, {total:,} bytes"
+    )
     return _split_text("python_stdlib", described, paths, config)
 
 
@@ -203,12 +207,18 @@ def _check_text(config: DataConfig, paths: Sequence[str]) -> None:
             is_array = file.read(len(_NPY_MAGIC)) == _NPY_MAGIC
             file.seek(max(os.path.getsize(path) - _BORDER_WINDOW, 0))
             end = file.read()
-        wrong = f"{path} is a NumPy array, but data.tokenizer.kind is {kind}. For ids, pass --data.tokenizer.kind=id."
+        wrong = (
+            f"{path} is a NumPy array, but data.tokenizer.kind is {kind}. "
+            "For ids, pass --data.tokenizer.kind=id."
+        )
         require(not is_array, wrong)
         white = end[len(end.rstrip()) :]
         # A newline ends a line; what follows is another one.
         empty = white.count(b"\n") - white.endswith(b"\n")
-        wrong = f"{path} ends in {empty} empty line(s), each of which would be scored as a line. Remove them."
+        wrong = (
+            f"{path} ends in {empty} empty line(s), each of which would be scored as a line. "
+            "Remove them."
+        )
         require(not marked or empty <= 0, wrong)
 
 
@@ -299,7 +309,8 @@ def _copy_of_pipe(path: str, cache: Path) -> str:
                     copy.write(block)
             require(
                 size(part),
-                f"the pipe {path} has no content. Its command may have failed, or it was read before.",
+                f"the pipe {path} has no content. Its command may have failed, or it "
+                "was read before.",
             )
             made = folder / f"pipe-{digest.hexdigest()[:16]}"
             # The text of JSON lines is found again by the time of their file.

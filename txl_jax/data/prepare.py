@@ -282,8 +282,9 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
         )
         if known.tokens is not None and known.sha256 not in (None, digest):
             say(
-                f"note: the {part} split of {self._corpus.title} in {next(iter(tallies)).path} has as many tokens as "
-                "the published one, but other bytes. Scores are comparable only if the difference is white space.",
+                f"note: the {part} split of {self._corpus.title} in {next(iter(tallies)).path} "
+                "has as many tokens as the published one, but other bytes. "
+                "Scores are comparable only if the difference is white space.",
             )
         return digest
 
@@ -377,7 +378,10 @@ def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Pla
                     min(set(names) - set(lacking)),
                     " and ".join(dict.fromkeys(map(corpus.url_of, lacking))),
                 )
-                lacks = f"{folder} has {there}, but not {_some(lacking)} of {corpus.title}. Download it from {urls}"
+                lacks = (
+                    f"{folder} has {there}, but not {_some(lacking)} of {corpus.title}. "
+                    f"Download it from {urls}"
+                )
                 partly = partly or lacks
     require(not partly, partly)
     return _download(corpus, folders, manager)
@@ -418,7 +422,10 @@ def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list
     wanted = ", or ".join(
         " and ".join(remote.url for remote in source) for source in corpus.sources
     )
-    missing = f"{corpus.title} is not in {' or '.join(folders)}, and downloading it failed ({'; '.join(failed)})"
+    missing = (
+        f"{corpus.title} is not in {' or '.join(folders)}, and downloading it failed "
+        f"({'; '.join(failed)})"
+    )
     raise UserError(f"{missing}. Put {wanted} into {folders[0]} (--data_dir){corpus.advice}")
 
 

@@ -79,7 +79,10 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> dic
     if vocabulary is None and tokenizer.hf_file:
         vocabulary = given_tokenizer(tokenizer.hf_file)
     vocabulary = vocabulary or IdVocabulary(size=tokenizer.vocab_size or largest + 1)
-    advice = "Pass ids of this vocabulary, or change --data.tokenizer.vocab_size or --data.tokenizer.hf_file."
+    advice = (
+        "Pass ids of this vocabulary, or change --data.tokenizer.vocab_size or "
+        "--data.tokenizer.hf_file."
+    )
     found = f"token ids must be less than {vocabulary.size} (the vocabulary size), got {largest}"
     require(largest < vocabulary.size, f"{found}. {advice}")
     if config.file:
@@ -92,7 +95,10 @@ def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> dic
     tested = "" if config.file or config.test else ", test on the validation ids"
     return splits | {
         "name": "ids",
-        "description": f"own ids, {sizes} in train + valid + test{tested}, of {vocabulary.size:,} tokens{counted}",
+        "description": (
+            f"own ids, {sizes} in train + valid + test{tested}, of {vocabulary.size:,} "
+            f"tokens{counted}"
+        ),
         "digest": digests[0] if config.file else digest_of(digests),
         "vocabulary": vocabulary,
     }
@@ -143,7 +149,10 @@ def _check_plain(path: str, ids: np.ndarray) -> None:
     if found is not None:
         what, dtype = found
         save = f"numpy.save('ids.npy', numpy.fromfile({path!r}, {dtype!r}))"
-        advice = f"Save them as .npy, which records their type: {save}, with 'uint16' if they are uint16 all the same."
+        advice = (
+            f"Save them as .npy, which records their type: {save}, with 'uint16' if they are "
+            "uint16 all the same."
+        )
         raise UserError(
             f"{path} must have ids of uint16, but {what}, as in ids of {dtype}. {advice}"
         )
@@ -252,7 +261,10 @@ class IdVocabulary(Vocabulary):
             for word in words
             if not (word.isascii() and word.isdecimal() and len(word) < 10)
         ]
-        advice = f"This model has no vocabulary: pass ids from 0 to {self.size - 1}, separated by spaces."
+        advice = (
+            f"This model has no vocabulary: pass ids from 0 to {self.size - 1}, "
+            "separated by spaces."
+        )
         require(not foreign, f"{foreign[:1]} is not a token id. {advice}")
         return check_ids(np.array(words, dtype=np.int64), self.size).astype(id_type(self.size))
 
@@ -351,7 +363,10 @@ def joined(
         return ids, 0
     # Without a token of its own, its logprob would be 0, and it would win every comparison.
     if not count:
-        added = f"got {continuation[:40]!r} after {context[-40:]!r}, which this model reads as the same tokens"
+        added = (
+            f"got {continuation[:40]!r} after {context[-40:]!r}, which this model reads "
+            "as the same tokens"
+        )
         raise UserError(
             f"a continuation must add a token to its context, {added}. Pass another continuation."
         )

@@ -198,7 +198,10 @@ def training_segments(
     )
     row_len = n_pairs // batch_size
     row_len -= (row_len - segment_len) % stride
-    wanted = f"the training text must have more tokens than batch_size x segment_len = {batch_size} x {segment_len}"
+    wanted = (
+        f"the training text must have more tokens than batch_size x segment_len = {batch_size} x "
+        f"{segment_len}"
+    )
     advice = "Lower --train.batch_size or --train.segment_len, or pass a longer text."
     require(row_len >= segment_len, f"{wanted}, got {len(tokens)}. {advice}")
     if sentence_starts is not None and roll is not Roll.NONE:

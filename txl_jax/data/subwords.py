@@ -136,7 +136,10 @@ class SubwordVocabulary(Vocabulary):
             # Byte tokens spell all bytes of a character or lose some of it.
             spelt = not self._byte_level or self.decode(ids).endswith(normal.encode())
             if normal and not normal.isspace() and not (ids and spelt):
-                missing = f"the tokenizer has no token for {character!r} (U+{ord(character):04X}), so it would vanish"
+                missing = (
+                    f"the tokenizer has no token for {character!r} (U+{ord(character):04X}), so "
+                    "it would vanish"
+                )
                 raise UserError(
                     f"{missing}. Pass another tokenizer, or remove the character from the text."
                 )
@@ -261,7 +264,10 @@ def _paragraphs(blocks: Iterable[str]) -> Iterator[str]:
 
 def package() -> ModuleType:
     """Imports the package tokenizers. Raises `MissingPackageError` if it is not installed."""
-    missing = "subwords and tokenizer.json files need the package tokenizers. Run pip install '.[tokenizers]'"
+    missing = (
+        "subwords and tokenizer.json files need the package tokenizers. "
+        "Run pip install '.[tokenizers]'"
+    )
     with rephrased(missing, ImportError, to=MissingPackageError):
         import tokenizers
     return tokenizers
@@ -270,7 +276,13 @@ def package() -> ModuleType:
 def given_tokenizer(path: str) -> SubwordVocabulary:
     """Reads a tokenizer.json. Raises `UserError` if the file is not one."""
     checked(path, flag="--data.tokenizer.hf_file")
-    wrong = f"--data.tokenizer.hf_file must be a tokenizer.json of the package tokenizers, got {path} (%s)"
-    advice = "Pass the tokenizer.json from its save() or, for SentencePiece, from transformers' save_pretrained()."
+    wrong = (
+        "--data.tokenizer.hf_file must be a tokenizer.json of the package tokenizers, "
+        f"got {path} (%s)"
+    )
+    advice = (
+        "Pass the tokenizer.json from its save() or, for SentencePiece, from transformers' "
+        "save_pretrained()."
+    )
     with rephrased(f"{wrong}. {advice}", ValueError):
         return SubwordVocabulary(storage.read_text(path))

@@ -163,7 +163,10 @@ def json_texts(
             advice = "Correct the line, or change --data.json_field (none for plain text files)."
             raise UserError(f"{wanted}, got {line.strip()[:60]!r}. {advice}") from None
         if not zeros_allowed and (place := text.find("\0")) >= 0:
-            found = f"line {number} of {name} has a zero character (\\u0000) at position {place} of its text"
+            found = (
+                f"line {number} of {name} has a zero character (\\u0000) at position "
+                f"{place} of its text"
+            )
             raise UserError(f"{found}. Remove it, or read bytes with --data.tokenizer.kind=byte.")
         yield number, text
 

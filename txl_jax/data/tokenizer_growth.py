@@ -107,7 +107,10 @@ def _check_contents(part: str, steps: list[Any]) -> None:
             packed = base64.b64decode(table)
             texts = packed[4 + int.from_bytes(packed[:4], "little") :]
             length = max(map(len, texts.split(b"\0")))
-        wrong = f"a replacement of its {part} must have at most {_LONGEST_TEXT} characters, got {length:,}"
+        wrong = (
+            f"a replacement of its {part} must have at most {_LONGEST_TEXT} "
+            f"characters, got {length:,}"
+        )
         require(length <= _LONGEST_TEXT, wrong)
     require(tables <= 1, f"its {part} must have at most one table of characters, got {tables}")
 

@@ -144,7 +144,10 @@ def check_devices(weight_dtype: str | None, num_devices: int) -> None:
     The scales of a sharded table would need separate specs.
     """
     if weight_dtype is not None and num_devices > 1:
-        wrong = f"eval.weight_dtype {weight_dtype} supports only one device, got a mesh of {num_devices}"
+        wrong = (
+            f"eval.weight_dtype {weight_dtype} supports only one device, got a mesh of "
+            f"{num_devices}"
+        )
         raise UserError(f"{wrong}. Pass --mesh.data=1, or omit the dtype.")
 
 

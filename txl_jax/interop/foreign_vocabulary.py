@@ -73,7 +73,10 @@ def _with_added(found: Found, path: Path) -> Found:
     vocabulary = found.vocabulary
     if not (isinstance(vocabulary, WordVocabulary) and path.is_file()):
         return found
-    damaged = f"{path} must contain ids by token, from {vocabulary.size} on (%s). Copy or download it again."
+    damaged = (
+        f"{path} must contain ids by token, from {vocabulary.size} on (%s). "
+        "Copy or download it again."
+    )
     with rephrased(damaged, OSError, ValueError, TypeError, AttributeError):
         by_id = {number: token for token, number in storage.read_json(path).items()}
         # Tokens of the vocabulary may be listed again.
@@ -103,7 +106,8 @@ def check_size(found: Found, vocab_size: int, *, name: str) -> Found:
     if found.vocabulary and found.vocabulary.size != vocab_size:
         wrong = f"{name} has {found.vocabulary.size} tokens, but the model has {vocab_size}"
         raise UserError(
-            f"{wrong}. Pass the vocabulary that it was trained with, and {_ADDED} if tokens were added to it."
+            f"{wrong}. Pass the vocabulary that it was trained with, and {_ADDED} if tokens were "
+            "added to it."
         )
     return found
 
@@ -138,7 +142,8 @@ def of_symbols(
     """
     if not _are_distinct_texts(symbols):
         raise UserError(
-            f"{name} has {len(symbols)} tokens, but they must be distinct strings. Download it again."
+            f"{name} has {len(symbols)} tokens, but they must be distinct strings. "
+            "Download it again."
         )
     if (values := _bytes_of(symbols)) is not None:
         newlines = Newlines.KEEP if 10 in values or dataset == "text8" else Newlines.DROP

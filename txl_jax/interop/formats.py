@@ -74,7 +74,10 @@ def read(path: str | os.PathLike[str]) -> Model:
     with reading(str(path)):
         files = weight_files.find(path)
         if files is None:
-            expected = f"Expected one of {', '.join(weight_files.NAMES)}, such a file, or a TensorFlow checkpoint."
+            expected = (
+                f"Expected one of {', '.join(weight_files.NAMES)}, such a file, or "
+                "a TensorFlow checkpoint."
+            )
             raise UserError(f"{path} contains no weights of another implementation. {expected}")
         weights = _open(files)
     file = weights.path
@@ -107,7 +110,8 @@ def _read_weights(weights: _Weights, format: Format) -> Model:
     if vocabulary is None:
         vocabulary = IdVocabulary(size=vocab_size)
         notes.append(
-            "tokens are named by their ids. For words, put the vocabulary next to the weights and convert again"
+            "tokens are named by their ids. For words, put the vocabulary next to the weights and "
+            "convert again"
         )
     config = dataclasses.replace(config, compat=_compat(format, facts))
     whole = dataclasses.replace(ExperimentConfig(), model=config, eval=eval_config)

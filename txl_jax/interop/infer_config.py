@@ -58,7 +58,8 @@ def infer(
         values["d_embed"] = None
     if "pre_lnorm" not in facts:
         notes.append(
-            "the file does not record the place of the layer norm: post-norm, like all published models"
+            "the file does not record the place of the layer norm: "
+            "post-norm, like all published models"
         )
     values["layer_norm"] = NormPlace.PRE if facts.get("pre_lnorm") else NormPlace.POST
     values |= _ties(tensors, ModelConfig(**values), facts)
@@ -115,8 +116,9 @@ def _cutoffs(
     if len(known) == tails:
         return known
     raise UserError(
-        f"tensor crit.cluster_weight has shape {[tails, width]}, but no shape gives the cutoffs of {tails} clusters in "
-        f'{vocab_size} tokens. Put a config.json with {{"cutoffs": [...]}} next to it.'
+        f"tensor crit.cluster_weight has shape {[tails, width]}, but no shape gives the cutoffs "
+        f"of {tails} clusters in {vocab_size} tokens. "
+        'Put a config.json with {"cutoffs": [...]} next to it.'
     )
 
 
@@ -190,8 +192,9 @@ def _lengths(facts: Mapping[str, Any], notes: list[str]) -> EvalConfig:
     config = EvalConfig()
     if "mem_len" not in facts:
         notes.append(
-            f"the file does not record lengths: evaluation uses segments of {config.segment_len}, a memory of "
-            f"{config.mem_len} and a clamp of {config.clamp_len}, unless you set others"
+            f"the file does not record lengths: evaluation uses segments of {config.segment_len}, "
+            f"a memory of {config.mem_len} and a clamp of {config.clamp_len}, unless "
+            "you set others"
         )
         return config
     found = EvalConfig(

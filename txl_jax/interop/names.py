@@ -63,12 +63,14 @@ def known(tensors: Leaves) -> Named:
         short = without_wrappers(name)
         if plain.setdefault(short, leaf) is not leaf:
             raise UserError(
-                f"two tensors have the name {short} without the names of wrappers. Save only one of them."
+                f"two tensors have the name {short} without the names of wrappers. "
+                "Save only one of them."
             )
     notes = []
     if plain.keys() != tensors.keys():
         notes.append(
-            "names of tensors were read without those of wrappers (torch.compile, DataParallel, ...)"
+            "names of tensors were read without those of wrappers "
+            "(torch.compile, DataParallel, ...)"
         )
     prefixes = _prefixes(plain)
     if not prefixes:

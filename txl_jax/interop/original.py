@@ -121,9 +121,9 @@ def to_leaves(
     for name, first in shared.items():
         if not leaves_lib.is_same(found[name], found[first]):
             raise UserError(
-                f"tensors {name} and {first} differ, but model.tie_weight {config.tie_weight}, model.tie_projs "
-                f"{list(config.tie_projs)} and model.untie_r {config.untie_r} share them. Turn the tie off or pass "
-                "equal values."
+                f"tensors {name} and {first} differ, but model.tie_weight {config.tie_weight}, "
+                f"model.tie_projs {list(config.tie_projs)} and model.untie_r {config.untie_r} "
+                "share them. Turn the tie off or pass equal values."
             )
     return _assembled(found, pieces)
 
@@ -171,8 +171,9 @@ def check_exportable(config: ModelConfig, format: Format) -> None:
 
     def refuse(reason: str, flags: str) -> NoReturn:
         raise UserError(
-            f"{owner} {reason}, so this model cannot be converted to it. Train with {flags} for that, or convert with "
-            "--to_format=native, which stores every model."
+            f"{owner} {reason}, so this model cannot be converted to it. "
+            f"Train with {flags} for that, or convert with --to_format=native, which "
+            "stores every model."
         )
 
     if config.network is not Network.TRANSFORMER_XL:
@@ -196,7 +197,8 @@ def check_exportable(config: ModelConfig, format: Format) -> None:
         refuse(f"has no such positions (model.encoding is {config.encoding})", flags)
     if config.encoding is Encoding.SHAW and config.compat.shaw_terms is not ShawTerms.ORIGINAL:
         refuse(
-            f"has more terms in Shaw's encoding (model.compat.shaw_terms is {config.compat.shaw_terms})",
+            "has more terms in Shaw's encoding (model.compat.shaw_terms is "
+            f"{config.compat.shaw_terms})",
             preset,
         )
 
@@ -252,7 +254,8 @@ def _check(found: Leaves, expected: Mapping[str, tuple[int, ...]], kind: str) ->
                 else f"expected no such {kind}"
             )
             raise UserError(
-                f"{kind} {name} {there}, {wanted}. Correct the sizes in the config, or model.untie_r."
+                f"{kind} {name} {there}, {wanted}. Correct the sizes in the config, or "
+                "model.untie_r."
             )
 
 
@@ -283,7 +286,8 @@ def position_tensors(config: ModelConfig, format: Format) -> Sequence[OriginalTe
     """
     if not _has_encoding(config, format):
         raise UserError(
-            f"model.encoding is {config.encoding}, unsupported in the {format} format. Choose another."
+            f"model.encoding is {config.encoding}, unsupported in the {format} format. "
+            "Choose another."
         )
     return encoding_of(config).original_tensors()
 
@@ -488,9 +492,8 @@ def _write_vocabulary(folder: Path, vocabulary: Vocabulary) -> list[str]:
         return []
     if not isinstance(vocabulary, WordVocabulary):
         file = portable.VOCABULARY
-        return [
-            f"the tokens are of kind {vocabulary.kind!r}, for which the format has no tokenizer: {file}"
-        ]
+        kind = vocabulary.kind
+        return [f"the tokens are of kind {kind!r}, for which the format has no tokenizer: {file}"]
     write_lines(folder / "vocab.txt", (f"{word}\n" for word in vocabulary.words))
     found = next((word for word in _UNKNOWN if word in vocabulary.words), None)
     if found != vocabulary.unknown:
@@ -506,15 +509,18 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
     notes = []
     if format is Format.ORIGINAL and config.model.untie_r:
         notes.append(
-            "the release's class shares u and v among the layers, but here each layer has its own (untie_r)"
+            "the release's class shares u and v among the layers, but here each layer has "
+            "its own (untie_r)"
         )
     if config.model.encoding is Encoding.VASWANI and config.eval.mem_len:
         notes.append(
-            "the release adds positions to its memory again in each segment, so losses differ (eval.mem_len)"
+            "the release adds positions to its memory again in each segment, so losses differ "
+            "(eval.mem_len)"
         )
     if (mark := config.data.reset_at) is not None:
         notes.append(
-            f"this model keeps documents apart by the token {mark!r}, but the {format} format does not"
+            f"this model keeps documents apart by the token {mark!r}, but the "
+            f"{format} format does not"
         )
     unused = {
         "final_norm": True,  # A model that has one is rejected.
@@ -524,8 +530,8 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
     }
     theirs = apply_preset(config, PRESETS[format]).model.compat
     return notes + [
-        f"the {format} format has model.compat.{leaf.name} {config_tree.format_value(there)}, but these weights were "
-        f"read with {config_tree.format_value(here)}, so losses differ there"
+        f"the {format} format has model.compat.{leaf.name} {config_tree.format_value(there)}, but "
+        f"these weights were read with {config_tree.format_value(here)}, so losses differ there"
         for leaf, here, there in config_tree.differences(config.model.compat, theirs)
         if not unused.get(leaf.name)
     ]

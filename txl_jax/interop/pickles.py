@@ -38,8 +38,9 @@ _BUILTINS = ("builtins", "__builtin__")
 _INERT_CALLS = frozenset(
     """datetime.date datetime.datetime datetime.timedelta numpy._core.multiarray._reconstruct
     numpy._core.multiarray.scalar numpy._core.numeric._frombuffer numpy.core.multiarray._reconstruct
-    numpy.core.multiarray.scalar numpy.core.numeric._frombuffer numpy.dtype numpy.ndarray pathlib.Path pathlib.PosixPath
-    re._compile torch.device torch.serialization._get_layout torch.storage._load_from_bytes""".split()  # noqa: SIM905
+    numpy.core.multiarray.scalar numpy.core.numeric._frombuffer numpy.dtype numpy.ndarray
+    pathlib.Path pathlib.PosixPath re._compile torch.device torch.serialization._get_layout
+    torch.storage._load_from_bytes""".split()  # noqa: SIM905
 )
 
 
@@ -183,7 +184,10 @@ def load(
         MemoryError,
     ) as error:
         reason = str(error) if isinstance(error, DamagedError) else type(error).__name__
-        wrong = f"the pickle at byte {start} is corrupted or ends early at byte {file.tell()} ({reason})"
+        wrong = (
+            f"the pickle at byte {start} is corrupted or ends early at "
+            f"byte {file.tell()} ({reason})"
+        )
         raise UserError(f"{name}: {wrong}. Copy or download the file again.") from error
     raise AssertionError("genops ends with STOP or an error")
 
@@ -383,5 +387,8 @@ class _Machine:
             raise DamagedError("its values are larger than the file")
 
     def refused(self, verb: str, what: str) -> UserError:
-        wrong = f"{self.name}: its pickle {verb} {what[:120]}, which weights and vocabularies do not need"
+        wrong = (
+            f"{self.name}: its pickle {verb} {what[:120]}, which weights and vocabularies "
+            "do not need"
+        )
         return UserError(f"{wrong}. None of it was run. Get the file from a source that you trust.")

@@ -58,7 +58,8 @@ tags:
 
 # Transformer-XL
 
-A language model with {parameters:,} parameters in the format of txl_jax {version}: {info.description}.
+A language model with {parameters:,} parameters in the format of txl_jax {version}:
+{info.description}.
 
 ## Model
 
@@ -188,8 +189,8 @@ def _read_info(folder: AnyPath) -> ModelInfo:
         check_scores(info.scores, vocabulary)
     if (digest(vocabulary), vocabulary.size) != expected:
         raise UserError(
-            f"{folder}/{VOCABULARY} ({vocabulary.size} tokens) does not match {CONFIG} (sha256, or vocab_size "
-            f"{expected[1]}). Copy or convert the directory again."
+            f"{folder}/{VOCABULARY} ({vocabulary.size} tokens) does not match {CONFIG} (sha256, "
+            f"or vocab_size {expected[1]}). Copy or convert the directory again."
         )
     return info
 
@@ -240,7 +241,10 @@ def place(leaves: Leaves, abstract_params: Any) -> Any:
 
 def _read_config(folder: AnyPath) -> dict[str, Any]:
     path = os.path.join(folder, CONFIG)
-    other = f"{folder} is not a portable checkpoint of txl_jax ({CONFIG}: %s). Make one with `experiments.convert`."
+    other = (
+        f"{folder} is not a portable checkpoint of txl_jax ({CONFIG}: %s). "
+        "Make one with `experiments.convert`."
+    )
     with rephrased(other, OSError, ValueError, KeyError, TypeError, AttributeError):
         saved: dict[str, Any] = storage.read_json(path)
         version, _ = saved[_KIND], saved["sha256"].items()

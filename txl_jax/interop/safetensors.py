@@ -105,7 +105,8 @@ def write(
             array, leaf = leaves[name].read(), leaves[name]
             if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
                 raise ValueError(
-                    f"tensor {name} is {array.dtype}{array.shape}, described as {leaf.dtype}{leaf.shape}"
+                    f"tensor {name} is {array.dtype}{array.shape}, described as "
+                    f"{leaf.dtype}{leaf.shape}"
                 )
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         file.flush()

@@ -48,8 +48,9 @@ def of(file: TorchFile) -> dict[str, Leaf]:
     )
     if total > _MAX_SHARING * file.size:
         raise UserError(
-            f"{file.path}: its tensors share numbers so often that together they have {total:,} bytes, over "
-            f"{_MAX_SHARING} times the file's {file.size:,}. Save them without sharing."
+            f"{file.path}: its tensors share numbers so often that together they have {total:,} "
+            f"bytes, over {_MAX_SHARING} times the file's {file.size:,}. "
+            "Save them without sharing."
         )
     # Equal tensors by a text: the file could choose the sizes so that the hashes of all tensors are
     # equal.
@@ -135,8 +136,8 @@ class _Names:
         self._left -= characters
         if self._left < 0:
             raise UserError(
-                f"{self._path}: its pickled modules share parts so often that the names of their tensors are longer "
-                "than the file. Save the model's state_dict instead."
+                f"{self._path}: its pickled modules share parts so often that the names of their "
+                "tensors are longer than the file. Save the model's state_dict instead."
             )
 
 

@@ -125,7 +125,10 @@ def _root_of(names: Iterable[str]) -> str:
 
 def _open(prefix: Path) -> dict[str, Leaf]:
     """Returns all variables by name, matmuls' matrices transposed."""
-    missing = f"{prefix} is a checkpoint of TensorFlow, which is not installed. Run pip install 'txl_jax[tensorflow]'"
+    missing = (
+        f"{prefix} is a checkpoint of TensorFlow, which is not installed. "
+        "Run pip install 'txl_jax[tensorflow]'"
+    )
     with rephrased(missing, ImportError):
         import tensorflow
 
@@ -170,7 +173,8 @@ def find(path: Path) -> Path | None:
         return prefix
     if prefix != path and path.is_file():
         raise UserError(
-            f"{prefix}{_INDEX} is missing. A checkpoint of TensorFlow consists of .index and .data-* files."
+            f"{prefix}{_INDEX} is missing. A checkpoint of TensorFlow consists of .index and "
+            ".data-* files."
         )
     return None
 

@@ -148,7 +148,8 @@ class _Reader:
                     or numel * dtype.itemsize > self.size
                 ):
                     raise DamagedError(
-                        f"storage {name[:40]} has {numel:,} numbers in a file of {self.size:,} bytes"
+                        f"storage {name[:40]} has {numel:,} numbers in a file "
+                        f"of {self.size:,} bytes"
                     )
                 if any(view):
                     raise DamagedError(

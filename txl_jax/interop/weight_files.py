@@ -132,8 +132,9 @@ def _refuse_unreadable(path: Path, *, is_sure: bool) -> None:
     )
     if (path.suffix in SUFFIXES and other) or path.suffix in _OTHER_SUFFIXES:
         raise UserError(
-            f"{path} has weights in the format {other or _OTHER_SUFFIXES[path.suffix]}, which is not read. Save them "
-            "as safetensors or by torch.save, under the names of PyTorch's class."
+            f"{path} has weights in the format {other or _OTHER_SUFFIXES[path.suffix]}, which is "
+            "not read. Save them as safetensors or by torch.save, under the names "
+            "of PyTorch's class."
         )
     if is_sure:
         raise UserError(_corrupted(path))
@@ -237,7 +238,8 @@ def _of_files(path: Path, parts: Mapping[Path, Any]) -> WeightFiles:
     missing = [part.name for part in parts if not part.is_file()]
     if missing or not parts:
         raise UserError(
-            f"{path}: the model has {len(parts)} files, of which {_some(missing)} are missing. Get them too."
+            f"{path}: the model has {len(parts)} files, of which {_some(missing)} are missing. "
+            "Get them too."
         )
     kinds = {part: kind_of(part) for part in parts}
     for part, kind in kinds.items():
@@ -247,7 +249,10 @@ def _of_files(path: Path, parts: Mapping[Path, Any]) -> WeightFiles:
 
 
 def _corrupted(path: Path) -> str:
-    return f"{path} begins like neither a safetensors file nor one of torch.save. Copy or download it again."
+    return (
+        f"{path} begins like neither a safetensors file nor one of torch.save. "
+        "Copy or download it again."
+    )
 
 
 def _some(names: Iterable[str]) -> str:

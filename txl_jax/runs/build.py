@@ -304,8 +304,9 @@ class Built:
         multiple = shards * train.grad_accum_steps
         require(
             train.batch_size % multiple == 0,
-            f"train.batch_size must be a multiple of {multiple} (data x fsdp of the mesh: {shards}, microbatches: "
-            f"{train.grad_accum_steps}), got {train.batch_size}. Change it, --train.grad_accum_steps or --mesh.data.",
+            f"train.batch_size must be a multiple of {multiple} (data x fsdp of the mesh: "
+            f"{shards}, microbatches: {train.grad_accum_steps}), got {train.batch_size}. "
+            "Change it, --train.grad_accum_steps or --mesh.data.",
         )
 
     # Batches
@@ -355,7 +356,8 @@ class Built:
         tokens = (per_call, lengths.batch_size, lengths.segment_len)
         kinds = (tokens, "int32"), (tokens, "int32"), (tokens, "float32"), (tokens[:2], "bool")
         pairs = zip(kinds, self._segment_shardings(lengths.batch_size), strict=True)
-        return Segments(*(jax.ShapeDtypeStruct(*kind, sharding=placed) for kind, placed in pairs))  # type: ignore[arg-type]
+        arrays = [jax.ShapeDtypeStruct(*kind, sharding=placed) for kind, placed in pairs]
+        return Segments(*arrays)  # type: ignore[arg-type]
 
     def _segment_shardings(self, batch_size: int) -> Any:
         rows = batch_axes(self.mesh, batch_size)
@@ -460,7 +462,8 @@ def build(
     )
     require(
         is_there,
-        f"end_token must be the id of data.reset_at ({reset_at!r}) among {vocab_size} tokens, got {end_token}",
+        f"end_token must be the id of data.reset_at ({reset_at!r}) among {vocab_size} "
+        f"tokens, got {end_token}",
     )
     mesh = make_mesh(config.mesh) if mesh is None else mesh
     check_devices(config.eval.weight_dtype, mesh.size)

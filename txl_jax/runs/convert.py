@@ -92,16 +92,19 @@ def convert(
         if to_format in _THEIRS:
             own_settings.write(folder, read.info, _THEIRS[to_format])
             log(
-                f"settings  {own_settings.NAME} has those that the format lacks, so that we read the same model back"
+                f"settings  {own_settings.NAME} has those that the format lacks, so that we read "
+                "the same model back"
             )
         size = sum(map(storage.size, folder.iterdir())) / 1e6
         log(
-            f"written   {size:,.1f} MB after {time.monotonic() - began:.1f} s, reading it back to compare all of it"
+            f"written   {size:,.1f} MB after {time.monotonic() - began:.1f} s, reading it back to "
+            "compare all of it"
         )
         difference = _verify(read, folder, to_format)
     seconds = time.monotonic() - began
     log(
-        f"verified  tensors equal bit for bit, losses to {difference:.1g} nats, {seconds:.1f} s in total"
+        f"verified  tensors equal bit for bit, losses to {difference:.1g} nats, "
+        f"{seconds:.1f} s in total"
     )
     log(f"to        {to_format}: {target}")
 
@@ -114,7 +117,8 @@ def _read(source: str, member: str | None, log: Callable[[str], None]) -> Model:
         )
         require(
             not storage.is_remote(source),
-            f"{source} must be a local path, because other implementations' weights need random access. Copy it first.",
+            f"{source} must be a local path, because other implementations' weights need random "
+            "access. Copy it first.",
         )
         return formats.read(source)
     found = open_weights(source, member=member)
@@ -212,7 +216,8 @@ def check_same_losses(expected: np.ndarray, found: np.ndarray) -> float:
     """
     if not np.isfinite(expected).all():
         raise CheckpointError(
-            "the weights give losses that are not finite. They are corrupted, or from another model."
+            "the weights give losses that are not finite. They are corrupted, or "
+            "from another model."
         )
     difference = float(np.abs(expected - found).max())
     if not difference <= 1e-5 * max(1.0, float(np.abs(expected).max())):

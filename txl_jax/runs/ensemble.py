@@ -99,10 +99,11 @@ def member_configs(base: ExperimentConfig, members: MemberSettings) -> dict[str,
     """
     require(len(members) > 1, f"an ensemble must have at least two members, got {len(members)}")
     for name in sorted({name for member in members for name in member}):
-        there = f"{', '.join(ensemble_step.VARYING)}{config_tree.did_you_mean(name, ensemble_step.VARYING)}"
+        suggestion = config_tree.did_you_mean(name, ensemble_step.VARYING)
         require(
             name in ensemble_step.VARYING,
-            f"ensemble members cannot differ in {name}, only in {there}",
+            f"ensemble members cannot differ in {name}, only in "
+            f"{', '.join(ensemble_step.VARYING)}{suggestion}",
         )
     base.expect(
         not base.train.patience,

@@ -136,7 +136,10 @@ def describe_error(name: str, difference: float, problem: Problem) -> str:
     most = _TOLERANCE if jnp.dtype(problem.dtype).itemsize > 2 else _TOLERANCE_OF_16_BITS
     if difference <= most:
         return ""
-    return f"its {name} differs from the reference by {difference:.1e} of the largest element, above {most:.0e}"
+    return (
+        f"its {name} differs from the reference by {difference:.1e} of the largest "
+        f"element, above {most:.0e}"
+    )
 
 
 def largest_difference(

@@ -49,7 +49,8 @@ def generate_text(
     step, params = weights.params(built, log=say)
     at_most = "at most " if config.generate.stop else ""
     print(
-        f"--- step {step}, seed {config.generate.seed}, {at_most}{config.generate.length} tokens ---"
+        f"--- step {step}, seed {config.generate.seed}, "
+        f"{at_most}{config.generate.length} tokens ---"
     )
     texts = sample(built, params, stop_requested, functools.partial(print, end="", flush=True))
     path = os.path.join(folder or "", f"sample-seed{config.generate.seed}.txt")

@@ -211,7 +211,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
             )
             if steps < (done := max(found, default=0)):
                 refused.append(
-                    f"--train.steps was {before} and is now {steps}, fewer than the {done} already done"
+                    f"--train.steps was {before} and is now {steps}, fewer than the {done} "
+                    "already done"
                 )
         old, new = ("; ".join(by_name(each)) or "none" for each in (self.members, members))
         if old != new:
@@ -263,7 +264,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 self.claim()
                 if holds_run(self.path):
                     raise UserError(
-                        f"another process has recorded a run in {self.path}. Rerun the same command."
+                        f"another process has recorded a run in {self.path}. "
+                        "Rerun the same command."
                     )
             self.record(
                 config, text, attention=attention.record() if attention else {}, members=members
@@ -273,8 +275,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self.notes[:0] = distributed.broadcast_from_primary(write)
         distributed.check_seen_by_all(
             self.path,
-            f"the workdir {self.path} is not the directory that process 0 writes to. Pass all hosts a --workdir on a "
-            "shared file system.",
+            f"the workdir {self.path} is not the directory that process 0 writes to. "
+            "Pass all hosts a --workdir on a shared file system.",
             seconds=_SECONDS_TO_APPEAR,
         )
 
@@ -393,7 +395,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     def _damaged(self, name: str) -> str:
         file = os.path.join(self.path, name)
-        return f"{file} is corrupted, or this version cannot read it (%s). Restore it, or pass another --workdir."
+        return (
+            f"{file} is corrupted, or this version cannot read it (%s). "
+            "Restore it, or pass another --workdir."
+        )
 
     def claim(self) -> None:
         """Makes the directory, locks it, and removes what killed runs left. Process 0 calls it."""

@@ -579,7 +579,10 @@ def as_result(totals: Totals, vocabulary: Vocabulary) -> dict[str, Any]:
 def format_scores(totals: Totals, measure: Measure) -> str:
     """Formats one line of a result, the usual measure first."""
     perplexity = f"  {totals.format(Measure.PPL)}" if measure.is_bits else ""
-    return f"{totals.format(measure)}  loss {totals.nll:.4f}{perplexity}  ({totals.tokens:,.0f} tokens)"
+    return (
+        f"{totals.format(measure)}  loss {totals.nll:.4f}{perplexity} "
+        f" ({totals.tokens:,.0f} tokens)"
+    )
 
 
 @contextlib.contextmanager
@@ -618,7 +621,8 @@ def progress_bar(
                 remaining = (now - began) / done * (total - done) if done else math.nan
                 shown_score = f"  {score_so_far} so far" if score_so_far else ""
                 log(
-                    f"{name}: {done / total:.0%}{shown_score}  ETA {environment.duration(remaining)}"
+                    f"{name}: {done / total:.0%}{shown_score}  ETA "
+                    f"{environment.duration(remaining)}"
                 )
 
         yield show

@@ -227,7 +227,10 @@ def steps_in(
     steps = int((seconds - scoring) / of_step)
     steps -= steps % train.segments_per_call
     found = f"a step takes {each:.3g} s, and scoring the validation and test splits {scoring:.3g} s"
-    advice = f"Pass at least {math.ceil((scoring + 100 * of_step) / 60)} minutes for 100 steps, or a smaller model."
+    advice = (
+        f"Pass at least {math.ceil((scoring + 100 * of_step) / 60)} minutes for 100 steps, or a "
+        "smaller model."
+    )
     require(steps > 0, f"{seconds / 60:g} minutes are too few to train: {found}. {advice}")
     return steps, each
 
@@ -235,7 +238,10 @@ def steps_in(
 def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:
     """Describes text, model, work per step, evaluation and devices, one line each."""
     c, train, lengths, mesh = built.config.model, built.config.train, built.config.eval, built.mesh
-    sizes = f"{c.n_layer} layers of size {c.d_model}, {c.n_head} heads x {c.d_head}, inner size {c.d_inner}"
+    sizes = (
+        f"{c.n_layer} layers of size {c.d_model}, {c.n_head} heads x {c.d_head}, "
+        f"inner size {c.d_inner}"
+    )
     if c.network is not Network.TRANSFORMER_XL:
         sizes = f"{c.n_layer} {c.network.upper()} layers of {c.d_model} cells"
     elif c.encoding is not type(c).encoding:
@@ -261,9 +267,11 @@ def _opening(built: Built, corpus: Corpus, reader: SegmentReader) -> list[str]:
     if unknown != "0.00%":
         tokens += f", {unknown} of the tokens are unknown"
     work = (
-        f"batch {train.batch_size} x {train.new_tokens} tokens = {train.batch_size * train.new_tokens:,} per step, "
-        f"{context}; {train.steps:,} steps = {train.steps / reader.n_segments:.2f} epochs of {reader.n_segments:,} "
-        f"steps ({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)"
+        f"batch {train.batch_size} x {train.new_tokens} tokens = "
+        f"{train.batch_size * train.new_tokens:,} per step, {context}; "
+        f"{train.steps:,} steps = {train.steps / reader.n_segments:.2f} epochs of "
+        f"{reader.n_segments:,} steps ({reader.skipped_tokens:,} tokens at the end of an epoch "
+        "are skipped)"
     )
     return [
         f"text      {corpus.description}: {tokens}",

@@ -157,7 +157,8 @@ class Trainer:
                     step, state = self._loop(compilation.program, step, state)
                 if step < config.steps and validation.out_of_patience:
                     log.note(
-                        f"training ends at step {step}: no better loss in {config.patience} evaluations"
+                        f"training ends at step {step}: no better loss "
+                        f"in {config.patience} evaluations"
                     )
                 if self._checkpoints.saved_step != step:
                     self._save(HookContext(step, state, log))
@@ -165,7 +166,8 @@ class Trainer:
                 results = validation.make_results(step, state) if self._has_ended(step) else None
                 if results is None:
                     log.print(
-                        f"stopped   at step {step}, checkpoint saved. Rerun the same command to resume."
+                        f"stopped   at step {step}, checkpoint saved. "
+                        "Rerun the same command to resume."
                     )
                 return Outcome(results is not None, step, results)
 
@@ -250,7 +252,10 @@ class Trainer:
                 )
                 advice = "a longer --optimizer.warmup_steps, in a new --workdir"
                 if self.built.members.names:
-                    advice = "start without that --ensemble_member, or split off the other members (--mode=split)"
+                    advice = (
+                        "start without that --ensemble_member, or split off the other members "
+                        "(--mode=split)"
+                    )
                 raise NonFiniteError(
                     f"{error}. {there}. Try a lower --optimizer.learning_rate, or {advice}."
                 ) from None

@@ -122,7 +122,8 @@ class Validation:
                 self.checkpoints.save_best(index, context.step, of_members[index], notes)
             else:
                 context.log(
-                    f"{line}  best {Totals(best['loss'], 1).format(self._measure)} at step {best['step']}"
+                    f"{line}  best {Totals(best['loss'], 1).format(self._measure)} at step "
+                    f"{best['step']}"
                 )
             self.losses[index].append(totals.nll)
         if self.out_of_patience:
@@ -164,8 +165,8 @@ class Validation:
                 losses, trigger
             ):
                 context.log(
-                    f"note      {self._members.prefix(index)}weight averaging starts: no better loss than "
-                    f"{trigger} evaluations ago"
+                    f"note      {self._members.prefix(index)}weight averaging starts: "
+                    f"no better loss than {trigger} evaluations ago"
                 )
                 average = weight_averaging.begin(average, context.step, index)
         return dataclasses.replace(context.state, average=average)
@@ -197,7 +198,8 @@ class Validation:
             if notes is None or notes["eval"] == self._eval_settings:
                 return notes
             self.log.note(
-                f"the best step is chosen again: step {notes['step']} was scored with other --eval settings"
+                f"the best step is chosen again: step {notes['step']} was scored with other "
+                "--eval settings"
             )
             return None
 

@@ -59,9 +59,15 @@ class WarmStart(NamedTuple):
         moved = (
             f" ({tokens['moved']:,} moved to a cluster of another size)" if tokens["moved"] else ""
         )
-        counts = f"{tokens['kept']:,} tokens kept, {tokens['new']:,} new{moved}, {tokens['dropped']:,} dropped"
+        counts = (
+            f"{tokens['kept']:,} tokens kept, {tokens['new']:,} "
+            f"new{moved}, {tokens['dropped']:,} dropped"
+        )
         return [
-            f"init      weights from {record['path']}, step {record['step']:,}, sha256 {record['sha256'][:12]}...",
+            (
+                f"init      weights from {record['path']}, step {record['step']:,}, sha256 "
+                f"{record['sha256'][:12]}..."
+            ),
             f"          vocabulary: {counts}",
             *filter(None, [self.note]),
         ]
@@ -234,8 +240,8 @@ def _match(config: ExperimentConfig, trained: Weights, vocabulary: Vocabulary) -
     kinds = [f"{each.kind} ({each.size:,})" for each in (theirs, vocabulary)]
     require(
         same or theirs.kind == vocabulary.kind,
-        f"the tokens of {trained.path} are of kind {kinds[0]}, but the text's are of kind {kinds[1]}. Pass "
-        "--init_vocabulary=kept to read the text in that vocabulary.",
+        f"the tokens of {trained.path} are of kind {kinds[0]}, but the text's are of kind "
+        f"{kinds[1]}. Pass --init_vocabulary=kept to read the text in that vocabulary.",
     )
     matched = (
         np.arange(vocabulary.size, dtype=np.int32) if same else match_tokens(theirs, vocabulary)

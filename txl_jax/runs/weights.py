@@ -166,16 +166,21 @@ def _open_portable(folder: str, member: str | None, no_run: UserError) -> Weight
 
     def check() -> None:
         if portable.is_portable(folder):
-            one = f"the ensemble member is {member!r}, but {folder} contains one model. Omit the member."
+            one = (
+                f"the ensemble member is {member!r}, but {folder} contains one model. "
+                "Omit the member."
+            )
             require(member is None, one)
         elif exported.is_exported(folder):
             raise UserError(
-                f"{folder} is an exported model (docs/export.md). Pass the directory it was exported from."
+                f"{folder} is an exported model (docs/export.md). "
+                "Pass the directory it was exported from."
             )
         elif holds_other_weights(folder):
             convert = f"`python -m experiments.convert --from={folder} --to=NEW_DIRECTORY`"
             raise UserError(
-                f"{folder} contains another implementation's weights. Convert them with {convert} first."
+                f"{folder} contains another implementation's weights. "
+                f"Convert them with {convert} first."
             )
         else:
             raise no_run
@@ -221,7 +226,8 @@ def load_to_score(
     )
     require(
         ours == theirs,
-        f"this is {trained}, but {scored} {ours.size} or others. Read it in the model's vocabulary.",
+        f"this is {trained}, but {scored} {ours.size} or others. "
+        "Read it in the model's vocabulary.",
     )
     if not isinstance(weights.source, Run) or corpus.digest != weights.source.text.digest:
         log(f"note      scored text: {corpus.description}. Model: {weights.description}.")
@@ -302,12 +308,16 @@ def _mean_of_latest(
     while len(steps) < count:
         restored = load_state(built, run, log=log, before=steps[-1] if steps else None, casts=True)
         if restored is None:
-            what = f"eval.average_checkpoints must be at most {len(steps)} (found in {run.latest}), got {count}"
+            what = (
+                f"eval.average_checkpoints must be at most {len(steps)} (found "
+                f"in {run.latest}), got {count}"
+            )
             raise UserError(f"{what}. Lower it, or train with more --train.keep_checkpoints.")
         steps.append(restored[0])
         params = restored[1].scored_params
         total = params if total is None else jax.tree.map(jnp.add, total, params)
     log(
-        f"note      parameters are the mean of the checkpoints at steps {', '.join(map(str, reversed(steps)))}"
+        "note      parameters are the mean of the checkpoints at steps "
+        f"{', '.join(map(str, reversed(steps)))}"
     )
     return steps[0], jax.tree.map(lambda leaf: leaf / count, total)

@@ -155,7 +155,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self.sweep()
             found = _steps(self._directory)
             if newer := sorted({other for other, _, _ in found if other > step}):
-                after = f"checkpoints of steps {', '.join(map(str, newer))} in {self._directory} come after step {step}"
+                after = (
+                    f"checkpoints of steps {', '.join(map(str, newer))} in {self._directory} come "
+                    f"after step {step}"
+                )
                 fate = (
                     "they belong to an abandoned run, and are deleted once the new one is verified"
                 )
@@ -236,12 +239,21 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             yield
         except _IncompleteError as error:
             self._writer = None
-            wrong = f"the checkpoint of step {step} in {self._directory} was written incompletely ({error})"
-            advice = "It does not count. Rerun the same command to resume from the one before, which is intact."
+            wrong = (
+                f"the checkpoint of step {step} in {self._directory} was "
+                f"written incompletely ({error})"
+            )
+            advice = (
+                "It does not count. Rerun the same command to resume from the one "
+                "before, which is intact."
+            )
             raise CheckpointError(f"{wrong}. {advice}") from error
         except Exception as error:
             self._writer = None
-            wrong = f"the checkpoint of step {step} could not be written to {self._directory} ({_short(error)})"
+            wrong = (
+                f"the checkpoint of step {step} could not be written to {self._directory} "
+                f"({_short(error)})"
+            )
             advice = (
                 "Free space or allow writing there, then resume: earlier checkpoints are intact."
             )
@@ -297,7 +309,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             if damage == NO_DIGESTS:
                 unverified.append((step, path))
                 self._log(
-                    f"checkpoint {path} is not verified ({damage}), so verified ones are tried first"
+                    f"checkpoint {path} is not verified ({damage}), so verified ones "
+                    "are tried first"
                 )
             elif damage is not None:
                 self._skip(path, damage, tried)
@@ -307,7 +320,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 return step, *restored
         for step, path in unverified:
             self._log(
-                f"no verified checkpoint could be restored, so {path} is tried, which is not verified"
+                f"no verified checkpoint could be restored, so {path} is tried, which "
+                "is not verified"
             )
             if restored := self._try_restore(
                 path, abstract_state, tried, is_verified=False, casts=casts
@@ -411,7 +425,10 @@ def _is_left_over(directory: AnyPath, name: str) -> bool:
 
 
 def _reading(directory: AnyPath) -> contextlib.AbstractContextManager[None]:
-    wrong = f"the checkpoint directory {directory} cannot be read (%s). It must be a directory that this user may read."
+    wrong = (
+        f"the checkpoint directory {directory} cannot be read (%s). "
+        "It must be a directory that this user may read."
+    )
     return rephrased(wrong, OSError, to=CheckpointError)
 
 

@@ -47,7 +47,8 @@ def origin() -> list[str]:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             git = ["git", "-C", str(root), "rev-parse", "HEAD"]
             versions.append(
-                f"commit {subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True).strip()}"
+                "commit "
+                f"{subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True).strip()}"
             )
     return [f"command   {words}", f"versions  {', '.join(versions)}"]
 

@@ -72,7 +72,8 @@ class RunLock(contextlib.ExitStack):
             self._acquire_object()
         else:
             self.notes.append(
-                f"this run is not locked, because {self._scheme}:// has no locks: do not start it twice"
+                f"this run is not locked, because {self._scheme}:// has no locks: "
+                "do not start it twice"
             )
 
     def check(self) -> None:
@@ -88,7 +89,8 @@ class RunLock(contextlib.ExitStack):
 
     def _refused(self, holder: str) -> UserError:
         return UserError(
-            f"another run ({holder}) is training in {self._folder}. Stop it, or pass another --workdir."
+            f"another run ({holder}) is training in {self._folder}. "
+            "Stop it, or pass another --workdir."
         )
 
     def _acquire_file(self) -> None:
@@ -126,13 +128,15 @@ class RunLock(contextlib.ExitStack):
                 if self._delete(lock[0]):
                     remove(self._beat_of(record))
                     self.notes.append(
-                        f"the lock was taken over from {holder}, which has ended or did not renew it"
+                        f"the lock was taken over from {holder}, which has ended or did "
+                        "not renew it"
                     )
                 continue
             if first is None:
                 say(
-                    f"waiting   up to {STALE_SECONDS - unrenewed:.0f} s: {holder} renewed the lock of {self._folder} "
-                    f"{age:.0f} s ago, and may be training"
+                    f"waiting   up to {STALE_SECONDS - unrenewed:.0f} s: "
+                    f"{holder} renewed the lock of {self._folder} {age:.0f} s ago, and "
+                    "may be training"
                 )
             first = lock[0], beat
             time.sleep(_LOOK_SECONDS)
@@ -166,8 +170,8 @@ class RunLock(contextlib.ExitStack):
             else f"another run ({record.get('holder')}) has taken it over"
         )
         self._lost = (
-            f"the lock of {self._folder} was lost, because it was not renewed for a minute: {other}. This run stops, "
-            "and has written nothing since."
+            f"the lock of {self._folder} was lost, because it was not renewed for a minute: "
+            f"{other}. This run stops, and has written nothing since."
         )
 
     def is_renewed(self) -> bool:

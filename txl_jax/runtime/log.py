@@ -63,7 +63,10 @@ def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
         if line.endswith(b"\n") and isinstance(step, int) and 0 <= step < 1 << 63:
             records.append(record)
         elif number < len(lines):
-            wrong = f"line {number} of {path} is corrupted (it must be a JSON object with kind and step)"
+            wrong = (
+                f"line {number} of {path} is corrupted (it must be a JSON object with "
+                "kind and step)"
+            )
             raise LogError(
                 f"{wrong}. Repair or delete that line, or move the file away to start a new one."
             )
@@ -350,7 +353,8 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
                     filter(None, (type(error).__name__, str(error).partition("\n")[0][:200]))
                 )
                 self.note(
-                    f"{type(sink).__name__} failed and is skipped until the next start. The run continues ({reason})"
+                    f"{type(sink).__name__} failed and is skipped until the next start. "
+                    f"The run continues ({reason})"
                 )
 
 

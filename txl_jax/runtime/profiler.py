@@ -22,7 +22,10 @@ def check_steps(profile_steps: Sequence[int], *, steps: int) -> None:
     The updates are counted from 1, and must be in a run of `steps` updates.
     """
     if len(profile_steps) != 2 or not 1 <= profile_steps[0] <= profile_steps[1] <= steps:
-        wrong = f"--profile_steps must be the first and last step to profile, such as 10,15, from 1 to {steps}"
+        wrong = (
+            "--profile_steps must be the first and last step to profile, such as 10,15, from "
+            f"1 to {steps}"
+        )
         got = ",".join(map(str, profile_steps))
         raise UserError(f"{wrong}, got {got}")
 

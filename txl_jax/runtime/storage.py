@@ -460,8 +460,8 @@ def refuse_wildcards(path: AnyPath) -> None:
     found = sorted(set("*?[]") & set(os.fspath(path))) if is_remote(path) else []
     if found:
         raise UserError(
-            f"the URL of a directory must not contain the wildcards * ? [ ], got {' '.join(found)} in {path}. "
-            "Pass another name."
+            "the URL of a directory must not contain the wildcards * ? "
+            f"[ ], got {' '.join(found)} in {path}. Pass another name."
         )
 
 
@@ -484,7 +484,8 @@ def locked(path: AnyPath) -> Iterator[bool]:
         if missing is not None:
             folder = os.path.dirname(path)
             say(
-                f"note      {folder} is not locked, because {missing}: do not prepare a text there twice at a time"
+                f"note      {folder} is not locked, because {missing}: "
+                "do not prepare a text there twice at a time"
             )
         yield missing is None
 
@@ -624,7 +625,10 @@ def access_error(what: str, path: AnyPath, error: OSError) -> UserError:
         )
     elif isinstance(error, PermissionError):
         role = "the role Storage Object User on the bucket"
-        advice = f"Log in with `gcloud auth application-default login`, or grant this machine's account {role}."
+        advice = (
+            "Log in with `gcloud auth application-default login`, or grant this "
+            f"machine's account {role}."
+        )
     return UserError(f"cannot {what} {path} ({reason}). {advice}")
 
 

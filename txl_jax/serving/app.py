@@ -43,8 +43,8 @@ from txl_jax.version import __version__
 
 _log = logging.getLogger(__name__)
 _POLICY = (  # Of the page. In a frame of another site's page, a user would write without knowing.
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-    "frame-ancestors 'none'"
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; frame-ancestors 'none'"
 )
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # Of the histogram of completions.
 _BODIES = (protocol.Body, protocol.CompletionBody, protocol.TokenizeBody, protocol.DetokenizeBody)
@@ -369,7 +369,10 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     if error.status_code != 405:
         near = difflib.get_close_matches(path, [route.path for route in request.app.routes], n=1)
         advice = f"Did you mean {near[0]}? " if near else ""
-        message = f"{path} does not exist. {advice}For completions, use POST /v1/completions, and for probes /healthz."
+        message = (
+            f"{path} does not exist. {advice}For completions, use POST /v1/completions, and for "
+            "probes /healthz."
+        )
         return error_response(RequestError(message, status=error.status_code, code="not_found"))
     matching = (
         route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE

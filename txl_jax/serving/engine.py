@@ -204,7 +204,10 @@ class Engine:
                 )
                 raise RequestError(message, param="n")
             if self.num_waiting + count > most:
-                message = f"the queue is full ({self.num_waiting} of {self.limits.waiting} choices). Try again later."
+                message = (
+                    f"the queue is full ({self.num_waiting} of {self.limits.waiting} choices). "
+                    "Try again later."
+                )
                 raise RequestError(message, status=429, code="overloaded")
             self._waiting.extend(jobs)
             self._changed.notify()

@@ -145,7 +145,10 @@ class OwnPagesOnly:
         app = self._app
         if scope["path"] not in PROBES:
             if self._hosts and _name(host) not in self._hosts:
-                message = f"{host[:80]!r} is not a name of this server. If it should be, add it to --allowed_hosts."
+                message = (
+                    f"{host[:80]!r} is not a name of this server. If it should be, add it to "
+                    "--allowed_hosts."
+                )
                 app = error_response(RequestError(message, status=421, code="unknown_host"))
                 is_allowed = False
             elif is_foreign and not is_allowed:
@@ -173,7 +176,10 @@ def _refusal(origin: str) -> str:
         return f"pages without an address of their own ({origin[:80]!r}) are not allowed"
     if name in LOOPBACK:
         return f"pages of other servers on this machine ({origin[:80]!r}) are not allowed"
-    return f"pages from {origin[:80]!r} are not allowed. To allow them, add the name to --allowed_hosts."
+    return (
+        f"pages from {origin[:80]!r} are not allowed. To allow them, add the name to "
+        "--allowed_hosts."
+    )
 
 
 def _preflight(headers: Headers) -> Response:

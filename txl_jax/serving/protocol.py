@@ -35,7 +35,10 @@ _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # Of an 
 _MOST_NAMES = 1 << 16
 _UNSUPPORTED = ("frequency_penalty", "presence_penalty", "logit_bias", "suffix")
 _MESSAGES = {
-    "prompt": "prompt must be a string, a list of token ids, or a list of strings or of lists of token ids",
+    "prompt": (
+        "prompt must be a string, a list of token ids, or a list of strings or of lists "
+        "of token ids"
+    ),
     "stop": "stop must be a string or a list of strings",
 } | {name: f"{name} is not supported. Omit it." for name in _UNSUPPORTED}
 
@@ -54,7 +57,10 @@ class Body(pydantic.BaseModel):
         # Not left to pydantic, which makes an error of each.
         if unknown := found.keys() - cls.model_fields:
             known = ", ".join(sorted(cls.model_fields)) or "none"
-            message = f"{min(unknown)[:40]!r} is not a parameter of this request. Valid parameters: {known}."
+            message = (
+                f"{min(unknown)[:40]!r} is not a parameter of this request. Valid parameters: "
+                f"{known}."
+            )
             raise RequestError(message, code="unknown_parameter")
         return {name: value for name, value in found.items() if value is not None}
 
@@ -178,10 +184,16 @@ def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: Limits) -> 
     several = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     count = len(several) * body.n
     if not 1 <= count <= limits.choices:
-        message = f"a request must have 1 to {limits.choices} choices, got {len(several)} prompts with n = {body.n}"
+        message = (
+            f"a request must have 1 to {limits.choices} choices, got {len(several)} prompts with "
+            f"n = {body.n}"
+        )
         raise RequestError(message, param="prompt")
     if body.session is not None and not body.fork and count > 1:
-        message = f"a session continues as one text, got {len(several)} prompts with n = {body.n}. Set fork for more."
+        message = (
+            f"a session continues as one text, got {len(several)} prompts with n = {body.n}. "
+            "Set fork for more."
+        )
         raise RequestError(message, param="session")
     found = [_ids(each, vocabulary) for each in several]
     if body.session is None:
@@ -421,11 +433,17 @@ def _size(body: CompletionBody, prompt_tokens: int, count: int) -> int:
 
 def _check_total(total: int, limits: Limits) -> None:
     if total > limits.tokens:
-        most = f"the prompts plus max_tokens of all choices must be at most {limits.tokens} tokens, got {total}"
+        most = (
+            "the prompts plus max_tokens of all choices must be at most "
+            f"{limits.tokens} tokens, got {total}"
+        )
         counted = (
             "With echo a prompt counts n times, and with logprobs each entry of a token counts too."
         )
-        advice = "Shorten the prompts, lower max_tokens, n or logprobs, or continue a session over several requests."
+        advice = (
+            "Shorten the prompts, lower max_tokens, n or logprobs, or continue a session over "
+            "several requests."
+        )
         raise RequestError(f"{most}. {counted} {advice}", param="prompt", code="too_many_tokens")
 
 

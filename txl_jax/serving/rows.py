@@ -85,13 +85,14 @@ class Step:
         reset_at, size = components.config.data.reset_at, components.mesh.size
         require(  # A row's filled slots follow from its position here.
             reset_at is None,
-            f"the model keeps documents apart by the token {reset_at!r}, which the server does not support. Generate "
-            "with txl_jax.load.",
+            f"the model keeps documents apart by the token {reset_at!r}, which the server does "
+            "not support. Generate with txl_jax.load.",
         )
         require(
             size == 1,
-            f"the server must run on one device, got a mesh of {size}. Start it where JAX finds one device, for "
-            "example with CUDA_VISIBLE_DEVICES=0 or JAX_NUM_CPU_DEVICES=1.",
+            f"the server must run on one device, got a mesh of {size}. "
+            "Start it where JAX finds one device, for example with CUDA_VISIBLE_DEVICES=0 or "
+            "JAX_NUM_CPU_DEVICES=1.",
         )
         assert isinstance(components.model, TransformerXL)
         self._components, self._model = components, components.model

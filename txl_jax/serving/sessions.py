@@ -109,8 +109,14 @@ class SessionStore:
         self._expire()
         session = self._sessions.get(name)
         if session is None or session.owner != owner:
-            gone = f"It may have been evicted for others, or have expired {self.seconds:g} s after its last use."
-            message = f"session {name[:40]!r} does not exist. {gone} Make a new session and send the text again."
+            gone = (
+                f"It may have been evicted for others, or have expired {self.seconds:g} s after "
+                "its last use."
+            )
+            message = (
+                f"session {name[:40]!r} does not exist. {gone} Make a new session and "
+                "send the text again."
+            )
             raise RequestError(message, status=404, code="session_not_found")
         session.used = self._clock()
         return session

@@ -106,9 +106,9 @@ def _shape(config: MeshConfig, n_device: int, *, num_slices: int) -> tuple[int, 
     if data * shared > in_slice or (not config.data and data * shared != in_slice):
         where = f" in each of {num_slices} slices" if num_slices > 1 else ""
         raise UserError(
-            f"mesh.data x mesh.fsdp x mesh.tensor is {config.data or 'all'} x {config.fsdp} x {config.tensor} and "
-            f"there are {in_slice} devices{where}; the product must not exceed that, nor leave a remainder where data "
-            "is none"
+            f"mesh.data x mesh.fsdp x mesh.tensor is {config.data or 'all'} x {config.fsdp} x "
+            f"{config.tensor} and there are {in_slice} devices{where}; "
+            "the product must not exceed that, nor leave a remainder where data is none"
         )
     return num_slices * data, config.fsdp, config.tensor
 

@@ -135,8 +135,8 @@ class Progress:
         each, memory = seconds / updates, self.device_memory()
         self.log.print(
             f"time      {environment.brief_number(each)} s per step, about "
-            f"{environment.duration((self.steps - done) * each)} for the remaining {self.steps - done:,} steps, "
-            "without evaluations"
+            f"{environment.duration((self.steps - done) * each)} for the remaining "
+            f"{self.steps - done:,} steps, without evaluations"
             + ("" if memory is None else f"; {environment.megabytes(memory)} per device in use")
         )
 

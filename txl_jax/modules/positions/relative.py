@@ -105,7 +105,10 @@ class RelativePositions(PositionEncoding):
         """Returns u and v: [H, E], or [N, H, E] if each layer has its own."""
         c = self.config
         if c.tie_positions:
-            wrong = "model.tie_positions must be off: other implementations have u, v and a matrix of positions"
+            wrong = (
+                "model.tie_positions must be off: other implementations have u, v and a "
+                "matrix of positions"
+            )
             raise UserError(f"{wrong}. Train with it off.")
         shape = (*((c.n_layer,) if c.untie_r else ()), c.n_head, c.d_head)
         parent = "stack/layers/biases" if c.untie_r else "stack/biases"

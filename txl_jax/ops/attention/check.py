@@ -44,7 +44,8 @@ def operands_fit(operands: Operands, visibility: Visibility) -> None:
     sizes = _sizes(given["query"].shape, visibility.segment_len)
     if visibility.mem_len < 0:
         raise ValueError(
-            f"visibility.mem_len must be at least 0 (keys include the segment's), got {visibility.mem_len}"
+            "visibility.mem_len must be at least 0 (keys include the segment's), got "
+            f"{visibility.mem_len}"
         )
     sizes |= {"K": visibility.n_keys, "P": visibility.n_positions}
     lengths = f"L {visibility.segment_len}, M {visibility.mem_len} and causal={visibility.causal}"

@@ -49,7 +49,8 @@ def choose(
     if refused is not None:
         what = "attention over a KV cache" if problem.cached else "attention"
         raise UserError(
-            f"{what} cannot be {path} (--model.attention, implementation=): {refused}. Choose another, or {AUTO}."
+            f"{what} cannot be {path} (--model.attention, implementation=): {refused}. "
+            f"Choose another, or {AUTO}."
         )
     return _make(path, problem), "by model.attention"
 

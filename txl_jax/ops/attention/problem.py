@@ -120,7 +120,10 @@ class Implementation:
         if self.path not in PATHS:
             wrong = f"the path must be one of {', '.join(PATHS)}"
         elif (self.kernel in KERNELS) != (self.path == "fused"):
-            wrong = f"fused must have one of the kernels {', '.join(KERNELS)}, and other paths no kernel"
+            wrong = (
+                f"fused must have one of the kernels {', '.join(KERNELS)}, and other "
+                "paths no kernel"
+            )
         elif self.tile is None and self.path in ("tiled", "fused"):
             wrong = "it must have a tile, such as 128x256"
         elif self.tile is not None and min(self.tile) < 1:

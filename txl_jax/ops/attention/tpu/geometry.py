@@ -66,7 +66,10 @@ def refusal(problem: Problem) -> str | None:
     """
     generation, vmem = _generation(problem.device_kind), _vmem(problem.device_kind)
     if generation is not None and generation < _OLDEST_GENERATION:
-        return f"the kernels are for TPU v{_OLDEST_GENERATION} and later, but the device is {problem.device_kind}"
+        return (
+            f"the kernels are for TPU v{_OLDEST_GENERATION} and later, but the device is "
+            f"{problem.device_kind}"
+        )
     if problem.dtype not in _DTYPES:
         return f"the kernels are for {' and '.join(_DTYPES)}, but the dtype is {problem.dtype}"
     if problem.has_position_score:
@@ -74,8 +77,8 @@ def refusal(problem: Problem) -> str | None:
     pairs = problem.segment_len * problem.n_keys
     if pairs < _FEWEST_PAIRS:
         return (
-            f"{problem.segment_len} queries and {problem.n_keys} keys are {pairs} pairs, below {_FEWEST_PAIRS}, from "
-            "which kernels are faster"
+            f"{problem.segment_len} queries and {problem.n_keys} keys are {pairs} pairs, below "
+            f"{_FEWEST_PAIRS}, from which kernels are faster"
         )
     refused = _cached_refusal(problem, vmem) if problem.cached else _training_refusal(problem, vmem)
     return refused or _libtpu_refusal()
@@ -84,8 +87,8 @@ def refusal(problem: Problem) -> str | None:
 def _training_refusal(problem: Problem, vmem: int) -> str | None:
     if (need := vmem_bytes(problem, default_tile(problem))) > vmem:
         return (
-            f"{problem.n_keys} keys of size {problem.d_head} need {need / _MIB:.0f} MiB of VMEM in the backward "
-            f"kernel, but a core of {problem.device_kind} has {vmem // _MIB}"
+            f"{problem.n_keys} keys of size {problem.d_head} need {need / _MIB:.0f} MiB of VMEM "
+            f"in the backward kernel, but a core of {problem.device_kind} has {vmem // _MIB}"
         )
     return None
 
@@ -99,8 +102,8 @@ def _cached_refusal(problem: Problem, vmem: int) -> str | None:
     need, most = CachedSizes.of(problem, default_tile(problem)).vmem_bytes, vmem - SPARE_VMEM
     if need > most:
         return (
-            f"{problem.n_positions} position keys of size {problem.d_head} need {need / _MIB:.1f} MiB of VMEM, above "
-            f"{most / _MIB:.1f}"
+            f"{problem.n_positions} position keys of size {problem.d_head} need {need / _MIB:.1f} "
+            f"MiB of VMEM, above {most / _MIB:.1f}"
         )
     return None
 
