@@ -23,7 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import optuna
 import sqlalchemy
@@ -139,6 +139,7 @@ class _Training:
         self._path, self._is_remote = os.path.join(run.folder, LOG), storage.is_remote(run.folder)
         storage.make_folder(run.folder)
         run.note()
+        self._log: IO[bytes]
         if self._is_remote:
             self._log = tempfile.TemporaryFile()  # noqa: SIM115
         else:
