@@ -30,7 +30,7 @@ from txl_jax.interop import exported
 from txl_jax.interop.exported import Arrays, Function, Functions
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.generate import check_can_generate
-from txl_jax.runs.weights import open_weights
+from txl_jax.runs.trained import open_weights
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import as_path, check_new_folder, new_folder, size
 from txl_jax.sharding.mesh import make_mesh

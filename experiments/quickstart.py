@@ -42,7 +42,7 @@ from txl_jax.runs.generate import generate_text
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import score
 from txl_jax.runs.train import train_run
-from txl_jax.runs.weights import load_parameters
+from txl_jax.runs.trained import load_parameters
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import is_remote

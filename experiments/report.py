@@ -18,9 +18,9 @@ from txl_jax import cli, plots
 from txl_jax.cli import setting
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
-from txl_jax.runs import records
-from txl_jax.runs.records import RunRecords
+from txl_jax.runs import run_tables
 from txl_jax.runs.run import short_name
+from txl_jax.runs.run_tables import RunRecords
 from txl_jax.runtime import storage
 
 MOST_LINES = 8  # Of the figure, the best ones.
@@ -43,21 +43,21 @@ def run(plan: Plan, job: cli.Job) -> None:
         raise UserError(
             "no run was passed. Pass workdirs: python -m experiments.report runs/mine --out=report."
         )
-    runs = records.read_runs(job.words)
-    names = records.swept_settings(runs)
+    runs = run_tables.read_runs(job.words)
+    names = run_tables.swept_settings(runs)
     # A row has the last step even while the run is training, and the speed once it is known.
     rows = [{"steps": run.last_step, **run.row(names)} for run in runs]
     for row, each in zip(rows, runs, strict=True):
         if rate := each.tokens_per_second:
             row["tokens_per_second"] = rate
-    lines = list(records.markdown(names, rows))
+    lines = list(run_tables.markdown(names, rows))
     print("\n".join(lines))
     if plan.out is None:
         return
     print()
     storage.make_folder(plan.out)
-    columns = ["run", *names, *records.MEASURED, "tokens_per_second", "state"]
-    storage.write(os.path.join(plan.out, "report.csv"), records.csv_file(columns, rows))
+    columns = ["run", *names, *run_tables.MEASURED, "tokens_per_second", "state"]
+    storage.write(os.path.join(plan.out, "report.csv"), run_tables.csv_file(columns, rows))
     if len(measures := {run.measure for run in runs}) > 1:
         different = " and others ".join(sorted(measures))
         print(
@@ -90,7 +90,7 @@ def learning_curves(
             if points
         }
     by_name, lines = {run.name: run for run in runs}, {}
-    for group in records.seed_groups(names, [run.row(names) for run in runs]):
+    for group in run_tables.seed_groups(names, [run.row(names) for run in runs]):
         curves = {
             row["run"]: points
             for row in group
@@ -98,7 +98,7 @@ def learning_curves(
         }
         if steps := sorted(set.intersection(*map(set, curves.values()))) if curves else []:
             settings = [
-                f"{short_name(name)} {group[0][name]}" for name in names if name != records.SEED
+                f"{short_name(name)} {group[0][name]}" for name in names if name != run_tables.SEED
             ]
             name = (
                 ", ".join([*settings, f"mean of {len(curves)} seeds"])

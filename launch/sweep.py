@@ -46,8 +46,8 @@ from txl_jax.config import CorpusName, ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.data.published import program_of
 from txl_jax.errors import UserError, describe_system_error, one_line, rephrased
-from txl_jax.runs import records
 from txl_jax.runs import run as run_lib
+from txl_jax.runs import run_tables
 from txl_jax.runs.run import RESULTS
 from txl_jax.runtime import output, storage
 from txl_jax.runtime.checkpoint import find_steps
@@ -124,7 +124,7 @@ class Run:
         Returns it.
         """
         if self.results is not None:
-            state = records.state_of(self.results)
+            state = run_tables.state_of(self.results)
         elif not code or code in _STOP_CODES:
             step = max((step for step, _ in find_steps(run_lib.Run(self.folder).latest)), default=0)
             state = f"{'pruned' if pruned else 'stopped'} after step {step}"
@@ -144,7 +144,7 @@ class Run:
         """Returns the row of results.csv."""
         notes, row = _notes(self.folder), {"state": "not started"}
         if run_lib.holds_run(self.folder):
-            [found] = records.read_runs([self.folder])
+            [found] = run_tables.read_runs([self.folder])
             row |= dataclasses.replace(found, results=self.results).row([])
         if self.results is None:
             row["state"] = (
@@ -502,19 +502,19 @@ def _write_table(names: Sequence[str], rows: Sequence[dict[str, Any]], out: str 
 
     If `out` is passed, they are also written to results.csv and means.csv there.
     """
-    print("", *records.markdown(names, rows), "", sep="\n")
+    print("", *run_tables.markdown(names, rows), "", sep="\n")
     if out is None:
         return
     storage.make_folder(out)
-    columns = ["run", *names, *records.MEASURED, "state"]
-    averages = records.means(names, rows)
+    columns = ["run", *names, *run_tables.MEASURED, "state"]
+    averages = run_tables.means(names, rows)
     for name, header, content in (
         ("results", columns, rows),
-        ("means", records.mean_columns(names), averages),
+        ("means", run_tables.mean_columns(names), averages),
     ):
         if content:
             path = os.path.join(out, f"{name}.csv")
-            storage.write(path, records.csv_file(header, content))
+            storage.write(path, run_tables.csv_file(header, content))
             print(f"{name:<10}{path}", flush=True)
 
 
@@ -546,8 +546,8 @@ def main(argv: Sequence[str]) -> int:
 def _run(given: argparse.Namespace) -> int:
     files, out = given.files, given.out
     if given.table and files and not files[0].endswith(".toml"):
-        found = records.read_runs(files)
-        names = records.swept_settings(found)
+        found = run_tables.read_runs(files)
+        names = run_tables.swept_settings(found)
         _write_table(
             names, [run.row(names) for run in found], storage.as_path(out) if out else None
         )

@@ -41,10 +41,10 @@ from txl_jax.interop import (
 )
 from txl_jax.interop import names as tensor_names
 from txl_jax.runs import run as run_lib
-from txl_jax.runs import weights
+from txl_jax.runs import trained
 from txl_jax.runtime import distributed, environment, lock, storage
 from txl_jax.serving import app, middleware, protocol
-from txl_jax.training import ensemble
+from txl_jax.training import member_axis
 
 # Pickles and files of PyTorch
 
@@ -177,7 +177,7 @@ def test_names_of_files_that_are_opened():
         "last.ckpt",
     )
     assert set(weight_files.SUFFIXES) == {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
-    assert set(weights._REMOTE_SUFFIXES) == {*weight_files.SUFFIXES, ".index", ".meta", ".h5"}
+    assert set(trained._REMOTE_SUFFIXES) == {*weight_files.SUFFIXES, ".index", ".meta", ".h5"}
     wrappers = {
         "_orig_mod",
         "module",
@@ -541,7 +541,7 @@ def test_facts_of_a_record():
 def test_settings_in_which_members_of_an_ensemble_may_differ():
     names = ("rate", "attention", "qkv", "output", "input", "embedding")
     rates = {f"model.dropout.{name}" for name in names}
-    assert set(ensemble.VARYING) == {"seed", "optimizer.learning_rate"} | rates
+    assert set(member_axis.VARYING) == {"seed", "optimizer.learning_rate"} | rates
 
 
 # Studies

@@ -25,7 +25,7 @@ from txl_jax.metrics import Totals
 from txl_jax.runs.build import Built
 from txl_jax.runs.generate import check_can_generate, read_stop
 from txl_jax.runs.score import DocumentReader, check_batch_size, read_all, takes_embeddings
-from txl_jax.runs.weights import open_weights
+from txl_jax.runs.trained import open_weights
 from txl_jax.runtime import distributed
 
 Documents = Iterable[Document]

@@ -37,7 +37,7 @@ from txl_jax.config.config_tree import require, setting
 from txl_jax.errors import UserError, first_line
 from txl_jax.ops.attention import Implementation, Problem, Tile, choose
 from txl_jax.ops.attention.tpu import geometry
-from txl_jax.runs import records
+from txl_jax.runs import run_tables
 from txl_jax.runs.build import evaluation_problem, training_problem
 from txl_jax.runs.first_contact import (
     describe_error,
@@ -192,7 +192,7 @@ def run(plan: Plan, job: cli.Job) -> None:
         show(*environment.table([name.ljust(width) for name, width in widths.items()], cells))
     for title, lines in notes.sections().items():
         show("", f"## {title}", "", *(f"- {line}" for line in lines))
-    storage.write(os.path.join(plan.out, "device.csv"), records.csv_file(COLUMNS, rows))
+    storage.write(os.path.join(plan.out, "device.csv"), run_tables.csv_file(COLUMNS, rows))
     print(f"\npage      {path}")
     require(
         not notes.wrong, f"{len(notes.wrong)} comparisons failed. Attach {path} to a bug report."

@@ -25,10 +25,10 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.metrics import Totals
 from txl_jax.modules.positions import encoding_of
 from txl_jax.runs.build import build_for
-from txl_jax.runs.records import csv_file
 from txl_jax.runs.run import Run
+from txl_jax.runs.run_tables import csv_file
 from txl_jax.runs.score import Split, as_record, score_with_line
-from txl_jax.runs.weights import load_to_score
+from txl_jax.runs.trained import load_to_score
 from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.output import say
 

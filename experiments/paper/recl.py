@@ -28,10 +28,10 @@ from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.evaluation.sliding_window import context_losses, positions
 from txl_jax.metrics import Totals
-from txl_jax.runs.records import csv_file
 from txl_jax.runs.run import Run
+from txl_jax.runs.run_tables import csv_file
 from txl_jax.runs.score import Split, check_finite, format_scores, progress_bar
-from txl_jax.runs.weights import load_to_score
+from txl_jax.runs.trained import load_to_score
 from txl_jax.runtime import environment
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import exists, make_folder, read, read_json, write, write_json

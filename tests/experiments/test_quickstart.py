@@ -8,7 +8,7 @@ from support import drawn_run
 from txl_jax.config import config_tree
 from txl_jax.runs import score
 from txl_jax.runs.build import build_for
-from txl_jax.runs.weights import load_parameters
+from txl_jax.runs.trained import load_parameters
 
 
 def test_bits_by_position_are_the_means_over_the_segments_of_the_same_bytes(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from support import programs, recorded_run
 from txl_jax import plots
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.metrics import Measure
-from txl_jax.runs.records import read_runs, swept_settings
+from txl_jax.runs.run_tables import read_runs, swept_settings
 from txl_jax.runtime.log import read_metrics
 
 

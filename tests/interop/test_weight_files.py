@@ -16,7 +16,7 @@ from txl_jax.interop import formats, leaves, original, safetensors, tensorflow, 
 from txl_jax.interop.original import Format
 from txl_jax.interop.weight_files import Kind
 from txl_jax.runs.convert import convert
-from txl_jax.runs.weights import holds_other_weights
+from txl_jax.runs.trained import holds_other_weights
 
 TENSORS = {"a": np.zeros((2, 3), np.float32)}
 

@@ -17,8 +17,8 @@ from launch import sweep
 from support import programs, recorded_run, runs
 from support.sweep_worker import TINY
 from txl_jax.config import config_tree
-from txl_jax.runs.records import read_runs
 from txl_jax.runs.run import Run, TextInfo
+from txl_jax.runs.run_tables import read_runs
 
 SAMPLED = "[sampler]\nname = 'TPESampler'\n[random]\nsamples = 2\nmodel.d_head.log = [1, 2]\n"
 

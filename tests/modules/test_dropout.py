@@ -16,7 +16,7 @@ from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.training import ensemble
+from txl_jax.training import member_axis
 
 RNGS = {"dropout": jax.random.key(0)}
 DRAWING = {"clamp_len": None, "same_length": False, "deterministic": False}
@@ -72,10 +72,10 @@ def test_traced_rates_are_those_of_the_config(network, x64):
         return model.apply({"params": params}, tiny.text(5), memory, rngs=rngs, **DRAWING)[0]
 
     settings = [
-        dict(zip(ensemble.RATES, np.arange(6) / 10 + shift, strict=True)) for shift in (0.1, 0.2)
+        dict(zip(member_axis.RATES, np.arange(6) / 10 + shift, strict=True)) for shift in (0.1, 0.2)
     ]
     traced = jax.tree.map(lambda *numbers: jnp.asarray(numbers), *settings)
-    found = jax.jit(jax.vmap(lambda rates: hidden(ensemble.with_rates(model, rates))))(traced)
+    found = jax.jit(jax.vmap(lambda rates: hidden(member_axis.with_rates(model, rates))))(traced)
     of_config = {f"dropout__{name}": float(rate) for name, rate in settings[1].items()}
     of_own = model_of(network, dtype=DType.FLOAT64, **of_config)
     expected = jax.jit(functools.partial(hidden, of_own))()

@@ -24,7 +24,7 @@ from txl_jax.ops.attention.tpu import cached, geometry, kernels
 from txl_jax.runs import first_contact
 from txl_jax.runs.build import AttentionChoice, Chosen, build
 from txl_jax.runs.run import Run, check_same_attention
-from txl_jax.runs.weights import Weights
+from txl_jax.runs.trained import TrainedModel
 from txl_jax.runtime import distributed
 
 SMALL, LARGE = Tile(4, 8), Tile(8, 16)
@@ -136,7 +136,7 @@ def start_again(workdir, config, corpus):
         components = build(
             config, vocab_size=corpus.vocabulary.size, recorded=run.attention_for(config)
         )
-        run.begin(config, corpus, attention=components.attention)
+        run.record_start(config, corpus, attention=components.attention)
         return run.notes
 
 
@@ -155,11 +155,11 @@ def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, t
     assert "evaluation was tiled 4x8 and is now reference" in line
     assert recorded(stopped) == {"training": "reference", "evaluation": "reference"}
     assert start_again(stopped, CONFIG, corpus) == []
-    components = Weights.of(Run.read(stopped.path), CONFIG).build(log=pytest.fail)
+    components = TrainedModel.of(Run.read(stopped.path), CONFIG).build(log=pytest.fail)
     assert str(components.model.attention.cached) == "reference"
     rewrite(stopped, {"training": "reference", "evaluation": "tiled 4x8"})
     lines = []
-    Weights.of(Run.read(stopped.path), CONFIG).build(log=lines.append)
+    TrainedModel.of(Run.read(stopped.path), CONFIG).build(log=lines.append)
     assert len(lines) == 1 and "evaluation was tiled 4x8 and is now reference (" in lines[0]
 
 

@@ -16,7 +16,7 @@ from txl_jax.errors import UserError
 from txl_jax.runs import ensemble
 from txl_jax.runs.build import build
 from txl_jax.runs.run import Run
-from txl_jax.training.ensemble import Variation, make_ensemble_step
+from txl_jax.training.member_axis import Variation, make_ensemble_step
 from txl_jax.training.step import make_train_step
 
 STEPS = 12

@@ -11,7 +11,7 @@ from support import order
 from txl_jax.errors import UserError
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.run import Run
-from txl_jax.training.ensemble import Members
+from txl_jax.training.member_axis import Members
 
 EVALUATED = [8, 16, 24]
 SAVED = [6, 12, 18, 24]

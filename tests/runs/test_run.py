@@ -19,8 +19,8 @@ from txl_jax.data.vocabulary import dumps
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
-from txl_jax.runs.records import markdown, means, read_runs
 from txl_jax.runs.run import FORMAT, Run, TextInfo, holds_run
+from txl_jax.runs.run_tables import markdown, means, read_runs
 from txl_jax.runtime import storage as files
 from txl_jax.runtime.lock import NAME
 
@@ -47,7 +47,7 @@ def test_what_was_recorded_is_read_and_nothing_is_made_before(where, request, tm
         with pytest.raises(UserError, match=r"config\.json"):
             Run.read(place)
         run.compare(CONFIG)
-        run.begin(CONFIG, TEXT)
+        run.record_start(CONFIG, TEXT)
         with pytest.raises(UserError, match="another run"):
             Run.open(place)
     found = Run.read(place)
@@ -63,7 +63,7 @@ def test_of_two_starts_of_a_new_run_the_later_is_refused(tmp_path):
     with Run.open(tmp_path / "run") as late:
         runs.record(tmp_path / "run", CONFIG, TEXT)
         with pytest.raises(UserError, match="another process"):
-            late.begin(CONFIG, TEXT)
+            late.record_start(CONFIG, TEXT)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_another_text_or_vocabulary_is_refused(folder, digest, words, named):
     of words.
     """
     with Run.open(folder) as run, pytest.raises(UserError, match=rf"\b{named}\b"):
-        run.begin(CONFIG, TextInfo("text", "own text", digest, WordVocabulary(words)))
+        run.record_start(CONFIG, TextInfo("text", "own text", digest, WordVocabulary(words)))
 
 
 def test_settings_are_compared_before_a_text_is_read(folder, tmp_path):

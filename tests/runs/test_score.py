@@ -22,7 +22,7 @@ from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs import score as score_job
 from txl_jax.runs.score import InputFormat, Interrupted, documents, evaluate_splits, open_input
-from txl_jax.runs.weights import Weights
+from txl_jax.runs.trained import TrainedModel
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_a_choice_of_attention_that_the_record_lacks_is_no_change_of_it(run):
     config, _, workdir, _ = run
     lines = []
     longer = config_tree.replace(config, {"eval.mem_len": config.eval.mem_len + 1})
-    Weights.of(workdir, longer).build(log=lines.append)
+    TrainedModel.of(workdir, longer).build(log=lines.append)
     assert lines == []
 
 

@@ -27,16 +27,16 @@ from txl_jax.runs import score, validation
 from txl_jax.runs.build import Compilation, build
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.generate import generate_text, make_sampler
-from txl_jax.runs.records import read_runs
 from txl_jax.runs.run import Run
+from txl_jax.runs.run_tables import read_runs
 from txl_jax.runs.train import steps_in
+from txl_jax.runs.trained import load_parameters
 from txl_jax.runs.trainer import run_updates
-from txl_jax.runs.weights import load_parameters
 from txl_jax.runtime import stop
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import RunLog, read_metrics
-from txl_jax.training.ensemble import Members
 from txl_jax.training.hooks import Hook
+from txl_jax.training.member_axis import Members
 from txl_jax.training.optimizer import learning_rate
 from txl_jax.training.step import make_train_step
 

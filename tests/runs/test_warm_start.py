@@ -221,7 +221,7 @@ def test_weights_that_changed_before_the_first_checkpoint_are_refused(text_of, t
     config, corpus = text_of("new", init_from=str(tmp_path / "old"))
     workdir, _ = drawn_run.make(tmp_path / "new", config, corpus)
     with Run.open(workdir.path) as run:
-        run.begin(config, corpus, weights={"sha256": "0" * 64, "step": 3})
+        run.record_start(config, corpus, weights={"sha256": "0" * 64, "step": 3})
     with pytest.raises(UserError, match="changed since"):
         runs.train(config, corpus, workdir)
 

@@ -42,7 +42,7 @@ with atheris.instrument_imports(
     from txl_jax.data.ready_ids import IdVocabulary
     from txl_jax.errors import UserError
     from txl_jax.interop import exported, foreign_vocabulary, formats, portable, safetensors
-    from txl_jax.runs import records, weights
+    from txl_jax.runs import run_tables, trained
     from txl_jax.runs.run import Run, recorded_folders
     from txl_jax.runtime import checkpoint
     from txl_jax.runtime.checkpoint import Checkpointer
@@ -108,7 +108,7 @@ def read_foreign_vocabulary(path: Path) -> None:
 
 def read_portable(path: Path) -> None:
     """Opens a portable checkpoint, builds its model, and compares it with the weights."""
-    found = weights.open_weights(path.parent)
+    found = trained.open_weights(path.parent)
     portable._card(found.source, 1)
     portable.place(portable.read_leaves(path.parent), _abstract(found.config, found.vocabulary))
 
@@ -122,8 +122,8 @@ def read_run(path: Path) -> None:
     """Reads a run, its records and its checkpoints' digests and notes, as programs do."""
     folder = next(each for each in path.parents if (each / "vocabulary.txt").exists())
     recorded_folders(folder)
-    for run in records.read_runs([str(folder)]):
-        assert "\n".join(records.markdown([], [run.row(["model.n_layer", "train.steps"])]))
+    for run in run_tables.read_runs([str(folder)]):
+        assert "\n".join(run_tables.markdown([], [run.row(["model.n_layer", "train.steps"])]))
     for member in [*Run.read_all(folder).member_names, None]:
         with contextlib.suppress(UserError):
             run = Run.read(folder, member=member)

@@ -21,7 +21,7 @@ from txl_jax import cli
 from txl_jax.cli import program
 from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
-from txl_jax.runs import records
+from txl_jax.runs import run_tables
 from txl_jax.runs.run import Run
 from txl_jax.runs.trainer import Outcome
 from txl_jax.runtime import storage
@@ -79,8 +79,8 @@ class Job(cli.Job):
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
-    """In place of `runs.weights.Weights`."""
+class TrainedModel:
+    """In place of `runs.trained.TrainedModel`."""
 
     path: str = "/runs/mine"
     config: ExperimentConfig = tiny_run.CONFIG
@@ -129,8 +129,8 @@ def start_export(seen, plan, changed):
 
 
 def start_report(seen, plan, changed):
-    seen.replace(records, "read_runs", lambda paths: [])
-    seen.replace(records, "swept_settings", lambda runs: [])
+    seen.replace(run_tables, "read_runs", lambda paths: [])
+    seen.replace(run_tables, "swept_settings", lambda runs: [])
     seen.keep(storage, "make_folder", EnoughError())
     seen.run(report, plan, changed, words=["/runs/mine"])
     return seen.found
@@ -183,7 +183,7 @@ def start_training(seen, plan, changed):
 
 def start_use(seen, plan, changed):
     """A trained model, which is evaluated."""
-    seen.keep(program, "open_weights", Weights())
+    seen.keep(program, "open_weights", TrainedModel())
     seen.replace(program, "_with_text", lambda model, data: model)
     seen.replace(program, "_note_unread", lambda *given: None)
     seen.keep(program, "read_corpus", CORPUS)
@@ -202,7 +202,7 @@ def start_use(seen, plan, changed):
 
 
 def start_documents(seen, plan, changed):
-    seen.keep(program, "open_weights", Weights())
+    seen.keep(program, "open_weights", TrainedModel())
     seen.replace(program, "_note_unread", lambda *given: None)
     seen.keep(program.score, "open_input", contextlib.nullcontext("file"))
     seen.keep(program.score, "documents")

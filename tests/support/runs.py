@@ -13,8 +13,8 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.runs import train as train_lib
 from txl_jax.runs.build import build_for
 from txl_jax.runs.run import Run, TextInfo
+from txl_jax.runs.trained import load_state
 from txl_jax.runs.trainer import Outcome
-from txl_jax.runs.weights import load_state
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.sinks import MEASURED
 from txl_jax.training.step import TrainState
@@ -29,7 +29,7 @@ def train(config: ExperimentConfig, corpus: Corpus, run: Any, **more: Any) -> Ou
 def record(path: Any, config: ExperimentConfig, text: TextInfo | Corpus, members: Any = ()) -> Run:
     """Records a run in a folder, without training it, and reads it back."""
     with Run.open(path) as run:
-        run.begin(config, text, members=members)
+        run.record_start(config, text, members=members)
     return Run.read_all(path)
 
 

@@ -12,7 +12,7 @@ from txl_jax.errors import NonFiniteError
 from txl_jax.flops import StepCost
 from txl_jax.runtime.environment import duration
 from txl_jax.runtime.sinks import MEASURED
-from txl_jax.training.ensemble import Members
+from txl_jax.training.member_axis import Members
 from txl_jax.training.progress import Progress
 from txl_jax.training.step import UpdateMetrics
 

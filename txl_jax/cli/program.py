@@ -50,7 +50,7 @@ from txl_jax.runs.generate import check_can_generate, continue_prompts, generate
 from txl_jax.runs.run import Run, recorded_folders
 from txl_jax.runs.score import InputFormat, Interrupted
 from txl_jax.runs.train import steps_in, train_run
-from txl_jax.runs.weights import Weights, open_weights
+from txl_jax.runs.trained import TrainedModel, open_weights
 from txl_jax.runtime import distributed, output
 from txl_jax.runtime.checkpoint import quiet_orbax
 from txl_jax.runtime.environment import is_out_of_memory
@@ -510,7 +510,7 @@ class Job:
             self.defaults, ["flagfile", f"--flagfile={name}", *typed], by_corpus=True
         )
 
-    def config_of(self, trained: Run | Weights) -> ExperimentConfig:
+    def config_of(self, trained: Run | TrainedModel) -> ExperimentConfig:
         """Returns the flags applied to a trained model's settings.
 
         Raises `UserError` if model or tokens change.
@@ -715,7 +715,7 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
     return None
 
 
-def _with_text(model: Weights, data: DataConfig) -> Weights:
+def _with_text(model: TrainedModel, data: DataConfig) -> TrainedModel:
     """Returns a portable model with the command's text, in the model's tokens.
 
     The portable model itself names no text.

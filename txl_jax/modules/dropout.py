@@ -1,7 +1,7 @@
 """Dropout on activations, with a mask per number or one for all positions of a segment.
 
 A rate may be a traced number, so that vmapped runs with different rates are one program
-(`txl_jax.training.ensemble`).
+(`txl_jax.training.member_axis`).
 """
 
 import flax.linen as nn

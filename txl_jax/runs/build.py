@@ -40,7 +40,7 @@ from txl_jax.sharding import axes
 from txl_jax.sharding.axes import batch_axes, named_sharding, num_batch_shards, param_shardings
 from txl_jax.sharding.mesh import FSDP, TENSOR, bind_mesh, make_mesh, use_mesh
 from txl_jax.training import optimizer as optimizer_lib
-from txl_jax.training.ensemble import Members
+from txl_jax.training.member_axis import Members
 from txl_jax.training.step import TrainState, init_params, init_state, make_train_step
 
 

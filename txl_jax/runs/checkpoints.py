@@ -11,7 +11,7 @@ from typing import Any, Self
 from txl_jax.runs.run import Run
 from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.training.ensemble import Members
+from txl_jax.training.member_axis import Members
 from txl_jax.training.step import TrainState
 
 

@@ -26,7 +26,7 @@ from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
 from txl_jax.runs.build import Built, build
 from txl_jax.runs.run import Run, read_results
-from txl_jax.runs.weights import holds_other_weights, open_weights
+from txl_jax.runs.trained import holds_other_weights, open_weights
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import describe_difference
 from txl_jax.runtime.output import say

@@ -2,10 +2,10 @@
 
 The runs differ in seed, learning rate or dropout.
 
-There is one workdir, one compiled training step (`txl_jax.training.ensemble`) and one checkpoint,
-whose arrays have the member axis. The best parameters are kept per member, and records name their
-member. `train_run` trains them. All members have made the same number of updates. If a loss of one
-is not finite, all stop. Any member can be scored, sampled and exported by its name
+There is one workdir, one compiled training step (`txl_jax.training.member_axis`) and one
+checkpoint, whose arrays have the member axis. The best parameters are kept per member, and records
+name their member. `train_run` trains them. All members have made the same number of updates. If a
+loss of one is not finite, all stop. Any member can be scored, sampled and exported by its name
 (`--ensemble_member=NAME`), and `split_off` makes it a separate run.
 """
 
@@ -24,12 +24,12 @@ from txl_jax.config.config_tree import require
 from txl_jax.errors import UserError
 from txl_jax.runs.build import Built, Compilation, build_for
 from txl_jax.runs.run import RESULTS, MemberSettings, Run, member_name, read_results
-from txl_jax.runs.weights import load_state
+from txl_jax.runs.trained import load_state
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import METRICS, read_metrics, replace_appended
 from txl_jax.runtime.output import say
-from txl_jax.training import ensemble as ensemble_step
+from txl_jax.training import member_axis
 from txl_jax.training.step import TrainState, init_params
 
 
@@ -82,11 +82,11 @@ class Ensemble(Built):
 
     def compile_step(self) -> Compilation:
         """Like `Built.compile_step`, for all members."""
-        variation = ensemble_step.Variation.of(self.config, list(self.configs.values()))
+        variation = member_axis.Variation.of(self.config, list(self.configs.values()))
         abstract_state = self.members.abstract(self.abstract_state)
         segments = self.members.abstract(self.abstract_segments(self.config.train))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state), None
-        step = ensemble_step.make_ensemble_step(self.model, self.config)
+        step = member_axis.make_ensemble_step(self.model, self.config)
         jitted = jax.jit(step, donate_argnums=1, out_shardings=shardings)
         compilation = Compilation.of(jitted.lower(variation, abstract_state, segments))
         return compilation._replace(program=functools.partial(compilation.program, variation))
@@ -99,11 +99,11 @@ def member_configs(base: ExperimentConfig, members: MemberSettings) -> dict[str,
     """
     require(len(members) > 1, f"an ensemble must have at least two members, got {len(members)}")
     for name in sorted({name for member in members for name in member}):
-        suggestion = config_tree.did_you_mean(name, ensemble_step.VARYING)
+        suggestion = config_tree.did_you_mean(name, member_axis.VARYING)
         require(
-            name in ensemble_step.VARYING,
+            name in member_axis.VARYING,
             f"ensemble members cannot differ in {name}, only in "
-            f"{', '.join(ensemble_step.VARYING)}{suggestion}",
+            f"{', '.join(member_axis.VARYING)}{suggestion}",
         )
     base.expect(
         not base.train.patience,
@@ -125,7 +125,7 @@ def member_configs(base: ExperimentConfig, members: MemberSettings) -> dict[str,
 
 def in_order(member: Mapping[str, float]) -> dict[str, float]:
     """Sorts the differences of a member, so that its name does not depend on their order."""
-    return {name: member[name] for name in (*ensemble_step.VARYING, *member) if name in member}
+    return {name: member[name] for name in (*member_axis.VARYING, *member) if name in member}
 
 
 def split_off(workdir: str, member: str, target: str) -> None:

@@ -22,14 +22,14 @@ from txl_jax.modules.positions import encoding_of
 from txl_jax.runs.build import Built
 from txl_jax.runs.run import Run, check_same_settings
 from txl_jax.runs.score import note_unknown
-from txl_jax.runs.weights import Weights
+from txl_jax.runs.trained import TrainedModel
 from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.output import say
 
 
 def generate_text(
     config: ExperimentConfig,
-    model: Run | Weights,
+    model: Run | TrainedModel,
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> list[bytes]:
@@ -41,7 +41,7 @@ def generate_text(
     model has no checkpoint or cannot generate, or the prompt or the stop cannot be read.
     `stop_requested` is asked between segments of the prompt and between blocks of tokens.
     """
-    weights = Weights.of(model, config)
+    weights = TrainedModel.of(model, config)
     check_same_settings(config)
     sample = make_sampler(config, weights.vocabulary)
     folder = weights.outputs()
@@ -65,7 +65,11 @@ def generate_text(
 
 
 def continue_prompts(
-    model: Weights, prompts: Iterable[tuple[int, bytes]], *, name: str, write: Callable[[str], Any]
+    model: TrainedModel,
+    prompts: Iterable[tuple[int, bytes]],
+    *,
+    name: str,
+    write: Callable[[str], Any],
 ) -> None:
     """Writes a JSON record of each sample after each prompt, in their order.
 

@@ -134,7 +134,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """Opens a run to train, new or recorded, as a context manager.
 
         A recorded one is locked before it is read, so that its record cannot change. For a new one
-        nothing is made before `begin`, so that mistakes in settings leave no directory.
+        nothing is made before `record_start`, so that mistakes in settings leave no directory.
         """
         run = cls(os.fspath(path), is_open=True)
         try:
@@ -219,7 +219,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             refused.append(f"the members of the ensemble were {old} and are now {new}")
         self._refuse(refused)
 
-    def begin(
+    def record_start(
         self,
         config: ExperimentConfig,
         text: TextInfo | Corpus,

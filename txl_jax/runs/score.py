@@ -40,7 +40,7 @@ from txl_jax.ops import sampling
 from txl_jax.recurrence import Segments
 from txl_jax.runs.build import Built
 from txl_jax.runs.run import Run
-from txl_jax.runs.weights import Weights, load_to_score
+from txl_jax.runs.trained import TrainedModel, load_to_score
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import as_path, download, is_remote, write_json, write_lines
@@ -149,7 +149,7 @@ def score_with_line(
 def evaluate_splits(
     config: ExperimentConfig,
     corpus: Corpus,
-    model: Run | Weights,
+    model: Run | TrainedModel,
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def evaluate_splits(
     The text may differ from the training text if its vocabulary is the same. After `Interrupted`
     nothing is written.
     """
-    weights = Weights.of(model, config)
+    weights = TrainedModel.of(model, config)
     folder = weights.outputs()
     scored = list(_score_splits(weights, corpus, stop_requested))
     results: dict[str, Any] = {
@@ -179,7 +179,7 @@ def evaluate_splits(
 def score_tokens(
     config: ExperimentConfig,
     corpus: Corpus,
-    model: Run | Weights,
+    model: Run | TrainedModel,
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[str, Totals]:
@@ -197,7 +197,7 @@ def score_tokens(
     batch begins with an empty memory.
     """
     found: dict[str, Totals] = {}
-    weights = Weights.of(model, config)
+    weights = TrainedModel.of(model, config)
     folder = weights.outputs(needed=True) or ""
     for _, split, totals, nats in _score_splits(weights, corpus, stop_requested, per_token=True):
         found[split] = totals
@@ -209,7 +209,11 @@ def score_tokens(
 
 
 def _score_splits(
-    weights: Weights, corpus: Corpus, stop_requested: Callable[[], Any], *, per_token: bool = False
+    weights: TrainedModel,
+    corpus: Corpus,
+    stop_requested: Callable[[], Any],
+    *,
+    per_token: bool = False,
 ) -> Iterator[tuple[int, Split, Totals, Any]]:
     """Yields the scores of each split, with the step of the parameters.
 
@@ -488,7 +492,7 @@ def documents(
 
 
 def score_documents(
-    model: Weights,
+    model: TrainedModel,
     texts: Iterable[tuple[int, bytes]],
     *,
     name: str,

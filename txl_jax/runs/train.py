@@ -92,7 +92,7 @@ def train_run(
     weights = None
     if config.init_from is not None:
         weights = warm_start.load(built, corpus.vocabulary, run)
-    run.begin(
+    run.record_start(
         config,
         corpus,
         attention=built.attention,

@@ -56,7 +56,7 @@ class Trainer:
 
     # What is trained: one run or, with a leading member axis, an ensemble.
     built: Built
-    # After `Run.begin`.
+    # After `Run.record_start`.
     run: Run
     corpus: Corpus
     # The training segments of each member.

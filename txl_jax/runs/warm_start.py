@@ -29,7 +29,7 @@ from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError, rephrased
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run
-from txl_jax.runs.weights import Weights, open_weights
+from txl_jax.runs.trained import TrainedModel, open_weights
 from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import find_steps
 from txl_jax.training.step import TrainState
@@ -43,7 +43,7 @@ _UNNOTED = ("model.attention", "model.remat", "model.init_std", "model.projectio
 
 
 class WarmStart(NamedTuple):
-    """Weights that a run begins with, or began with."""
+    """The trained model that a run begins with, or began with."""
 
     # Their path, step, sha256 and tokens, for config.json.
     record: Mapping[str, Any]
@@ -73,16 +73,16 @@ class WarmStart(NamedTuple):
         ]
 
 
-def basis(path: str, run: Run) -> Weights:
+def basis(path: str, run: Run) -> TrainedModel:
     """Returns the run itself if it is recorded, otherwise the model at `path`.
 
     A recorded run needs no other weights.
     """
-    return _open(path) if run.is_new else Weights.of_run(run)
+    return _open(path) if run.is_new else TrainedModel.of_run(run)
 
 
 def with_trained_settings(
-    defaults: ExperimentConfig, trained: Weights, which: InitVocabulary
+    defaults: ExperimentConfig, trained: TrainedModel, which: InitVocabulary
 ) -> ExperimentConfig:
     """Returns `defaults` with the settings that come from the trained model.
 
@@ -207,7 +207,7 @@ def digest(params: Any) -> str:
     return found.hexdigest()
 
 
-def _open(path: str) -> Weights:
+def _open(path: str) -> TrainedModel:
     with rephrased(f"--init_from is {path}, whose weights cannot be used: %s", UserError):
         return open_weights(path)
 
@@ -229,7 +229,7 @@ def _is_read(name: str, config: ExperimentConfig) -> bool:
     return name != "model.compat.final_norm" or config.model.layer_norm is NormPlace.PRE
 
 
-def _match(config: ExperimentConfig, trained: Weights, vocabulary: Vocabulary) -> RowMap:
+def _match(config: ExperimentConfig, trained: TrainedModel, vocabulary: Vocabulary) -> RowMap:
     """Matches the tokens.
 
     Raises `UserError` for another model, or if tokens of the vocabularies mean other things.

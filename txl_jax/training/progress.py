@@ -12,7 +12,7 @@ from txl_jax.flops import StepCost
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runtime import environment
 from txl_jax.runtime.log import RunLog
-from txl_jax.training.ensemble import Members
+from txl_jax.training.member_axis import Members
 from txl_jax.training.step import UpdateMetrics
 
 _ONE_RUN = Members()

@@ -12,10 +12,10 @@ from support import drawn_run, order, runs, tiny_run
 from txl_jax.runs import ensemble as ensemble_job
 from txl_jax.runs.build import build_for
 from txl_jax.runs.run import Run
-from txl_jax.runs.weights import load_parameters, load_state
+from txl_jax.runs.trained import load_parameters, load_state
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import METRICS
-from txl_jax.training.ensemble import Members
+from txl_jax.training.member_axis import Members
 
 STEP = 2
 MEMBERS = [{"seed": 1}, {"seed": 2}]

@@ -25,7 +25,7 @@ from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import as_path, exists, is_dir, names
-from txl_jax.training.ensemble import Members
+from txl_jax.training.member_axis import Members
 from txl_jax.training.step import TrainState
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _REMOTE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index", ".meta", ".
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Weights:
+class TrainedModel:
     """A trained model at a path. Its weights are not read before `params`."""
 
     # Absolute.
@@ -52,14 +52,14 @@ class Weights:
     out: str | None = None
 
     @classmethod
-    def of_run(cls, run: Run) -> "Weights":
+    def of_run(cls, run: Run) -> "TrainedModel":
         """Returns the model of a recorded run, or of a member."""
         member = f" ({run.member})" if run.member else ""
         description = f"the run {run.path}{member}, trained on {run.text.description}"
         return cls(run.path, run.config, run.text.vocabulary, description, run)
 
     @classmethod
-    def of(cls, model: "Run | Weights", config: ExperimentConfig) -> "Weights":
+    def of(cls, model: "Run | TrainedModel", config: ExperimentConfig) -> "TrainedModel":
         """Returns a trained model with other settings of evaluation, generation or data."""
         return dataclasses.replace(
             cls.of_run(model) if isinstance(model, Run) else model, config=config
@@ -136,7 +136,7 @@ def open_weights(
     member: str | None = None,
     weight_dtype: str | None = None,
     cache_dtype: str | None = None,
-) -> Weights:
+) -> TrainedModel:
     """Opens a trained model's directory, which is a run's workdir or a portable checkpoint.
 
     Portable checkpoints are described in `interop.portable`.
@@ -147,7 +147,7 @@ def open_weights(
     """
     folder = as_path(path)
     try:
-        found = Weights.of_run(Run.read(folder, member=member))
+        found = TrainedModel.of_run(Run.read(folder, member=member))
     except UserError as error:
         found = _open_portable(folder, member, error)
     given = {"eval.weight_dtype": weight_dtype, "eval.cache_dtype": cache_dtype}
@@ -157,7 +157,7 @@ def open_weights(
     return found
 
 
-def _open_portable(folder: str, member: str | None, no_run: UserError) -> Weights:
+def _open_portable(folder: str, member: str | None, no_run: UserError) -> TrainedModel:
     """Opens a portable checkpoint.
 
     Raises `no_run`, or an error that says more, if the directory contains none.
@@ -188,7 +188,7 @@ def _open_portable(folder: str, member: str | None, no_run: UserError) -> Weight
     # Process 0 decides, so that all processes go the same way, whatever each of them sees.
     distributed.broadcast_from_primary(check)
     info = distributed.run_on_all(lambda: portable.read_info(folder))
-    return Weights(
+    return TrainedModel(
         folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info
     )
 
@@ -210,7 +210,11 @@ def holds_other_weights(path: str) -> bool:
 
 
 def load_to_score(
-    config: ExperimentConfig, corpus: Corpus, model: Run | Weights, *, log: Callable[[str], None]
+    config: ExperimentConfig,
+    corpus: Corpus,
+    model: Run | TrainedModel,
+    *,
+    log: Callable[[str], None],
 ) -> tuple[Built, int, Any]:
     """Loads a trained model to score a text of the same vocabulary.
 
@@ -218,7 +222,7 @@ def load_to_score(
     """
     check_same_settings(config)
     check_same_text(corpus)
-    weights = Weights.of(model, config)
+    weights = TrainedModel.of(model, config)
     theirs, ours = weights.vocabulary, corpus.vocabulary
     trained, scored = (
         f"{weights.description}, with {theirs.size} tokens",
