@@ -512,9 +512,10 @@ def test_a_tokenizer_may_change_a_text_in_many_steps():
     assert vocabulary.encode("b\u00c0 AB".encode()).tolist() == [1, 0, 2]
 
 
-def test_an_added_token_without_a_text_is_refused():
-    with pytest.raises(UserError, match="added tokens"):
-        SubwordVocabulary(changed_tokenizer(added_tokens=[ADDED | {"content": ""}]))
+@pytest.mark.parametrize("added", [[ADDED | {"content": ""}], [1], 1.5, True, "ab"])
+def test_added_tokens_without_texts_are_refused(added):
+    with pytest.raises(UserError, match=r"added.tokens"):
+        SubwordVocabulary(changed_tokenizer(added_tokens=added))
 
 
 ALPHABETS = {

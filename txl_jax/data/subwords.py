@@ -154,7 +154,10 @@ class SubwordVocabulary(Vocabulary):
             "it contains no model",
         )
         # The package drops such a token, but others may refer to its id.
-        added = settings.get("added_tokens") or ()
+        added = settings.get("added_tokens") or []
+        require(
+            isinstance(added, list), f"its added_tokens must be a list, got {type(added).__name__}"
+        )
         are_texts = all(isinstance(token, dict) and token.get("content") for token in added)
         require(are_texts, "its added tokens must each have a text, got one without")
         model = settings["model"] | ({"dropout": None} if "dropout" in settings["model"] else {})
