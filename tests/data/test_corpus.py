@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.encoded_text import in_blocks, joined, own_text, text_of, words_of
@@ -252,6 +252,9 @@ WORDS_AND_ENDS = ["a ", "b ", "B\n", "c\r\n", "\n", "日本\t", "<unk> ", "<eos>
     min_count=st.integers(1, 3),
     block=st.integers(1, 9),
 )
+@example(
+    texts=["a a b B\n<eos> "], line_mark=LineMark.EOS, min_count=2, block=1
+)  # The mark is rare in the text.
 @settings(max_examples=100)
 def test_words_are_ranked_by_count_and_first_occurrence_after_the_mark(
     texts, line_mark, min_count, block
