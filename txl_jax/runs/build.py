@@ -31,10 +31,10 @@ from txl_jax.modules import AnyModel
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.ops.attention import Implementation, Implementations, Problem, choose
+from txl_jax.ops.attention import AttentionCall, AttentionPaths, Implementation, choose
 from txl_jax.ops.attention.positions import table_length
 from txl_jax.recurrence import Segments
-from txl_jax.runs import first_contact
+from txl_jax.runs import attention_check
 from txl_jax.runtime.environment import bytes_on_device
 from txl_jax.sharding import axes
 from txl_jax.sharding.axes import batch_axes, named_sharding, num_batch_shards, param_shardings
@@ -82,12 +82,12 @@ class AttentionChoice(NamedTuple):
         )
 
 
-def training_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Problem:
+def training_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> AttentionCall:
     """Describes attention in an update, of one microbatch on one device."""
     train = config.train
     n_keys = train.mem_len + train.segment_len
     rows = train.batch_size // train.grad_accum_steps
-    return Problem(
+    return AttentionCall(
         **_of_both(config, mesh, n_position=n_keys),
         batch=max(rows // num_batch_shards(mesh), 1),
         segment_len=train.segment_len,
@@ -97,7 +97,7 @@ def training_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Pro
     )
 
 
-def evaluation_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Problem:
+def evaluation_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> AttentionCall:
     """Describes attention in streaming evaluation, on one device."""
     lengths, rows = config.eval, config.eval.batch_size
     capacity = cache_capacity(mem_len=lengths.mem_len, segment_len=lengths.segment_len)
@@ -108,7 +108,7 @@ def evaluation_problem(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> P
     )
     if batch_axes(mesh, rows) is not None:
         rows //= num_batch_shards(mesh)
-    return Problem(
+    return AttentionCall(
         **_of_both(config, mesh, n_position=n_position),
         batch=rows,
         segment_len=lengths.segment_len,
@@ -141,12 +141,14 @@ def _of_both(
     }
 
 
-def _choose(before: Implementation | str, path: str, problem: Problem, *, runs: bool) -> Chosen:
+def _choose(
+    before: Implementation | str, path: str, problem: AttentionCall, *, runs: bool
+) -> Chosen:
     """Chooses as `path` asks.
 
     An earlier start's implementation stays if it can serve and is still asked for.
 
-    If a path that `runs` fails on the device (`first_contact`), the next one replaces it, unless
+    If a path that `runs` fails on the device (`attention_check`), the next one replaces it, unless
     the user asked for that path, which raises `UserError`.
     """
     failed: dict[str, str] = {}  # Paths, and why.
@@ -164,9 +166,9 @@ def _choose(before: Implementation | str, path: str, problem: Problem, *, runs: 
             )
         chosen = chosen or Chosen(*choose.choose(path, problem, failed))
         finding = (
-            first_contact.compare(chosen.implementation, problem)
+            attention_check.compare(chosen.implementation, problem)
             if runs
-            else first_contact.Finding(False, "")
+            else attention_check.Finding(False, "")
         )
         if not finding.failed:
             reasons = filter(None, [*(failed.values() or [chosen.reason]), finding.sentence])
@@ -442,7 +444,7 @@ def build(
     vocab_size: int,
     end_token: int | None = None,
     mesh: Mesh | None = None,
-    recorded: Implementations | None = None,
+    recorded: AttentionPaths | None = None,
     uses: Collection[str] = ("training", "evaluation"),
 ) -> Built:
     """Builds a config's model. Raises `UserError` if settings, V and the devices are incompatible.
@@ -486,14 +488,14 @@ def build(
         path = str(config.model.attention)
         # In training, auto is fused on TPU, stored on GPU, and on CPU tiled or, for small sizes,
         # the reference.
-        before = recorded or Implementations(path, path)
+        before = recorded or AttentionPaths(path, path)
         attention = AttentionChoice(
             _choose(before.training, path, training_problem(config, mesh), runs="training" in uses),
             _choose(
                 before.cached, path, evaluation_problem(config, mesh), runs="evaluation" in uses
             ),
         )
-        chosen = Implementations(
+        chosen = AttentionPaths(
             attention.training.implementation, attention.evaluation.implementation
         )
         model = TransformerXL(config.model, vocab_size, end_token, attention=chosen)

@@ -23,7 +23,7 @@ from txl_jax.config.config_tree import from_dict, require
 from txl_jax.data.corpus import KINDS, Corpus
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
 from txl_jax.errors import UserError, rephrased
-from txl_jax.ops.attention import Implementation, Implementations
+from txl_jax.ops.attention import AttentionPaths, Implementation
 from txl_jax.runs.build import AttentionChoice
 from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.checkpoint import find_steps
@@ -177,7 +177,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """
         return tuple(by_name(self.members))
 
-    def attention_for(self, config: ExperimentConfig) -> Implementations:
+    def attention_for(self, config: ExperimentConfig) -> AttentionPaths:
         """Returns the implementations of attention for a start with `config`.
 
         These are the recorded implementations, or the config's own choice.
@@ -194,7 +194,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 for name in _EVALUATION
             ):
                 uses["evaluation"] = None
-        return Implementations(uses.get("training") or asked, uses.get("evaluation") or asked)
+        return AttentionPaths(uses.get("training") or asked, uses.get("evaluation") or asked)
 
     def compare(self, config: ExperimentConfig, members: MemberSettings = ()) -> None:
         """Compares settings between processes and with the record.

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Collection
 
 from txl_jax.errors import UserError
-from txl_jax.ops.attention.problem import PATHS, REFERENCE, Implementation, Problem, Tile
+from txl_jax.ops.attention.problem import PATHS, REFERENCE, AttentionCall, Implementation, Tile
 from txl_jax.ops.attention.tpu import geometry as tpu
 
 AUTO = "auto"
@@ -25,14 +25,14 @@ _FEWEST_CACHED_KEYS = 512
 
 
 def choose(
-    path: str, problem: Problem, without: Collection[str] = ()
+    path: str, problem: AttentionCall, without: Collection[str] = ()
 ) -> tuple[Implementation, str]:
     """Chooses an implementation by its path, or the fastest if the path is "auto".
 
     Returns (implementation, reason for the choice).
 
     Over a KV cache "stored" means the reference. "auto" takes no path of `without`, which failed on
-    this device (`runs.first_contact`). Raises `UserError` if the path is unknown or cannot serve
+    this device (`runs.attention_check`). Raises `UserError` if the path is unknown or cannot serve
     this call.
     """
     if path not in (AUTO, *PATHS):
@@ -55,7 +55,7 @@ def choose(
     return _make(path, problem), "by model.attention"
 
 
-def refusal(path: str, problem: Problem) -> str | None:
+def refusal(path: str, problem: AttentionCall) -> str | None:
     """Returns why a path cannot serve a call, or None if it can.
 
     The reason includes the limit and the number found.
@@ -76,14 +76,14 @@ def refusal(path: str, problem: Problem) -> str | None:
     return f"its kernels are for TPU, but the platform is {problem.platform}{instead}"
 
 
-def can_serve(implementation: Implementation, problem: Problem) -> bool:
+def can_serve(implementation: Implementation, problem: AttentionCall) -> bool:
     """Returns whether an earlier choice can serve a call, on the problem's own platform."""
     if implementation.interpret:  # By any platform, and at any size.
         return not problem.is_one_token and not problem.documents
     return refusal(implementation.path, problem) is None
 
 
-def resolve(implementation: Implementation | str, problem: Problem) -> Implementation:
+def resolve(implementation: Implementation | str, problem: AttentionCall) -> Implementation:
     """Returns the implementation for a call.
 
     A path is resolved by `choose`. An earlier choice is kept if it can serve the call.
@@ -100,7 +100,7 @@ def resolve(implementation: Implementation | str, problem: Problem) -> Implement
     return choose("stored" if implementation.path == "stored" else AUTO, problem)[0]
 
 
-def _choose_fastest(problem: Problem, without: Collection[str]) -> tuple[Implementation, str]:
+def _choose_fastest(problem: AttentionCall, without: Collection[str]) -> tuple[Implementation, str]:
     if problem.dtype == "float64":
         return REFERENCE, "float64 is for checks, and other paths are checked against the reference"
     instead = f"no kernels for the platform {problem.platform}"
@@ -122,7 +122,7 @@ def _choose_fastest(problem: Problem, without: Collection[str]) -> tuple[Impleme
     return _make("tiled", problem), f"{instead}, and tiles are faster than whole scores"
 
 
-def _make(path: str, problem: Problem) -> Implementation:
+def _make(path: str, problem: AttentionCall) -> Implementation:
     if path == "tiled":
         return Implementation("tiled", tile=default_tile(problem))
     if path == "fused":
@@ -132,7 +132,7 @@ def _make(path: str, problem: Problem) -> Implementation:
     return Implementation(path)
 
 
-def default_tile(problem: Problem) -> Tile:
+def default_tile(problem: AttentionCall) -> Tile:
     """Returns the tile of tiled attention for a call."""
     if problem.cached:
         # Whole evaluation on two cores of an AMD EPYC, batch 1, float32, the reference 1:
@@ -149,7 +149,7 @@ def default_tile(problem: Problem) -> Tile:
     return Tile(max(query, -(-problem.segment_len // _MOST_STRIPS)), 1024)
 
 
-def tiles_are_faster(problem: Problem) -> bool:
+def tiles_are_faster(problem: AttentionCall) -> bool:
     """Returns whether tiles are faster than the reference on this call."""
     if problem.platform != "cpu":
         return False

@@ -18,11 +18,11 @@ from txl_jax.ops.attention import check, choose, problem, reference
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import CachedVisibility, Visibility
 from txl_jax.ops.attention.problem import (
+    AttentionCall,
     CachedOperands,
     Implementation,
     Operands,
     Position,
-    Problem,
     Ring,
 )
 from txl_jax.ops.matmul import Int8
@@ -157,7 +157,7 @@ def cached_attention(
     return shard_map(compute, in_specs=specs, out_specs=shards.by_both())(operands, visibility)
 
 
-def _function_of(implementation: Implementation, call: Problem) -> Callable[..., jax.Array]:
+def _function_of(implementation: Implementation, call: AttentionCall) -> Callable[..., jax.Array]:
     """Returns the function of a path other than the reference.
 
     The function takes operands, visibility and, in training, dropout.
@@ -230,7 +230,7 @@ def shards_of(batch: int, n_head: int) -> Shards | None:
     )
 
 
-def describe(operands: Operands, visibility: Visibility, dropout: Dropout | None) -> Problem:
+def describe(operands: Operands, visibility: Visibility, dropout: Dropout | None) -> AttentionCall:
     """Returns the description of a call of `attention` on one device of the ambient mesh."""
     return _describe(
         operands.query,
@@ -243,7 +243,7 @@ def describe(operands: Operands, visibility: Visibility, dropout: Dropout | None
     )
 
 
-def describe_cached(operands: CachedOperands, visibility: CachedVisibility) -> Problem:
+def describe_cached(operands: CachedOperands, visibility: CachedVisibility) -> AttentionCall:
     """Returns the description of a call of `cached_attention` on one device of the ambient mesh."""
     _, position_key, position_score = operands.position or (None, None, None)
     stored = operands.ring[0]
@@ -260,10 +260,10 @@ def describe_cached(operands: CachedOperands, visibility: CachedVisibility) -> P
 
 def _describe(
     query: jax.Array, visibility: Visibility | CachedVisibility, **others: Any
-) -> Problem:
+) -> AttentionCall:
     device, (batch, n_head, segment_len, width) = problem.default_device(), query.shape
     shards = shards_of(batch, n_head)
-    return Problem(
+    return AttentionCall(
         platform=device.platform,
         device_kind=device.device_kind,
         dtype=query.dtype.name,

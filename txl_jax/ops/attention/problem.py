@@ -51,7 +51,7 @@ class Tile(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class AttentionCall:
     """What decides which implementation can serve a call, on one device."""
 
     # "cpu", "gpu" or "tpu".
@@ -148,7 +148,7 @@ class Implementation:
 REFERENCE = Implementation("reference")
 
 
-class Implementations(NamedTuple):
+class AttentionPaths(NamedTuple):
     """The implementations of a model: each a path, or the choice for its lengths and device."""
 
     training: Implementation | str

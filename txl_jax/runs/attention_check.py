@@ -22,9 +22,9 @@ import numpy as np
 
 from txl_jax.errors import first_line
 from txl_jax.ops.attention import (
+    AttentionCall,
     CachedVisibility,
     Implementation,
-    Problem,
     Visibility,
     attention,
     cached_attention,
@@ -43,8 +43,8 @@ _LEAST = 0.1
 # Odd, no smaller than the largest tile, and enough for the kernels with any number of keys.
 _MOST_QUERIES = 511
 _DROPOUT_RATE = 0.1
-# Inputs and their axes in `Problem`'s letters, in training and over a KV cache: of all calls, and
-# with position keys.
+# Inputs and their axes in `AttentionCall`'s letters, in training and over a KV cache: of all calls,
+# and with position keys.
 _INPUTS = (
     (
         "query:bhle key:bhke value:bhke cotangent:bhle",
@@ -67,7 +67,7 @@ class Finding(NamedTuple):
 _findings: dict[str, Finding] = {}
 
 
-def compare(implementation: Implementation, problem: Problem) -> Finding:
+def compare(implementation: Implementation, problem: AttentionCall) -> Finding:
     """Compares an implementation that was chosen for a run with the reference.
 
     Each comparison is made once in a process. The function never raises.
@@ -115,7 +115,7 @@ def build_on_all(build: Callable[[], T]) -> T:
             )
 
 
-def _compare(implementation: Implementation, problem: Problem) -> Finding:
+def _compare(implementation: Implementation, problem: AttentionCall) -> Finding:
     where = f"{implementation} on {default_device().device_kind}"
     if distributed.is_multiprocess():
         where += f" of process {jax.process_index()}"
@@ -131,7 +131,7 @@ def _compare(implementation: Implementation, problem: Problem) -> Finding:
     return Finding(False, f"within {difference:.0e} of the reference here")
 
 
-def describe_error(name: str, difference: float, problem: Problem) -> str:
+def describe_error(name: str, difference: float, problem: AttentionCall) -> str:
     """Describes a difference that is too large for rounding, or returns an empty string."""
     most = _TOLERANCE if jnp.dtype(problem.dtype).itemsize > 2 else _TOLERANCE_OF_16_BITS
     if difference <= most:
@@ -143,7 +143,7 @@ def describe_error(name: str, difference: float, problem: Problem) -> str:
 
 
 def largest_difference(
-    implementation: Implementation, problem: Problem, inputs: Arrays
+    implementation: Implementation, problem: AttentionCall, inputs: Arrays
 ) -> tuple[str, float]:
     """Compares output and gradients with the reference in at least float32.
 
@@ -174,7 +174,7 @@ def largest_difference(
     return worst, float(np.nan_to_num(differences[worst], nan=np.inf))
 
 
-def make_inputs(problem: Problem, valid: Sequence[int]) -> Arrays:
+def make_inputs(problem: AttentionCall, valid: Sequence[int]) -> Arrays:
     """Returns random arrays for rows with `valid` filled slots.
 
     Queries, keys and values have unit variance, as behind a layer norm, and biases a standard
@@ -209,7 +209,9 @@ def make_inputs(problem: Problem, valid: Sequence[int]) -> Arrays:
     return arrays
 
 
-def make_function(implementation: Implementation, problem: Problem) -> Callable[[Arrays], Arrays]:
+def make_function(
+    implementation: Implementation, problem: AttentionCall
+) -> Callable[[Arrays], Arrays]:
     """Returns the function that computes attention's output and, in training, all gradients.
 
     The function takes the inputs and returns its results by name.
