@@ -44,7 +44,7 @@ from txl_jax.runs.attention_check import (
     make_function,
     make_inputs,
 )
-from txl_jax.runs.build import evaluation_problem, training_problem
+from txl_jax.runs.attention_choice import evaluation_call, training_call
 from txl_jax.runtime import environment, storage
 from txl_jax.sharding.mesh import make_mesh
 
@@ -276,9 +276,7 @@ def make_case(
         changes[f"{group}.mem_len"] = sizes.mem_len // shrink
     config = config_tree.replace(config, changes)
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
-    problem = (
-        training_problem(config, mesh) if task == "training" else evaluation_problem(config, mesh)
-    )
+    problem = training_call(config, mesh) if task == "training" else evaluation_call(config, mesh)
     mem_len = config.train.mem_len if task == "training" else config.eval.mem_len
     return Case(**vars(problem) | {"cache_dtype": None}, config=name, mem_len=mem_len)
 

@@ -41,6 +41,7 @@ from txl_jax.errors import UserError, first_line
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.decode import decode_block
 from txl_jax.inference.generate import BLOCK
+from txl_jax.runs.attention_choice import record_of
 from txl_jax.runs.build import Built, abstract_arrays, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime.environment import is_out_of_memory, megabytes
@@ -249,7 +250,7 @@ def estimate(
     )
     lines: dict[str, str] = {}
     if targets is not None and built.attention:  # Which path it is depends on the devices.
-        lines |= {f"attention, {task}": path for task, path in built.attention.record().items()}
+        lines |= {f"attention, {task}": path for task, path in record_of(built.attention).items()}
     lines |= {kind: f"{megabytes(size)} per device" for kind, size in built.device_bytes().items()}
     cost = flops.of_step(config, vocab_size=built.model.vocab_size, n_device=mesh.size)
     again = cost.recomputed_flops if config.model.remat is Remat.FULL else 0

@@ -22,7 +22,8 @@ from txl_jax.errors import UserError
 from txl_jax.ops.attention import AttentionCall, AttentionPaths, Implementation, Tile, choose
 from txl_jax.ops.attention.tpu import cached, geometry, kernels
 from txl_jax.runs import attention_check
-from txl_jax.runs.build import AttentionChoice, Chosen, build
+from txl_jax.runs.attention_choice import ChosenPath
+from txl_jax.runs.build import build
 from txl_jax.runs.run import Run, check_same_attention
 from txl_jax.runs.trained import TrainedModel
 from txl_jax.runtime import distributed
@@ -52,7 +53,7 @@ def test_hosts_that_choose_otherwise_are_refused(monkeypatch):
     )
     for training in ("tiled 4x8", "tiled 4x8", "fused mosaic_roll 64x128"):
         check_same_attention(
-            AttentionChoice(*[Chosen(Implementation.parse(training), "a reason")] * 2)
+            AttentionPaths(*[ChosenPath(Implementation.parse(training), "a reason")] * 2)
         )
     first, same, other = compared
     assert first == same != other and other["attention in training"] == "fused mosaic_roll 64x128"
@@ -249,7 +250,7 @@ def test_a_wrong_kernel_is_named_and_replaced_or_refused_where_it_was_asked_for(
     plant, words = FAULTS[fault]
     plant(monkeypatch)
     training, evaluation = tiny_run.parts().attention
-    assert (str(training.implementation), training.failed, evaluation.failed) == (
+    assert (str(training.implementation), training.replaces_failed, evaluation.replaces_failed) == (
         "reference",
         True,
         False,
@@ -283,7 +284,7 @@ def test_a_run_with_a_wrong_kernel_is_the_references(
 
 def test_sound_kernels_are_used_and_compared_once(on_tpu, monkeypatch):
     training, _ = tiny_run.parts().attention
-    assert (training.implementation, training.failed) == (FUSED, False)
+    assert (training.implementation, training.replaces_failed) == (FUSED, False)
     assert training.reason.startswith("kernels for a TPU; within ")
     monkeypatch.setattr(attention_check, "largest_difference", pytest.fail)
     assert tiny_run.parts().attention.training == training

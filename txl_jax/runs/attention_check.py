@@ -1,20 +1,22 @@
-"""First contact, which compares a path of attention with the reference on the device.
+"""The check of attention on a device, which compares a path with the reference.
 
-The comparison is made before a run uses the path there.
+The comparison is made before a run uses the path there (first contact).
 
 Kernels are compiled for each kind of device by each version of jax and the compiler, and nobody may
-have tried these together. So `runs.build` compares its choice, forward and backward, with the run's
-dtype, head size, memory and tile, and with few rows, heads and queries. A finding holds for the
-process. A later process compares again, with programs from JAX's compilation cache, whose keys have
-device and versions. CPUs compare only kernels that are interpreted: the tests compare the others.
+have tried these together. So `runs.attention_choice` compares its choice, forward and backward,
+with the run's dtype, head size, memory and tile, and with few rows, heads and queries. A finding
+holds for the process. A later process compares again, with programs from JAX's compilation cache,
+whose keys have device and versions. CPUs compare only kernels that are interpreted: the tests
+compare the others.
 
 `experiments.bench.device` compares and times all paths with the same functions.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,224 +36,306 @@ from txl_jax.ops.attention.problem import REFERENCE, default_device
 from txl_jax.runtime import distributed
 
 T = TypeVar("T")
+# Arrays by name.
 Arrays = dict[str, jax.Array]
+
 # Relative differences above which an implementation is wrong, not rounded: in float32, and in 16
 # bits, where tiles differ from the reference in float32 by 0.7 % at the sizes of enwik8_24l.
-_TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-3, 2e-2
-# If an array has no larger element, such as the gradient of queries with one key, it is rounding.
-_LEAST = 0.1
-# Odd, no smaller than the largest tile, and enough for the kernels with any number of keys.
+_TOLERANCE = 1e-3
+_TOLERANCE_OF_16_BITS = 2e-2
+# Differences are relative to an array's largest element, or to this if that is larger: an array of
+# small elements, such as the gradient of queries with one key, is rounding.
+_LEAST_ELEMENT = 0.1
+
+# Sizes of a comparison. Queries: odd, no smaller than the largest tile, and enough for the kernels
+# with any number of keys.
+_ROWS = 2
 _MOST_QUERIES = 511
 _DROPOUT_RATE = 0.1
-# Inputs and their axes in `AttentionCall`'s letters, in training and over a KV cache: of all calls,
-# and with position keys.
-_INPUTS = (
-    (
-        "query:bhle key:bhke value:bhke cotangent:bhle",
-        "position_key:hpe content_bias:he position_bias:he",
-    ),
-    (
-        "query:bhle key:bhle value:bhle ring_key:bher ring_value:bhre",
-        "position_query:bhle position_key:hep",
-    ),
-)
+_DROPOUT_SEED = 7
+# Standard deviation of the biases u and v.
+_BIAS_SCALE = 0.2
 
 
 class Finding(NamedTuple):
-    """What a comparison has found."""
+    """The result of a comparison."""
 
+    # Whether the path is wrong, or does not compile or run.
     failed: bool
-    sentence: str  # For the log. Empty if nothing was compared.
+    # For the log. Empty if nothing was compared.
+    sentence: str
 
 
+NOT_COMPARED = Finding(failed=False, sentence="")
+
+# Findings of this process, by implementation and call.
 _findings: dict[str, Finding] = {}
 
 
-def compare(implementation: Implementation, problem: AttentionCall) -> Finding:
+def compare(implementation: Implementation, call: AttentionCall) -> Finding:
     """Compares an implementation that was chosen for a run with the reference.
 
     Each comparison is made once in a process. The function never raises.
     """
-    device = default_device()
     # Estimates compile for devices that are not here.
-    is_here = (problem.platform, problem.device_kind) == (device.platform, device.device_kind)
-    is_new = is_here and device.platform != "cpu"
-    if implementation.path == "reference" or not (is_new or implementation.interpret):
-        return Finding(False, "")
-    segment_len = min(problem.segment_len, _MOST_QUERIES)
-    n_keys = problem.n_keys - problem.segment_len + segment_len
-    sizes: dict[str, Any] = {
-        "batch": 2,
-        "n_head": 2 + problem.n_head % 2,
-        "segment_len": segment_len,
-        "n_keys": n_keys,
-    }
-    sizes["n_positions"] = min(problem.n_positions, n_keys)
-    small = dataclasses.replace(problem, **sizes, documents=False)
-    key = f"{implementation}, {small}"
+    device = default_device()
+    is_here = (call.platform, call.device_kind) == (device.platform, device.device_kind)
+    is_accelerator = is_here and device.platform != "cpu"
+    is_checked = is_accelerator or implementation.interpret
+    if implementation.path == "reference" or not is_checked:
+        return NOT_COMPARED
+
+    # Fewer rows, heads and queries, with the run's memory. The number of heads stays odd or even.
+    segment_len = min(call.segment_len, _MOST_QUERIES)
+    n_keys = call.n_keys - call.segment_len + segment_len
+    small_call = dataclasses.replace(
+        call,
+        batch=_ROWS,
+        n_head=2 + call.n_head % 2,
+        segment_len=segment_len,
+        n_keys=n_keys,
+        n_positions=min(call.n_positions, n_keys),
+        documents=False,
+    )
+    key = f"{implementation}, {small_call}"
     if key not in _findings:
-        _findings[key] = _compare(implementation, small)
+        _findings[key] = _compare(implementation, small_call)
     return _findings[key]
 
 
 def build_on_all(build: Callable[[], T]) -> T:
     """Runs `build`, which calls `compare`, in all processes.
 
-    What failed in one process has then failed in all of them.
+    A path that failed in one process has then failed in all of them.
     """
     while True:
         built = distributed.run_on_all(build)
+        if not distributed.is_multiprocess():
+            return built
+
         failures = {
             key: finding.sentence for key, finding in sorted(_findings.items()) if finding.failed
         }
-        texts = (
-            distributed.gather_texts(json.dumps(failures)) if distributed.is_multiprocess() else []
-        )
-        if len(set(texts)) < 2:
+        texts = distributed.gather_texts(json.dumps(failures))
+        if len(set(texts)) == 1:
             return built
-        for text in reversed(texts):  # The first process's sentence stays.
-            _findings.update(
-                {key: Finding(True, sentence) for key, sentence in json.loads(text).items()}
-            )
+
+        # Build again with the failures of all processes. Backwards, so that the sentence of the
+        # first process stays.
+        for text in reversed(texts):
+            for key, sentence in json.loads(text).items():
+                _findings[key] = Finding(failed=True, sentence=sentence)
 
 
-def _compare(implementation: Implementation, problem: AttentionCall) -> Finding:
-    where = f"{implementation} on {default_device().device_kind}"
+def _compare(implementation: Implementation, call: AttentionCall) -> Finding:
+    place = f"{implementation} on {default_device().device_kind}"
     if distributed.is_multiprocess():
-        where += f" of process {jax.process_index()}"
-    slots = problem.n_keys - problem.segment_len
+        place += f" of process {jax.process_index()}"
+
+    # The memory of one row is full, of the other only a third.
+    slots = call.n_keys - call.segment_len
     try:
-        name, difference = largest_difference(
-            implementation, problem, make_inputs(problem, [slots, slots // 3])
-        )
+        inputs = make_inputs(call, [slots, slots // 3])
+        name, difference = largest_difference(implementation, call, inputs)
     except Exception as error:  # noqa: BLE001 (whatever a compiler raises, another path may work)
-        return Finding(True, f"{where} does not compile or run: {first_line(error)}")
-    if wrong := describe_error(name, difference, problem):
-        return Finding(True, f"{where} is wrong: {wrong}")
-    return Finding(False, f"within {difference:.0e} of the reference here")
+        sentence = f"{place} does not compile or run: {first_line(error)}"
+        return Finding(failed=True, sentence=sentence)
+
+    error_text = describe_error(name, difference, call)
+    if error_text:
+        return Finding(failed=True, sentence=f"{place} is wrong: {error_text}")
+    return Finding(failed=False, sentence=f"within {difference:.0e} of the reference here")
 
 
-def describe_error(name: str, difference: float, problem: AttentionCall) -> str:
+def describe_error(name: str, difference: float, call: AttentionCall) -> str:
     """Describes a difference that is too large for rounding, or returns an empty string."""
-    most = _TOLERANCE if jnp.dtype(problem.dtype).itemsize > 2 else _TOLERANCE_OF_16_BITS
-    if difference <= most:
+    tolerance = _TOLERANCE_OF_16_BITS if _has_16_bits(call) else _TOLERANCE
+    if difference <= tolerance:
         return ""
     return (
         f"its {name} differs from the reference by {difference:.1e} of the largest "
-        f"element, above {most:.0e}"
+        f"element, above {tolerance:.0e}"
     )
+
+
+def _has_16_bits(call: AttentionCall) -> bool:
+    return jnp.dtype(call.dtype).itemsize <= 2
 
 
 def largest_difference(
-    implementation: Implementation, problem: AttentionCall, inputs: Arrays
+    implementation: Implementation, call: AttentionCall, inputs: Arrays
 ) -> tuple[str, float]:
     """Compares output and gradients with the reference in at least float32.
 
-    Returns (array that differs most, how much it differs).
+    Args:
+      implementation: The implementation to compare.
+      call: What it computes.
+      inputs: The inputs by name (`make_inputs`).
 
-    An array's difference is its elements' largest, divided by the reference's largest element, or
-    infinity for nan.
+    Returns:
+      (name of the array that differs most, how much it differs). An array's difference is its
+      elements' largest, divided by the reference's largest element, or infinity for nan.
     """
-    wide = {
+    wide_inputs = {
         name: array.astype(jnp.promote_types(array.dtype, jnp.float32))
         for name, array in inputs.items()
     }
+    # Numbers of slots stay integers.
+    wide_inputs["valid"] = inputs["valid"]
+
     # By default TPUs round float32 to bfloat16, and GPUs to TF32. For 16 bits that will do, and
     # compiles in a third of the time (TPU v5e, 511 x 1023 pairs: 12 s, not 34).
-    with jax.default_matmul_precision(
-        "highest" if jnp.dtype(problem.dtype).itemsize > 2 else "default"
-    ):
-        expected = jax.device_get(
-            jax.jit(make_function(REFERENCE, problem))(wide | {"valid": inputs["valid"]})
-        )
-        found = jax.device_get(jax.jit(make_function(implementation, problem))(inputs))
+    precision = "default" if _has_16_bits(call) else "highest"
+    with jax.default_matmul_precision(precision):
+        reference = jax.jit(make_function(REFERENCE, call))
+        expected = jax.device_get(reference(wide_inputs))
+        function = jax.jit(make_function(implementation, call))
+        actual = jax.device_get(function(inputs))
+
     differences = {
-        name: np.max(np.abs(found[name].astype(array.dtype) - array))
-        / max(np.max(np.abs(array)), _LEAST)
-        for name, array in expected.items()
+        name: _relative_difference(actual[name], array) for name, array in expected.items()
     }
-    worst = max(differences, key=lambda name: np.nan_to_num(differences[name], nan=np.inf))
-    return worst, float(np.nan_to_num(differences[worst], nan=np.inf))
+    worst = max(differences, key=lambda name: differences[name])
+    return worst, differences[worst]
 
 
-def make_inputs(problem: AttentionCall, valid: Sequence[int]) -> Arrays:
+def _relative_difference(actual: np.ndarray, expected: np.ndarray) -> float:
+    difference = np.max(np.abs(actual.astype(expected.dtype) - expected))
+    largest = max(np.max(np.abs(expected)), _LEAST_ELEMENT)
+    return float(np.nan_to_num(difference / largest, nan=np.inf))
+
+
+def make_inputs(call: AttentionCall, valid: Sequence[int]) -> Arrays:
     """Returns random arrays for rows with `valid` filled slots.
 
-    Queries, keys and values have unit variance, as behind a layer norm, and biases a standard
-    deviation of 0.2.
+    Queries, keys and values have unit variance, as after a layer norm, and biases a standard
+    deviation of 0.2. Over a KV cache, queries are also divided by sqrt(E).
     """
-    p = problem
     lengths = {
-        "b": p.batch,
-        "h": p.n_head,
-        "l": p.segment_len,
-        "k": p.n_keys,
-        "e": p.d_head,
-        "r": p.capacity or 0,
+        "b": call.batch,
+        "h": call.n_head,
+        "l": call.segment_len,
+        "k": call.n_keys,
+        "e": call.d_head,
+        "r": call.capacity or 0,
+        "p": call.n_positions or call.n_keys,
     }
-    lengths["p"] = p.n_positions or p.n_keys
-    names = (
-        " ".join(_INPUTS[p.cached][: 2 if p.n_positions else 1])
-        + " position_score:hp" * p.has_position_score
-    )
-    rng, arrays = np.random.default_rng(0), {"valid": jnp.asarray(valid, jnp.int32)}
-    for name, axes in (each.split(":") for each in names.split()):
-        scale = (
-            0.2
-            if name.endswith("bias")
-            else p.d_head**-0.5
-            if p.cached and name.endswith("query")
-            else 1.0
-        )
-        array = scale * rng.standard_normal([lengths[axis] for axis in axes], np.float32)
-        dtype = p.cache_dtype if name.startswith("ring") else None
-        arrays[name] = jnp.asarray(array.astype(jnp.dtype(dtype or p.dtype)))
+    rng = np.random.default_rng(0)
+    arrays = {"valid": jnp.asarray(valid, jnp.int32)}
+    # The order of the names is the order of the random numbers.
+    for name, axes in _input_axes(call).items():
+        scale = 1.0
+        if name.endswith("bias"):
+            scale = _BIAS_SCALE
+        elif call.cached and name.endswith("query"):
+            scale = call.d_head**-0.5
+
+        dtype = call.dtype
+        if name.startswith("ring") and call.cache_dtype is not None:
+            dtype = call.cache_dtype
+
+        shape = [lengths[axis] for axis in axes]
+        array = scale * rng.standard_normal(shape, np.float32)
+        arrays[name] = jnp.asarray(array.astype(jnp.dtype(dtype)))
     return arrays
 
 
+def _input_axes(call: AttentionCall) -> dict[str, str]:
+    """Returns the axes of each input by its name, as letters.
+
+    The letters are B, H, L, K, E, P and R of `AttentionCall`, in lower case.
+    """
+    if call.cached:
+        axes = {
+            "query": "bhle",
+            "key": "bhle",
+            "value": "bhle",
+            "ring_key": "bher",
+            "ring_value": "bhre",
+        }
+        position_axes = {"position_query": "bhle", "position_key": "hep"}
+    else:
+        axes = {"query": "bhle", "key": "bhke", "value": "bhke", "cotangent": "bhle"}
+        position_axes = {"position_key": "hpe", "content_bias": "he", "position_bias": "he"}
+
+    if call.n_positions > 0:
+        axes |= position_axes
+    if call.has_position_score:
+        axes["position_score"] = "hp"
+    return axes
+
+
 def make_function(
-    implementation: Implementation, problem: AttentionCall
+    implementation: Implementation, call: AttentionCall
 ) -> Callable[[Arrays], Arrays]:
     """Returns the function that computes attention's output and, in training, all gradients.
 
-    The function takes the inputs and returns its results by name.
+    The function takes the inputs (`make_inputs`) and returns its results by name.
     """
-    p = problem
+    compute = _cached_results if call.cached else _training_results
+    return functools.partial(compute, implementation, call)
 
-    def training(inputs: Arrays) -> Arrays:
-        given = dict(inputs)
-        cotangent = given.pop("cotangent")
-        options: dict[str, Any] = {"implementation": implementation}
-        options["visibility"] = Visibility(
-            given.pop("valid"), p.segment_len, p.n_keys - p.segment_len, p.window
+
+def _training_results(
+    implementation: Implementation, call: AttentionCall, inputs: Arrays
+) -> Arrays:
+    """Computes the output and the gradients of all inputs, by name."""
+    operands = dict(inputs)
+    valid = operands.pop("valid")
+    cotangent = operands.pop("cotangent")
+    mem_len = call.n_keys - call.segment_len
+    visibility = Visibility(valid, call.segment_len, mem_len, call.window)
+    dropout = None
+    if call.dropout:
+        dropout = Dropout(_DROPOUT_RATE, jnp.uint32(_DROPOUT_SEED), call.n_head)
+
+    def compute(operands: Arrays) -> jax.Array:
+        return attention(
+            operands["query"],
+            operands["key"],
+            operands["value"],
+            operands.get("position_key"),
+            content_bias=operands.get("content_bias"),
+            position_bias=operands.get("position_bias"),
+            position_score=operands.get("position_score"),
+            visibility=visibility,
+            dropout=dropout,
+            implementation=implementation,
         )
-        options["dropout"] = Dropout(_DROPOUT_RATE, jnp.uint32(7), p.n_head) if p.dropout else None
-        output, pull_back = jax.vjp(lambda given: attention(**given, **options), given)
-        [gradients] = pull_back(cotangent)
-        return {"output": output} | {
-            f"gradient of {name}": each for name, each in gradients.items()
-        }
 
-    def evaluation(inputs: Arrays) -> Arrays:
-        assert p.capacity is not None
-        # The seam of the ring is in the middle, at a segment's border, as after some segments.
-        write_index = jnp.int32(p.capacity // 2 // p.segment_len * p.segment_len)
-        visibility = CachedVisibility(
-            inputs["valid"], write_index, p.segment_len, p.capacity, p.window
+    output, pull_back = jax.vjp(compute, operands)
+    [gradients] = pull_back(cotangent)
+
+    results = {"output": output}
+    for name, gradient in gradients.items():
+        results[f"gradient of {name}"] = gradient
+    return results
+
+
+def _cached_results(implementation: Implementation, call: AttentionCall, inputs: Arrays) -> Arrays:
+    """Computes the output over a KV cache, by name."""
+    assert call.capacity is not None, "a call over a KV cache has a capacity"
+    # The seam of the ring is in the middle, at a segment's border, as after some segments.
+    write_index = jnp.int32(call.capacity // 2 // call.segment_len * call.segment_len)
+    visibility = CachedVisibility(
+        inputs["valid"], write_index, call.segment_len, call.capacity, call.window
+    )
+
+    # Without position keys the queries of the scores by distance are not used.
+    position = None
+    if call.n_positions or call.has_position_score:
+        position = (
+            inputs.get("position_query", inputs["query"]),
+            inputs.get("position_key"),
+            inputs.get("position_score"),
         )
-        own = inputs["query"], inputs["key"], inputs["value"]
-        ring = inputs["ring_key"], inputs["ring_value"]
-        position = None
-        if p.n_positions or p.has_position_score:
-            position = (
-                inputs.get("position_query", own[0]),
-                inputs.get("position_key"),
-                inputs.get("position_score"),
-            )
-        return {
-            "output": cached_attention(
-                *own, ring, position, visibility, implementation=implementation
-            )
-        }
-
-    return evaluation if p.cached else training
+    output = cached_attention(
+        inputs["query"],
+        inputs["key"],
+        inputs["value"],
+        (inputs["ring_key"], inputs["ring_value"]),
+        position,
+        visibility,
+        implementation=implementation,
+    )
+    return {"output": output}
