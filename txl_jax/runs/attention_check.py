@@ -80,8 +80,8 @@ def compare(implementation: Implementation, call: AttentionCall) -> Finding:
     # Estimates compile for devices that are not here.
     device = default_device()
     is_here = (call.platform, call.device_kind) == (device.platform, device.device_kind)
-    is_accelerator = is_here and device.platform != "cpu"
-    is_checked = is_accelerator or implementation.interpret
+    is_on_accelerator = is_here and device.platform != "cpu"
+    is_checked = is_on_accelerator or implementation.interpret
     if implementation.path == "reference" or not is_checked:
         return NOT_COMPARED
 
@@ -128,6 +128,7 @@ def build_on_all(build: Callable[[], T]) -> T:
 
 
 def _compare(implementation: Implementation, call: AttentionCall) -> Finding:
+    """Compares an implementation with the reference on this call. Never raises."""
     place = f"{implementation} on {default_device().device_kind}"
     if distributed.is_multiprocess():
         place += f" of process {jax.process_index()}"
@@ -272,8 +273,9 @@ def make_function(
 
     The function takes the inputs (`make_inputs`) and returns its results by name.
     """
-    compute = _cached_results if call.cached else _training_results
-    return functools.partial(compute, implementation, call)
+    if call.cached:
+        return functools.partial(_cached_results, implementation, call)
+    return functools.partial(_training_results, implementation, call)
 
 
 def _training_results(
@@ -315,13 +317,13 @@ def _training_results(
 def _cached_results(implementation: Implementation, call: AttentionCall, inputs: Arrays) -> Arrays:
     """Computes the output over a KV cache, by name."""
     assert call.capacity is not None, "a call over a KV cache has a capacity"
-    # The seam of the ring is in the middle, at a segment's border, as after some segments.
+    # The oldest slot is in the middle of the ring, at a segment's border, as after some segments.
     write_index = jnp.int32(call.capacity // 2 // call.segment_len * call.segment_len)
     visibility = CachedVisibility(
         inputs["valid"], write_index, call.segment_len, call.capacity, call.window
     )
 
-    # Without position keys the queries of the scores by distance are not used.
+    # With scores alone, no queries of position keys are read. The query takes their place.
     position = None
     if call.n_positions or call.has_position_score:
         position = (

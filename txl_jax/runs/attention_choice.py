@@ -124,6 +124,10 @@ def training_call(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Attent
     train = config.train
     platform, device_kind = _device_of(mesh)
     n_keys = train.mem_len + train.segment_len
+    # Each key is at one distance.
+    n_positions = 0
+    if _has_position_keys(model):
+        n_positions = n_keys
     microbatch = train.batch_size // train.grad_accum_steps
     return AttentionCall(
         platform=platform,
@@ -135,7 +139,7 @@ def training_call(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Attent
         segment_len=train.segment_len,
         n_keys=n_keys,
         d_head=model.d_head,
-        n_positions=n_keys if _has_position_keys(model) else 0,
+        n_positions=n_positions,
         has_position_score=encoding_of(model).has_position_score,
         window=model.compat.window(train.mem_len, same_length=train.same_length),
         dropout=model.dropout.attention > 0,

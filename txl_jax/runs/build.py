@@ -103,6 +103,9 @@ class Built:
         """Shapes, dtypes and shardings of the training state. Nothing is allocated."""
         with use_mesh(self.mesh):
             boxed = jax.eval_shape(lambda: self._first_state(self._first_params()))
+
+        # The boxes of parameters hold logical axes, from which their shardings follow. The memory
+        # has no boxes.
         shardings = param_shardings(self.mesh, boxed)
         shardings = shardings.replace(memory=self._memory_shardings(self.config.train.batch_size))
         return abstract_arrays(nn.unbox(boxed), shardings)
@@ -150,13 +153,15 @@ class Built:
         return make_state(params)
 
     def _first_params(self) -> Any:
+        """Returns the initial parameters, in boxes that hold their logical axes."""
         return init_params(self.model, jax.random.key(self.config.seed))
 
     def _first_state(self, params: Any) -> TrainState:
+        """Returns the state before the first update. It has boxes where `params` have them."""
         return init_state(self.model, self.optimizer, self.config, params)
 
     def compile_step(self) -> Compilation:
-        """Compiles the train step of S updates (`TrainStep`)."""
+        """Compiles the train step of S updates (`TrainStep`). The state is donated."""
         self.check_batch_size()
         step = make_train_step(self.model, self.optimizer, self.schedule, self.config)
 
@@ -205,7 +210,7 @@ class Built:
                 f"process {jax.process_index()} has no device in the mesh {dict(self.mesh.shape)}. "
                 "Start fewer processes, or pass --mesh.data=none to use all devices."
             )
-        # Devices along other axes of the mesh hold the same rows.
+        # Devices that differ only in other axes of the mesh hold the same rows.
         rows = [all_rows[device_slice] for device_slice in slices.values()]
         return np.unique(np.concatenate(rows))
 
@@ -219,7 +224,6 @@ class Built:
         """
         if self.mesh.size == 1:
             return jax.device_put(segments, named_sharding(self.mesh))
-
         n_row = segments.inputs.shape[1] if batch_size is None else batch_size
 
         def put(sharding: NamedSharding, array: np.ndarray) -> jax.Array:
@@ -296,6 +300,7 @@ class Built:
         step = make_window_step(
             self.model, clamp_len=lengths.clamp_len, temperature=lengths.temperature
         )
+        # It is jitted already.
         return bind_mesh(self.mesh, step)
 
     @functools.cached_property
@@ -324,6 +329,7 @@ class Built:
 
 
 def _shardings(tree: Any) -> Any:
+    """Returns the shardings of a tree of arrays, or of their abstract forms."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
@@ -364,8 +370,9 @@ def build(
     _check_end_token(end_token, reset_at=config.data.reset_at, vocab_size=vocab_size)
     if mesh is None:
         mesh = make_mesh(config.mesh)
-    _check_devices(config, mesh)
+    _check_mesh(mesh, config)
 
+    # Recurrent networks have no attention.
     model: AnyModel
     attention = None
     if config.model.network is Network.TRANSFORMER_XL:
@@ -406,11 +413,11 @@ def _check_end_token(end_token: int | None, *, reset_at: str | None, vocab_size:
     )
 
 
-def _check_devices(config: ExperimentConfig, mesh: Mesh) -> None:
-    """Raises `UserError` if the devices cannot run the config's dtypes or share its sizes."""
+def _check_mesh(mesh: Mesh, config: ExperimentConfig) -> None:
+    """Raises `UserError` if the mesh's devices do not support the config's dtypes and sizes."""
     check_devices(config.eval.weight_dtype, mesh.size)
 
-    # Otherwise JAX would compute in 32 bits.
+    # JAX would compute in 32 bits instead.
     dtype = config.model.dtype
     require(
         jax.dtypes.canonicalize_dtype(dtype) == dtype,

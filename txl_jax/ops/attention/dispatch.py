@@ -296,7 +296,10 @@ def _dropout_of_shard(dropout: Dropout, shards: Shards) -> Dropout:
 def describe(operands: Operands, visibility: Visibility, dropout: Dropout | None) -> AttentionCall:
     """Returns the description of a call of `attention` on one device of the ambient mesh."""
     query = operands.query
-    position_key = operands.position_key
+    n_positions = 0
+    if operands.position_key is not None:
+        n_positions = operands.position_key.shape[1]
+
     device = default_device()
     batch, n_head = _rows_and_heads_of_device(query)
     return AttentionCall(
@@ -308,7 +311,7 @@ def describe(operands: Operands, visibility: Visibility, dropout: Dropout | None
         segment_len=query.shape[2],
         n_keys=visibility.n_keys,
         d_head=query.shape[3],
-        n_positions=0 if position_key is None else position_key.shape[1],
+        n_positions=n_positions,
         has_position_score=operands.position_score is not None,
         causal=visibility.causal,
         window=visibility.window,
@@ -321,6 +324,10 @@ def describe_cached(operands: CachedOperands, visibility: CachedVisibility) -> A
     """Returns the description of a call of `cached_attention` on one device of the ambient mesh."""
     query = operands.query
     _, position_key, position_score = operands.position or (None, None, None)
+    n_positions = 0
+    if position_key is not None:
+        n_positions = position_key.shape[2]
+
     stored_key, _ = operands.ring
     # int8 is converted to the query's dtype before an implementation reads it.
     cache_dtype = None if isinstance(stored_key, Int8) else stored_key.dtype.name
@@ -336,7 +343,7 @@ def describe_cached(operands: CachedOperands, visibility: CachedVisibility) -> A
         segment_len=query.shape[2],
         n_keys=visibility.capacity + visibility.segment_len,
         d_head=query.shape[3],
-        n_positions=0 if position_key is None else position_key.shape[2],
+        n_positions=n_positions,
         has_position_score=position_score is not None,
         window=visibility.window,
         capacity=visibility.capacity,

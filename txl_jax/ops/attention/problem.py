@@ -216,4 +216,6 @@ def default_device() -> jax.Device:
     A call of attention is for this device, because no mesh needs to be passed.
     """
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return device if isinstance(device, jax.Device) else jax.devices()[0]
+    if isinstance(device, jax.Device):
+        return device
+    return jax.devices()[0]
