@@ -219,6 +219,7 @@ def make_inputs(call: AttentionCall, valid: Sequence[int]) -> Arrays:
         "k": call.n_keys,
         "e": call.d_head,
         "r": call.capacity or 0,
+        # Scores by distance need no position keys.
         "p": call.n_positions or call.n_keys,
     }
     rng = np.random.default_rng(0)
@@ -244,7 +245,8 @@ def make_inputs(call: AttentionCall, valid: Sequence[int]) -> Arrays:
 def _input_axes(call: AttentionCall) -> dict[str, str]:
     """Returns the axes of each input by its name, as letters.
 
-    The letters are B, H, L, K, E, P and R of `AttentionCall`, in lower case.
+    The letters are B, H, L, K, E, P and R of `AttentionCall`, in lower case. `cotangent` is the
+    gradient of the output.
     """
     if call.cached:
         axes = {
@@ -281,7 +283,7 @@ def make_function(
 def _training_results(
     implementation: Implementation, call: AttentionCall, inputs: Arrays
 ) -> Arrays:
-    """Computes the output and the gradients of all inputs, by name."""
+    """Computes the output and the gradients of all operands, by name."""
     operands = dict(inputs)
     valid = operands.pop("valid")
     cotangent = operands.pop("cotangent")

@@ -45,7 +45,7 @@ def choose_attention(
       config: The run's settings. `model.attention` is the path, or "auto".
       mesh: The run's mesh. An abstract mesh has no devices, and counts as CPUs.
       recorded: The choice of an earlier start, which stays where it can serve and is still asked
-        for. None means that there is none.
+        for, or None.
       uses: Where attention will run, "training" or "evaluation". Only there is it compared with the
         reference first.
 
@@ -55,23 +55,17 @@ def choose_attention(
     path = str(config.model.attention)
     if recorded is None:
         recorded = AttentionPaths(training=path, cached=path)
-    return AttentionPaths(
-        training=_choose(
-            path,
-            recorded.training,
-            training_call(config, mesh),
-            is_compared="training" in uses,
-        ),
-        cached=_choose(
-            path,
-            recorded.cached,
-            evaluation_call(config, mesh),
-            is_compared="evaluation" in uses,
-        ),
+
+    training = _choose_path(
+        path, recorded.training, training_call(config, mesh), is_compared="training" in uses
     )
+    cached = _choose_path(
+        path, recorded.cached, evaluation_call(config, mesh), is_compared="evaluation" in uses
+    )
+    return AttentionPaths(training=training, cached=cached)
 
 
-def _choose(
+def _choose_path(
     path: str, recorded: Implementation | str, call: AttentionCall, *, is_compared: bool
 ) -> ChosenPath:
     """Chooses as `path` asks, until the choice does not fail on this device.
@@ -124,7 +118,7 @@ def training_call(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Attent
     train = config.train
     platform, device_kind = _device_of(mesh)
     n_keys = train.mem_len + train.segment_len
-    # Each key is at one distance.
+    # Each key of [memory; segment] has its own distance.
     n_positions = 0
     if _has_position_keys(model):
         n_positions = n_keys

@@ -103,6 +103,7 @@ def attention(
             dropout = _dropout_of_shard(dropout, shards)
         return compute(operands, visibility, dropout)
 
+    # All arrays of the visibility begin with B. Each device has the dropout of the whole batch.
     specs = (
         shards.specs(operands),
         jax.tree.map(lambda _: shards.by_row(), visibility),
