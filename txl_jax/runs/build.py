@@ -424,6 +424,7 @@ def _check_mesh(mesh: Mesh, config: ExperimentConfig) -> None:
         f"model.dtype is {dtype}, which JAX supports only if JAX_ENABLE_X64=1 is set",
     )
 
+    # Sizes that are divided over an axis of the mesh.
     for name, axis in (("d_model", FSDP), ("n_head", TENSOR), ("d_inner", TENSOR)):
         size = getattr(config.model, name)
         devices = mesh.shape[axis]
