@@ -74,11 +74,11 @@ def run(plan: Plan, _job: cli.Job) -> None:
         raise UserError(
             f"--to={target} must be outside of --from={found.path}. Choose another directory."
         )
-    components = _on_one_device(found.config, found.vocabulary, plan.rows)
-    step, params = found.params(components, log=say)
+    built = _on_one_device(found.config, found.vocabulary, plan.rows)
+    step, params = found.params(built, log=say)
     say(f"from      {found.description}, step {step:,}")
-    model = _functions_of(components, params)
-    lengths = components.config.eval
+    model = _functions_of(built, params)
+    lengths = built.config.eval
     metadata = {
         "description": found.description.partition(", ")[2],
         "step": step,
@@ -117,18 +117,16 @@ def _on_one_device(config: ExperimentConfig, vocabulary: Vocabulary, rows: int) 
     return build_for(config, vocabulary, mesh=make_mesh(config.mesh, jax.devices()[:1]))
 
 
-def _functions_of(components: Built, params: Any) -> Functions:
+def _functions_of(built: Built, params: Any) -> Functions:
     """Returns the model's functions, without a generation step if the model does not generate."""
     generates = True
     try:
-        check_can_generate(components.config)
+        check_can_generate(built.config)
     except UserError as error:
         print(f"note      scoring only: {error}")
         generates = False
-    weights = jax.device_get(components.prepare_params(params))
-    return exported.functions_of(
-        components.model, components.config.eval, weights, generates=generates
-    )
+    weights = jax.device_get(built.prepare_params(params))
+    return exported.functions_of(built.model, built.config.eval, weights, generates=generates)
 
 
 def _verify(folder: Path, model: Functions, vocab_size: int) -> float:

@@ -87,13 +87,13 @@ def compare(config: ExperimentConfig, corpus: Corpus, run: Run, *, tested: float
         (without, {"eval.mem_len": 0, "eval.same_length": False}, None),
         (memory, {}, tested),
     ):
-        components = build_for(config_tree.replace(config, changes), corpus.vocabulary)
-        _, params = load_parameters(components, run, log=say)
+        built = build_for(config_tree.replace(config, changes), corpus.vocabulary)
+        _, params = load_parameters(built, run, log=say)
         nats = np.zeros(len(first), np.float32)
-        score(components, params, first, name=f"{name}, first bytes", log=say, token_nats=nats)
+        score(built, params, first, name=f"{name}, first bytes", log=say, token_nats=nats)
         means = (nats[scored[scored > 0]].mean(dtype="float64") for scored in scored_LxSxB)
         found.by_position[name] = [float(mean) / math.log(2) for mean in means]
-        found.bits[name] = known or score(components, params, corpus.test, name=name, log=say).bpc
+        found.bits[name] = known or score(built, params, corpus.test, name=name, log=say).bpc
     return found
 
 

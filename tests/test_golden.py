@@ -37,7 +37,7 @@ from txl_jax.modules.attention import Attention
 from txl_jax.modules.block import Block
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.ops.attention import Implementation, Implementations, Tile, positions
+from txl_jax.ops.attention import AttentionPaths, Implementation, Tile, positions
 
 FOLDER = pathlib.Path(os.environ.get("TXL_GOLDEN_DIR") or pathlib.Path(__file__).parent / "golden")
 FILES = sorted(FOLDER.glob("*.npz"))
@@ -126,7 +126,7 @@ def load(arrays, golden, start, path):
         tensors, config, vocab_size=golden["n_token"], format=Format(golden["library"])
     )
     model = TransformerXL(
-        config, golden["n_token"], attention=Implementations(implementation, implementation)
+        config, golden["n_token"], attention=AttentionPaths(implementation, implementation)
     )
     return model, jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
 

@@ -63,9 +63,9 @@ def load(
         cannot be read.
     """
     found = open_weights(path, member=member, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
-    components = found.build()
-    step, params = found.params(components)
-    return LanguageModel(components, found.vocabulary, params, step, found.description)
+    built = found.build()
+    step, params = found.params(built)
+    return LanguageModel(built, found.vocabulary, params, step, found.description)
 
 
 class Continuation(NamedTuple):

@@ -35,16 +35,16 @@ from txl_jax import cli, flops
 from txl_jax.config import DType, Encoding, ExperimentConfig, MeshConfig, Network, config_tree
 from txl_jax.config.config_tree import require, setting
 from txl_jax.errors import UserError, first_line
-from txl_jax.ops.attention import Implementation, Problem, Tile, choose
+from txl_jax.ops.attention import AttentionCall, Implementation, Tile, choose
 from txl_jax.ops.attention.tpu import geometry
 from txl_jax.runs import run_tables
-from txl_jax.runs.build import evaluation_problem, training_problem
-from txl_jax.runs.first_contact import (
+from txl_jax.runs.attention_check import (
     describe_error,
     largest_difference,
     make_function,
     make_inputs,
 )
+from txl_jax.runs.attention_choice import evaluation_call, training_call
 from txl_jax.runtime import environment, storage
 from txl_jax.sharding.mesh import make_mesh
 
@@ -228,7 +228,7 @@ class Notes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case(Problem):
+class Case(AttentionCall):
     """Attention of one layer of a configuration, in training or over a KV cache."""
 
     config: str = ""  # Its name.
@@ -276,14 +276,12 @@ def make_case(
         changes[f"{group}.mem_len"] = sizes.mem_len // shrink
     config = config_tree.replace(config, changes)
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
-    problem = (
-        training_problem(config, mesh) if task == "training" else evaluation_problem(config, mesh)
-    )
+    problem = training_call(config, mesh) if task == "training" else evaluation_call(config, mesh)
     mem_len = config.train.mem_len if task == "training" else config.eval.mem_len
     return Case(**vars(problem) | {"cache_dtype": None}, config=name, mem_len=mem_len)
 
 
-def find_implementation(path: str, problem: Problem) -> Implementation:
+def find_implementation(path: str, problem: AttentionCall) -> Implementation:
     """Returns what a path is, as --paths describes it.
 
     Raises `UserError` if it cannot serve the problem.

@@ -41,6 +41,7 @@ from txl_jax.errors import UserError, first_line
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference.decode import decode_block
 from txl_jax.inference.generate import BLOCK
+from txl_jax.runs.attention_choice import record_of
 from txl_jax.runs.build import Built, abstract_arrays, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime.environment import is_out_of_memory, megabytes
@@ -238,24 +239,20 @@ def estimate(
     mesh: Any = abstract_mesh(config.mesh, found.num_devices, num_slices=found.num_slices)
     if targets is not None:
         mesh = make_mesh(config.mesh, targets)
-    components = build(config, vocab_size=timing.vocab_size_of(config.data.corpus), mesh=mesh)
-    components.check_batch_size()
+    built = build(config, vocab_size=timing.vocab_size_of(config.data.corpus), mesh=mesh)
+    built.check_batch_size()
     print(
-        f"\n{name} on {topology}: {components.num_parameters:,} parameters, computed in "
+        f"\n{name} on {topology}: {built.num_parameters:,} parameters, computed in "
         f"{config.model.dtype}, {mesh.size} x {chip.kind} "
         f"({', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())})\n"
         f"{config.train.batch_size} rows x {config.train.segment_len}, memory "
         f"{config.train.mem_len}, remat {config.model.remat}"
     )
     lines: dict[str, str] = {}
-    if targets is not None and components.attention:  # Which path it is depends on the devices.
-        lines |= {
-            f"attention, {task}": path for task, path in components.attention.record().items()
-        }
-    lines |= {
-        kind: f"{megabytes(size)} per device" for kind, size in components.device_bytes().items()
-    }
-    cost = flops.of_step(config, vocab_size=components.model.vocab_size, n_device=mesh.size)
+    if targets is not None and built.attention:  # Which path it is depends on the devices.
+        lines |= {f"attention, {task}": path for task, path in record_of(built.attention).items()}
+    lines |= {kind: f"{megabytes(size)} per device" for kind, size in built.device_bytes().items()}
+    cost = flops.of_step(config, vocab_size=built.model.vocab_size, n_device=mesh.size)
     again = cost.recomputed_flops if config.model.remat is Remat.FULL else 0
     operations, peak = (
         ((cost.flops or 0) + again) / mesh.size,
@@ -273,17 +270,17 @@ def estimate(
         )
         return
     for task in tasks:
-        yield estimate_task(components, task, chip.memory_bytes)
+        yield estimate_task(built, task, chip.memory_bytes)
 
 
-def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
+def estimate_task(built: Built, task: str, memory_bytes: int) -> bool:
     """Compiles a task and prints what it needs on a device.
 
     Returns whether the task fits or is impossible.
     """
     start = time.monotonic()
     try:
-        sizes = compile_task(components, task).memory_analysis()
+        sizes = compile_task(built, task).memory_analysis()
     except UserError as error:
         print(f"{task}: not possible, {error}", flush=True)
         return True
@@ -315,20 +312,20 @@ def estimate_task(components: Built, task: str, memory_bytes: int) -> bool:
     return True
 
 
-def compile_task(components: Built, task: str) -> Any:
+def compile_task(built: Built, task: str) -> Any:
     """Compiles the train step, the eval step of streaming, or the step of 16 tokens."""
     if task == "training":
-        return components.compile_step().program
-    evaluation: Any = components  # Its functions are jitted, which their types do not show.
-    lengths, generate = components.config.eval, components.config.generate
-    weights = _abstract_result(evaluation.prepare_params, components.abstract_state.params)
+        return built.compile_step().program
+    evaluation: Any = built  # Its functions are jitted, which their types do not show.
+    lengths, generate = built.config.eval, built.config.generate
+    weights = _abstract_result(evaluation.prepare_params, built.abstract_state.params)
     if task == "evaluation":
         check_streams(lengths)
         memory = _abstract_result(evaluation.init_memory, weights)
         return evaluation.eval_step.lower(
-            weights, memory, components.abstract_segments(lengths)
+            weights, memory, built.abstract_segments(lengths)
         ).compile()
-    check_can_generate(components.config)
+    check_can_generate(built.config)
 
     def for_tokens(weights: Any) -> Any:
         return weights.for_generation(mem_len=lengths.mem_len).for_single_tokens(
@@ -336,14 +333,14 @@ def compile_task(components: Built, task: str) -> Any:
         )
 
     def start(weights: Any) -> Any:
-        memory = components.scorer.init_memory(weights)
+        memory = built.scorer.init_memory(weights)
         row = jax.tree.map(lambda array: array[:1] if array.ndim else array, memory)
         return cache_lib.repeat_rows(cache_lib.unrotate(row), generate.samples)
 
     tokens, cache = (
         _abstract_result(jax.jit(function), weights) for function in (for_tokens, start)
     )
-    decode = components.jit(decode_block, static_argnames=("limits", "count"), donate_argnums=1)
+    decode = built.jit(decode_block, static_argnames=("limits", "count"), donate_argnums=1)
     return decode.lower(tokens, cache, *generation_arguments(generate), count=BLOCK).compile()
 
 

@@ -125,13 +125,13 @@ class TorchModel:
                 self._torch.randn((n_states, *size, model.d_model), generator=generator)
             )
 
-    def task(self, name: str, ours: Task, components: Built) -> Task:
+    def task(self, name: str, ours: Task, built: Built) -> Task:
         """Returns the counterpart of our task, one segment a call."""
         # Having met another task's sizes it would compile for any sizes, which is slower.
         self._torch.compiler.reset()
         step = self.train_step if name == "training" else self.evaluate
         segments = timing.random_segments(
-            components, self._config.train if name == "training" else self._config.eval
+            built, self._config.train if name == "training" else self._config.eval
         )
         turns = itertools.cycle(
             list(zip(np.asarray(segments.inputs), np.asarray(segments.targets), strict=True))
@@ -184,10 +184,10 @@ class HuggingFaceModel(TorchModel):
         self._token = torch.zeros((1, 1), dtype=torch.int64)
         self._draws = torch.Generator().manual_seed(0)
 
-    def task(self, name: str, ours: Task, components: Built) -> Task:
+    def task(self, name: str, ours: Task, built: Built) -> Task:
         """Returns the counterpart of our task, one segment or token a call."""
         if name != "generation":
-            return super().task(name, ours, components)
+            return super().task(name, ours, built)
         return Task(ours.name, 1, lambda: self.generate_token(self._config.generate.top_k))
 
     def generate_token(self, top_k: int | None) -> int:
@@ -333,7 +333,7 @@ def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
     )
 
 
-def checked_peers(components: Built, path: str | None) -> list[TorchModel]:
+def checked_peers(built: Built, path: str | None) -> list[TorchModel]:
     """Returns the peers with our untrained parameters and full memories.
 
     Prints the losses' largest differences.
@@ -342,17 +342,15 @@ def checked_peers(components: Built, path: str | None) -> list[TorchModel]:
     Raises `UserError` if a token's loss, scored from zeros in the memory, differs by more than
     rounding.
     """
-    config, vocab_size = apply_preset(components.config, "hf"), components.model.vocab_size
+    config, vocab_size = apply_preset(built.config, "hf"), built.model.vocab_size
     ours = build(
         config_tree.replace(config, {"eval.cache_dtype": None, "eval.batch_size": 1}),
         vocab_size=vocab_size,
     )
-    params, length = components.init_params(), config.eval.segment_len
+    params, length = built.init_params(), config.eval.segment_len
     kind: Any = functools.partial(OriginalModel, path=path) if path else HuggingFaceModel
     variants = [{"compiled": False}, {"compiled": True}] if path else [{}]
-    peers = [
-        kind(components.config, params, vocab_size=vocab_size, **variant) for variant in variants
-    ]
+    peers = [kind(built.config, params, vocab_size=vocab_size, **variant) for variant in variants]
     tokens = timing.draw_tokens(vocab_size, length * _COMPARED_SEGMENTS + 1)
     segments = evaluation_segments(tokens, batch_size=1, segment_len=length).segments(
         0, _COMPARED_SEGMENTS

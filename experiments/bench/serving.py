@@ -40,13 +40,13 @@ def run(plan: Plan, job: cli.Job) -> None:
     """
     config = job.config()
     check_can_generate(config)
-    components = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
-    params = components.init_params()
+    built = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
+    params = built.init_params()
     params = timing.with_every_tail(params) if config.model.cutoffs else params
-    timing.print_head(components)
-    steps = [Step(components, batch_size=rows) for rows in (plan.rows, 1)]
+    timing.print_head(built)
+    steps = [Step(built, batch_size=rows) for rows in (plan.rows, 1)]
     weights = steps[0].prepare_params(params)
-    many, one = tasks = [_task(components, step, weights) for step in steps]
+    many, one = tasks = [_task(built, step, weights) for step in steps]
     timing.time_in_turns(tasks, warmup=1, calls=plan.calls)
     rows = ([str(step.batch_size), *task.cells] for step, task in zip(steps, tasks, strict=True))
     timing.print_table("rows | tokens/s | slowest | fastest", rows)
@@ -55,11 +55,11 @@ def run(plan: Plan, job: cli.Job) -> None:
     )
 
 
-def _task(components: Built, step: Step, weights: Weights) -> Task:
+def _task(built: Built, step: Step, weights: Weights) -> Task:
     """Returns the task of sampling K tokens of every row."""
     rows = Rows.idle(step.batch_size)
     rows.position[:], rows.steps[:] = 2 * step.capacity, step.block
-    rows.last[:] = np.arange(step.batch_size) % components.model.vocab_size
+    rows.last[:] = np.arange(step.batch_size) % built.model.vocab_size
     call = timing.repeated(functools.partial(step.write, weights), step.init_cache(weights), rows)
     return Task("serving", step.batch_size * step.block, call)
 

@@ -99,12 +99,12 @@ def run(plan: Plan, job: cli.Job) -> None:
     config = peers.with_peer_compat(job.config()) if plan.peer else job.config()
     if "generation" in plan.chosen_tasks:
         check_can_generate(config)
-    components = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
-    timing.print_head(components)
-    models = peers.checked_peers(components, plan.peer_path) if plan.peer else []
+    built = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
+    timing.print_head(built)
+    models = peers.checked_peers(built, plan.peer_path) if plan.peer else []
     found: list[Task] = []
     timing.print_table(
-        _COLUMNS_WITH_PEER if models else _COLUMNS, _rows(plan, components, models, found)
+        _COLUMNS_WITH_PEER if models else _COLUMNS, _rows(plan, built, models, found)
     )
     if jax.default_backend() == "cpu":
         return
@@ -112,19 +112,19 @@ def run(plan: Plan, job: cli.Job) -> None:
     peak = flops.device_peak(environment.device_kind())
     for task in found:
         if task.flops_per_token:
-            achieved = task.flops_per_token * statistics.median(task.rates) / components.mesh.size
+            achieved = task.flops_per_token * statistics.median(task.rates) / built.mesh.size
             share = f", {achieved / peak:.1%} of its peak in bfloat16 (MFU)" if peak else ""
             operations = f"{task.flops_per_token / 1e6:,.1f} million operations per token"
             print(f"{task.name}: {operations}, {achieved / 1e12:.1f} TFLOP/s per device{share}")
 
 
 def _rows(
-    plan: Plan, components: Built, models: Sequence[TorchModel], found: list[Task]
+    plan: Plan, built: Built, models: Sequence[TorchModel], found: list[Task]
 ) -> Iterator[list[str]]:
     """Times the tasks and yields their rows, one for each peer; appends our tasks to `found`."""
     for name in plan.chosen_tasks:
-        for task in tasks(name, components):
-            theirs = [model.task(name, task, components) for model in models]
+        for task in tasks(name, built):
+            theirs = [model.task(name, task, built) for model in models]
             timing.time_in_turns([task, *theirs], warmup=plan.warmup, calls=plan.calls)
             found.append(task)
             lengths = task.lengths
@@ -143,28 +143,26 @@ def _rows(
                 ]
 
 
-def tasks(name: str, components: Built) -> Iterator[Task]:
+def tasks(name: str, built: Built) -> Iterator[Task]:
     """Yields the tasks of a name.
 
     Generation skips tails that cannot matter: a model with tails has both extremes.
     """
     makers = {"training": training, "evaluation": evaluation, "generation": generation}
-    yield makers[name](components)
-    if name == "generation" and components.config.model.cutoffs:
-        yield generation(components, every_tail=True)
+    yield makers[name](built)
+    if name == "generation" and built.config.model.cutoffs:
+        yield generation(built, every_tail=True)
 
 
-def training(components: Built) -> Task:
+def training(built: Built) -> Task:
     """Runs whole updates: forward, backward, optimizer and memory.
 
     Tokens that are read again (stride) do not count.
     """
-    config, train = components.config, components.config.train
-    cost = flops.of_step(
-        config, vocab_size=components.model.vocab_size, n_device=components.mesh.size
-    )
-    step, segments = components.compile_step().program, timing.random_segments(components, train)
-    call = timing.repeated(step, components.init_state(), segments)
+    config, train = built.config, built.config.train
+    cost = flops.of_step(config, vocab_size=built.model.vocab_size, n_device=built.mesh.size)
+    step, segments = built.compile_step().program, timing.random_segments(built, train)
+    call = timing.repeated(step, built.init_state(), segments)
     return Task(
         "training",
         cost.tokens * train.segments_per_call,
@@ -174,24 +172,22 @@ def training(components: Built) -> Task:
     )
 
 
-def evaluation(components: Built) -> Task:
+def evaluation(built: Built) -> Task:
     """Runs streaming evaluation with a full memory.
 
     Raises `UserError` if the config asks for sliding windows.
     """
-    lengths = components.config.eval
+    lengths = built.config.eval
     check_streams(lengths)
-    weights = components.prepare_params(components.init_params())
-    memory = components.init_memory(weights)
+    weights = built.prepare_params(built.init_params())
+    memory = built.init_memory(weights)
     memory = memory.replace(valid=memory.valid * 0 + lengths.mem_len)
-    segments = timing.random_segments(components, lengths)
+    segments = timing.random_segments(built, lengths)
     segments = segments._replace(reset=segments.reset & False)
-    eval_step: Any = components.eval_step  # It is jitted, which its type does not show.
+    eval_step: Any = built.eval_step  # It is jitted, which its type does not show.
     step = eval_step.lower(weights, memory, segments).compile()
     tokens = lengths.batch_size * lengths.segment_len * SEGMENTS_PER_CALL
-    per_token = flops.of_inference(
-        components.config.model, lengths, vocab_size=components.model.vocab_size
-    )
+    per_token = flops.of_inference(built.config.model, lengths, vocab_size=built.model.vocab_size)
     call = timing.repeated(functools.partial(step, weights), memory, segments)
     return Task("evaluation", tokens, call, lengths, per_token)
 
@@ -204,20 +200,18 @@ def check_streams(lengths: EvalConfig) -> None:
     )
 
 
-def generation(components: Built, *, every_tail: bool = False) -> Task:
+def generation(built: Built, *, every_tail: bool = False) -> Task:
     """Generates token after token from a full memory, as `config.generate` says.
 
     All samples are generated side by side.
     """
     lengths, how, vocab_size = (
-        components.config.eval,
-        components.config.generate,
-        components.model.vocab_size,
+        built.config.eval,
+        built.config.generate,
+        built.model.vocab_size,
     )
-    params = (
-        timing.with_every_tail(components.init_params()) if every_tail else components.init_params()
-    )
-    generator = components.generator(components.prepare_params(params))
+    params = timing.with_every_tail(built.init_params()) if every_tail else built.init_params()
+    generator = built.generator(built.prepare_params(params))
     cache, *_ = generator.read(timing.draw_tokens(vocab_size, lengths.mem_len + 1), how)
     rows, limits = generation_arguments(how)
     decode = generator.decode.lower(
@@ -225,7 +219,7 @@ def generation(components: Built, *, every_tail: bool = False) -> Task:
     ).compile()
     call = timing.repeated(functools.partial(decode, generator.for_tokens), cache, rows)
     single = dataclasses.replace(lengths, batch_size=how.samples, segment_len=1)
-    per_token = flops.of_inference(components.config.model, single, vocab_size=vocab_size)
+    per_token = flops.of_inference(built.config.model, single, vocab_size=vocab_size)
     name = "generation, every tail read" if every_tail else "generation"
     return Task(name, how.samples * BLOCK, call, single, per_token)
 

@@ -94,17 +94,17 @@ def draw_tokens(vocab_size: int, n_tokens: int) -> np.ndarray:
     return sampled.astype(np.int32)
 
 
-def random_segments(components: Built, lengths: TrainConfig | EvalConfig) -> Segments:
+def random_segments(built: Built, lengths: TrainConfig | EvalConfig) -> Segments:
     """Returns S segments of random tokens on the devices."""
     make_reader: Any = evaluation_segments
     per_call = SEGMENTS_PER_CALL
     if isinstance(lengths, TrainConfig):
         make_reader, per_call = training_segments, lengths.segments_per_call
     tokens = draw_tokens(
-        components.model.vocab_size, lengths.batch_size * lengths.segment_len * per_call + 1
+        built.model.vocab_size, lengths.batch_size * lengths.segment_len * per_call + 1
     )
     reader = make_reader(tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
-    return components.place(reader.segments(0, per_call))
+    return built.place(reader.segments(0, per_call))
 
 
 def with_every_tail(params: Any) -> Any:
@@ -130,11 +130,11 @@ def machine() -> str:
     )
 
 
-def print_head(components: Built) -> None:
+def print_head(built: Built) -> None:
     """Prints the size of a model, and the machine."""
-    model = components.model
+    model = built.model
     print(
-        f"{components.num_parameters:,} parameters, vocabulary {model.vocab_size:,}, "
+        f"{built.num_parameters:,} parameters, vocabulary {model.vocab_size:,}, "
         f"{model.config.dtype}"
     )
     print(f"{machine()}\n")

@@ -290,13 +290,13 @@ def _score_lengths(
             [one] = context_length.at_lengths(
                 config, [length], stride=_stride(config, plan, length)
             ).values()
-            parts, _, params = load_to_score(one, corpus, trained, log=say)
+            built, _, params = load_to_score(one, corpus, trained, log=say)
             options: dict[str, Any] = {
                 "name": f"valid at attention length {length:,}",
                 "log": print,
             }
             options |= {"vocabulary": corpus.vocabulary, "stop_requested": stop_requested}
-            totals, line = score_with_line(parts, params, corpus.valid, **options)
+            totals, line = score_with_line(built, params, corpus.valid, **options)
             print(line)
             known[str(length)] = totals.value(corpus.vocabulary.measure)
             distributed.broadcast_from_primary(

@@ -126,7 +126,7 @@ def draw(
     The corpus may differ from the run's text if its vocabulary is the same. Returns mean
     probabilities [N, H, A]. After `Interrupted` nothing is written.
     """
-    parts, step, params = load_to_score(config, corpus, trained, log=say)
+    built, step, params = load_to_score(config, corpus, trained, log=say)
     length, mem_len = config.eval.segment_len, config.eval.mem_len
     tokens = np.asarray(getattr(corpus, plan.split)[: plan.tokens])
     first, last = -(-mem_len // length) * length, len(tokens) // length * length - 1
@@ -148,7 +148,7 @@ def draw(
         "stop_requested": stop_requested,
     }
     with progress_bar("attention", count, unit="segment", **options) as show:
-        average, queries = _read(parts, params, tokens[: last + 1], first, positions, show)
+        average, queries = _read(built, params, tokens[: last + 1], first, positions, show)
     folder = plan.out or os.path.join(trained.outputs, "attention")
     make_folder(folder)
     heads = plan.layer_heads or widest(average, _DEFAULT_HEADS)
@@ -212,7 +212,7 @@ class Query(NamedTuple):
 
 
 def _read(
-    parts: Built,
+    built: Built,
     params: Any,
     tokens: np.ndarray,
     first: int,
@@ -223,7 +223,7 @@ def _read(
 
     Returns mean probabilities from token `first` on, and the queries at `positions`.
     """
-    eval_config, model = parts.config.eval, cast(TransformerXL, parts.model)
+    eval_config, model = built.config.eval, cast(TransformerXL, built.model)
     length = eval_config.segment_len
 
     def weights_of(params: Any, segment: jax.Array, memory: Any) -> Any:
@@ -234,7 +234,7 @@ def _read(
         return weights.probabilities.sum(axis=(1, 3)), memory
 
     # All weights of a segment can be a gigabyte: only where a query is asked for.
-    summed_weights, all_weights = parts.jit(sum_weights), parts.jit(weights_of)
+    summed_weights, all_weights = built.jit(sum_weights), built.jit(weights_of)
     memory = model.init_memory(batch_size=1, mem_len=eval_config.mem_len)
     total: Any = 0.0
     found: dict[int, Query] = {}

@@ -81,8 +81,8 @@ def score_lengths(
     for length, changed in configs.items():
         name, began = f"{plan.split} at attention length {length:,}", time.monotonic()
         options: dict[str, Any] = {"name": name, "log": print, "stop_requested": stop_requested}
-        parts = build_for(changed, vocabulary)
-        totals, line = score_with_line(parts, params, tokens, vocabulary=vocabulary, **options)
+        built = build_for(changed, vocabulary)
+        totals, line = score_with_line(built, params, tokens, vocabulary=vocabulary, **options)
         print(line)
         found[length] = totals
         seconds = time.monotonic() - began  # With compilation.

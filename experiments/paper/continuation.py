@@ -83,8 +83,8 @@ def write(
             f"{length:,} after it are within the {len(tokens):,} of the {plan.split} "
             f"split, got {start:,}",
         )
-    parts, step, params = load_to_score(config, corpus, trained, log=say)
-    generator = parts.generator(parts.prepare_params(params))
+    built, step, params = load_to_score(config, corpus, trained, log=say)
+    generator = built.generator(built.prepare_params(params))
     how, facts = config.generate, environment.describe()
     sampled = "from all tokens" if how.top_k is None else f"with top-k, k = {how.top_k}"
     sampled += (

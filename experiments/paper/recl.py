@@ -168,7 +168,7 @@ def _losses_of(
 
     Each length is a file, so that a stopped command resumes.
     """
-    parts, step, params = load_to_score(run.config, corpus, run, log=say)
+    built, step, params = load_to_score(run.config, corpus, run, log=say)
     folder, measure = os.path.join(plan.out, "losses", name), corpus.vocabulary.measure
     identity = {
         "workdir": run.path,
@@ -208,7 +208,7 @@ def _losses_of(
         }
         with progress_bar(what, total=len(scored), unit="token", **progress) as show:
             found[length] = context_losses(
-                parts.window_step,
+                built.window_step,
                 params,
                 getattr(corpus, plan.split),
                 scored,

@@ -120,9 +120,9 @@ def our_config(config: ExperimentConfig, attention_len: int) -> ExperimentConfig
 
 def _sliding_window(config: ExperimentConfig, vocab_size: int, attention_len: int) -> Task:
     """Returns the call that scores the last position of a window of A random tokens."""
-    parts = build(config, vocab_size=vocab_size)
-    params = parts.init_params()
-    step = bind_mesh(parts.mesh, make_window_step(parts.model, clamp_len=config.eval.clamp_len))
+    built = build(config, vocab_size=vocab_size)
+    params = built.init_params()
+    step = bind_mesh(built.mesh, make_window_step(built.model, clamp_len=config.eval.clamp_len))
     # The text's second window is the first that scores one token.
     tokens = draw_tokens(vocab_size, attention_len + 2)
     _, window = window_batches(tokens, attention_len=attention_len, stride=1, batch_size=1)

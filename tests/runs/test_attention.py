@@ -19,10 +19,11 @@ from ops.attention.tpu.test_limits import CACHED, EVALUATION, PROBLEM, TRAINING,
 from support import runs, tiny, tiny_run
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, ModelConfig, config_tree
 from txl_jax.errors import UserError
-from txl_jax.ops.attention import Implementation, Implementations, Problem, Tile, choose
+from txl_jax.ops.attention import AttentionCall, AttentionPaths, Implementation, Tile, choose
 from txl_jax.ops.attention.tpu import cached, geometry, kernels
-from txl_jax.runs import first_contact
-from txl_jax.runs.build import AttentionChoice, Chosen, build
+from txl_jax.runs import attention_check
+from txl_jax.runs.attention_choice import ChosenPath
+from txl_jax.runs.build import build
 from txl_jax.runs.run import Run, check_same_attention
 from txl_jax.runs.trained import TrainedModel
 from txl_jax.runtime import distributed
@@ -32,7 +33,7 @@ SMALL, LARGE = Tile(4, 8), Tile(8, 16)
 
 def test_a_start_with_other_settings_keeps_what_they_do_not_touch():
     run = Run("somewhere")
-    assert run.attention_for(ExperimentConfig()) == Implementations("auto", "auto"), "a new run"
+    assert run.attention_for(ExperimentConfig()) == AttentionPaths("auto", "auto"), "a new run"
     run.is_new, run.config = False, ExperimentConfig()
     run.attention = {"training": "tiled 4x8", "evaluation": "reference"}
     tiled, reference = Implementation("tiled", tile=SMALL), Implementation("reference")
@@ -41,7 +42,7 @@ def test_a_start_with_other_settings_keeps_what_they_do_not_touch():
         ({"eval.mem_len": 12}, (tiled, "auto")),
         ({"model.attention": "reference"}, ("reference", "reference")),
     ):
-        assert run.attention_for(config_tree.replace(run.config, changes)) == Implementations(*kept)
+        assert run.attention_for(config_tree.replace(run.config, changes)) == AttentionPaths(*kept)
 
 
 def test_hosts_that_choose_otherwise_are_refused(monkeypatch):
@@ -52,7 +53,7 @@ def test_hosts_that_choose_otherwise_are_refused(monkeypatch):
     )
     for training in ("tiled 4x8", "tiled 4x8", "fused mosaic_roll 64x128"):
         check_same_attention(
-            AttentionChoice(*[Chosen(Implementation.parse(training), "a reason")] * 2)
+            AttentionPaths(*[ChosenPath(Implementation.parse(training), "a reason")] * 2)
         )
     first, same, other = compared
     assert first == same != other and other["attention in training"] == "fused mosaic_roll 64x128"
@@ -168,14 +169,14 @@ def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, t
 
 
 FUSED = Implementation("fused", "mosaic_gather", Tile(16, 128), interpret=True)
-SHORT = Problem("cpu", "cpu", "float32", 3, 4, 7, 15, 5, 15)
+SHORT = AttentionCall("cpu", "cpu", "float32", 3, 4, 7, 15, 5, 15)
 OVER_A_CACHE = dataclasses.replace(SHORT, segment_len=5, n_keys=15, capacity=10)
 
 
 @pytest.fixture(autouse=True)
 def unknown(monkeypatch):
     """Nothing was compared in this process yet."""
-    monkeypatch.setattr(first_contact, "_findings", {})
+    monkeypatch.setattr(attention_check, "_findings", {})
 
 
 @pytest.fixture
@@ -249,7 +250,7 @@ def test_a_wrong_kernel_is_named_and_replaced_or_refused_where_it_was_asked_for(
     plant, words = FAULTS[fault]
     plant(monkeypatch)
     training, evaluation = tiny_run.parts().attention
-    assert (str(training.implementation), training.failed, evaluation.failed) == (
+    assert (str(training.implementation), training.replaces_failed, evaluation.replaces_failed) == (
         "reference",
         True,
         False,
@@ -259,7 +260,7 @@ def test_a_wrong_kernel_is_named_and_replaced_or_refused_where_it_was_asked_for(
         and words in training.reason
         and "\n" not in training.reason
     )
-    monkeypatch.setattr(first_contact, "largest_difference", pytest.fail)  # It is known already.
+    monkeypatch.setattr(attention_check, "largest_difference", pytest.fail)  # It is known already.
     with pytest.raises(UserError, match=r"fused .*--model.attention"):
         tiny_run.parts(model__attention="fused")
 
@@ -283,37 +284,37 @@ def test_a_run_with_a_wrong_kernel_is_the_references(
 
 def test_sound_kernels_are_used_and_compared_once(on_tpu, monkeypatch):
     training, _ = tiny_run.parts().attention
-    assert (training.implementation, training.failed) == (FUSED, False)
+    assert (training.implementation, training.replaces_failed) == (FUSED, False)
     assert training.reason.startswith("kernels for a TPU; within ")
-    monkeypatch.setattr(first_contact, "largest_difference", pytest.fail)
+    monkeypatch.setattr(attention_check, "largest_difference", pytest.fail)
     assert tiny_run.parts().attention.training == training
-    first_contact._findings.clear()
+    attention_check._findings.clear()
     not_compared = build(tiny_run.CONFIG, vocab_size=tiny.V, uses=["evaluation"])
     assert not_compared.attention.training[0] == FUSED
     # Of CPUs only interpreted kernels.
-    assert first_contact.compare(Implementation("stored"), SHORT).sentence == ""
+    assert attention_check.compare(Implementation("stored"), SHORT).sentence == ""
 
 
 def test_what_fails_on_one_host_is_used_on_none(on_tpu, monkeypatch):
     """The other one is made up. It has found the kernel wrong that is sound here."""
     tiny_run.parts()
-    [key] = first_contact._findings
+    [key] = attention_check._findings
     other = json.dumps({key: "the kernel of process 1 is wrong"})
     for name, act in {"is_multiprocess": lambda: True, "run_on_all": lambda act: act()}.items():
-        monkeypatch.setattr(first_contact.distributed, name, act)
-    monkeypatch.setattr(first_contact.distributed, "gather_texts", lambda own: [own, other])
-    training, _ = first_contact.build_on_all(tiny_run.parts).attention
+        monkeypatch.setattr(attention_check.distributed, name, act)
+    monkeypatch.setattr(attention_check.distributed, "gather_texts", lambda own: [own, other])
+    training, _ = attention_check.build_on_all(tiny_run.parts).attention
     assert (
         str(training.implementation) == "reference" and "of process 1 is wrong" in training.reason
     )
 
 
 def test_the_kernel_over_a_cache_is_compared_too(monkeypatch):
-    assert first_contact.compare(FUSED, OVER_A_CACHE)[0] is False
+    assert attention_check.compare(FUSED, OVER_A_CACHE)[0] is False
     real = cached.skew_from
     monkeypatch.setattr(cached, "skew_from", lambda *args: -real(*args))
-    monkeypatch.setattr(first_contact, "_findings", {})
-    assert "its output differs" in first_contact.compare(FUSED, OVER_A_CACHE).sentence
+    monkeypatch.setattr(attention_check, "_findings", {})
+    assert "its output differs" in attention_check.compare(FUSED, OVER_A_CACHE).sentence
 
 
 ONE_KEY = {"segment_len": 1, "n_keys": 1, "n_positions": 1}  # Gradients of scores are 0.
@@ -332,11 +333,11 @@ ONE_KEY = {"segment_len": 1, "n_keys": 1, "n_positions": 1}  # Gradients of scor
 )
 def test_sound_paths_of_xla_are_within_the_tolerance(problem):
     """A path that were found wrong by mistake would be replaced, or end the run."""
-    inputs = first_contact.make_inputs(problem, [1, 0, 2])
+    inputs = attention_check.make_inputs(problem, [1, 0, 2])
     for path in (Implementation("stored"), Implementation("tiled", tile=SMALL)):
         assert (
-            first_contact.describe_error(
-                *first_contact.largest_difference(path, problem, inputs), problem
+            attention_check.describe_error(
+                *attention_check.largest_difference(path, problem, inputs), problem
             )
             == ""
         )
@@ -349,12 +350,12 @@ def test_what_is_compared_is_the_kernel_of_the_run(kind, monkeypatch):
     """
     compared = []
     monkeypatch.setattr(
-        first_contact, "default_device", lambda: dataclasses.replace(PROBLEM, device_kind=kind)
+        attention_check, "default_device", lambda: dataclasses.replace(PROBLEM, device_kind=kind)
     )
     monkeypatch.setattr(
-        first_contact,
+        attention_check,
         "_compare",
-        lambda *given: compared.append(given) or first_contact.Finding(False, ""),
+        lambda *given: compared.append(given) or attention_check.Finding(False, ""),
     )
     problems = [resized(PROBLEM, sizes, device_kind=kind) for sizes in TRAINING.values()]
     problems += [
@@ -365,9 +366,9 @@ def test_what_is_compared_is_the_kernel_of_the_run(kind, monkeypatch):
     assert problems
     for problem in problems:
         chosen, _ = choose.choose("auto", problem)
-        first_contact._findings.clear()
+        attention_check._findings.clear()
         compared.clear()
-        first_contact.compare(chosen, problem)
+        attention_check.compare(chosen, problem)
         [(implementation, small)] = compared
         assert chosen.path == "fused" and choose.resolve(chosen, small) == implementation == chosen
         assert (small.n_head % 2, small.segment_len % 2 or small.segment_len < 511) == (

@@ -399,7 +399,7 @@ def start_speed(seen, plan, changed):
     seen.replace(speed, "tasks", tasks)
     seen.keep(speed.timing, "time_in_turns", EnoughError())
     seen.run(speed, plan, changed)
-    return seen.without("time_in_turns.tasks", "checked_peers.components") | {"first": names[0]}
+    return seen.without("time_in_turns.tasks", "checked_peers.built") | {"first": names[0]}
 
 
 def harness(seen):

@@ -24,7 +24,7 @@ from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding, Softmax
 from txl_jax.modules.positions import encoding_of
 from txl_jax.ops import adaptive_softmax
-from txl_jax.ops.attention import Implementations, Visibility
+from txl_jax.ops.attention import AttentionPaths, Implementation, Visibility
 
 
 class TransformerXL(nn.Module):
@@ -38,7 +38,7 @@ class TransformerXL(nn.Module):
     # Ends a document and resets the memory. None if documents are not kept apart.
     end_token: int | None = None
     # None: chosen in each call by `config.attention`.
-    attention: Implementations | None = None
+    attention: AttentionPaths[Implementation | str] | None = None
 
     def setup(self) -> None:
         """Creates the parts."""
@@ -52,10 +52,10 @@ class TransformerXL(nn.Module):
         self.drop_output = dropout(c, c.dropout.output_rate)
 
     @property
-    def implementations(self) -> Implementations:
+    def implementations(self) -> AttentionPaths[Implementation | str]:
         """The implementations of attention, chosen or to be chosen."""
         path = str(self.config.attention)
-        return self.attention or Implementations(path, path)
+        return self.attention or AttentionPaths(path, path)
 
     def __call__(
         self,

@@ -23,8 +23,9 @@ from txl_jax.config.config_tree import from_dict, require
 from txl_jax.data.corpus import KINDS, Corpus
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
 from txl_jax.errors import UserError, rephrased
-from txl_jax.ops.attention import Implementation, Implementations
-from txl_jax.runs.build import AttentionChoice
+from txl_jax.ops.attention import AttentionPaths, Implementation
+from txl_jax.runs import attention_choice
+from txl_jax.runs.attention_choice import ChosenPath
 from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.checkpoint import find_steps
 from txl_jax.runtime.lock import RunLock
@@ -177,7 +178,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """
         return tuple(by_name(self.members))
 
-    def attention_for(self, config: ExperimentConfig) -> Implementations:
+    def attention_for(self, config: ExperimentConfig) -> AttentionPaths[Implementation | str]:
         """Returns the implementations of attention for a start with `config`.
 
         These are the recorded implementations, or the config's own choice.
@@ -194,7 +195,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 for name in _EVALUATION
             ):
                 uses["evaluation"] = None
-        return Implementations(uses.get("training") or asked, uses.get("evaluation") or asked)
+        return AttentionPaths(uses.get("training") or asked, uses.get("evaluation") or asked)
 
     def compare(self, config: ExperimentConfig, members: MemberSettings = ()) -> None:
         """Compares settings between processes and with the record.
@@ -224,7 +225,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         config: ExperimentConfig,
         text: TextInfo | Corpus,
         *,
-        attention: AttentionChoice | None = None,
+        attention: AttentionPaths[ChosenPath] | None = None,
         weights: Mapping[str, Any] | None = None,
         members: MemberSettings = (),
     ) -> None:
@@ -256,8 +257,12 @@ class Run(contextlib.AbstractContextManager["Run"]):
             raise UserError(f"{changed} ({was}, now {is_now}). Pass another --workdir.")
         self.weights = weights or self.weights
         self.notes += self._changes(config, allowed=True)
-        if attention is not None and (changed := attention.describe(self.attention)):
-            self.notes.append(f"attention: {changed}")
+        implementations: dict[str, str] = {}
+        if attention is not None:
+            implementations = attention_choice.record_of(attention)
+            changed = attention_choice.describe(attention, before=self.attention)
+            if changed:
+                self.notes.append(f"attention: {changed}")
 
         def write() -> list[str]:
             if self._lock is None:
@@ -267,9 +272,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
                         f"another process has recorded a run in {self.path}. "
                         "Rerun the same command."
                     )
-            self.record(
-                config, text, attention=attention.record() if attention else {}, members=members
-            )
+            self.record(config, text, attention=implementations, members=members)
             return self._lock.notes if self._lock else []
 
         self.notes[:0] = distributed.broadcast_from_primary(write)
@@ -529,12 +532,11 @@ def check_same_text(text: Corpus) -> None:
     distributed.assert_same_on_all(facts, "Use the same files and library versions on all hosts.")
 
 
-def check_same_attention(choice: AttentionChoice | None) -> None:
+def check_same_attention(choice: AttentionPaths[ChosenPath] | None) -> None:
     """Raises `UserError` in all processes if one has chosen other implementations of attention."""
-    facts = (
-        {}
-        if choice is None
-        else {f"attention in {use}": name for use, name in choice.record().items()}
-    )
+    facts = {}
+    if choice is not None:
+        for use, name in attention_choice.record_of(choice).items():
+            facts[f"attention in {use}"] = name
     advice = "Use the same devices and library versions on all hosts, or set --model.attention."
     distributed.assert_same_on_all(facts, advice)

@@ -64,7 +64,7 @@ class Interrupted(Exception):  # noqa: N818 (a request, not an error)
 
 
 def score(
-    components: Built,
+    built: Built,
     params: Any,
     tokens: Any,
     *,
@@ -81,7 +81,7 @@ def score(
     `token_nats`, floats [T], receives each token's loss in nats. The first token is not scored.
     Raises `Interrupted` on request, and `NonFiniteError` if the loss is nan or infinite.
     """
-    lengths = components.config.eval
+    lengths = built.config.eval
     progress = functools.partial(
         progress_bar, name, measure=measure, log=log, stop_requested=stop_requested
     )
@@ -94,7 +94,7 @@ def score(
                 batch_size=lengths.batch_size,
             )
             totals = evaluate_windows(
-                components.window_step,
+                built.window_step,
                 params,
                 batches,
                 after_call=lambda so_far: show(so_far.tokens, so_far),
@@ -107,16 +107,16 @@ def score(
             segment_len=lengths.segment_len,
             warmup_tokens=lengths.warmup_tokens,
             # Each process reads the rows of its own devices.
-            own=components.own_rows(lengths.batch_size),
+            own=built.own_rows(lengths.batch_size),
         )
-        weights = components.prepare_params(params)
+        weights = built.prepare_params(params)
         with progress(reader.n_segments, unit="segment") as show:
             totals = evaluate(
-                components.eval_step,
+                built.eval_step,
                 weights,
-                components.init_memory(weights),
+                built.init_memory(weights),
                 reader,
-                place=functools.partial(components.place, batch_size=lengths.batch_size),
+                place=functools.partial(built.place, batch_size=lengths.batch_size),
                 after_call=show,
                 token_nats=token_nats,
             )
@@ -125,7 +125,7 @@ def score(
 
 
 def score_with_line(
-    components: Built,
+    built: Built,
     params: Any,
     tokens: Any,
     *,
@@ -138,7 +138,7 @@ def score_with_line(
     The totals include the number of bytes of the text if the vocabulary knows it.
     """
     began, measure = time.monotonic(), vocabulary.measure
-    totals = score(components, params, tokens, name=name, measure=measure, **options)
+    totals = score(built, params, tokens, name=name, measure=measure, **options)
     totals = dataclasses.replace(totals, bytes=vocabulary.count_bytes(tokens[1:]))
     line = f"{name} {format_scores(totals, measure)}"
     if totals.bytes and measure is Measure.PPL:
@@ -220,7 +220,7 @@ def _score_splits(
     Each item is (step of the parameters, split, scores, nats). The nats are an array [T] for the
     split's tokens if `per_token`, otherwise None.
     """
-    components, step, params = load_to_score(weights.config, corpus, weights, log=say)
+    built, step, params = load_to_score(weights.config, corpus, weights, log=say)
     scored: tuple[Totals, Any] | None = None
     line = ""
     for split in Split:
@@ -241,7 +241,7 @@ def _score_splits(
         options = {"log": print, "stop_requested": stop_requested, "token_nats": nats}
         vocabulary = corpus.vocabulary
         totals, line = score_with_line(
-            components, params, tokens, name=split, vocabulary=vocabulary, **options
+            built, params, tokens, name=split, vocabulary=vocabulary, **options
         )
         print(line)
         if not totals.bytes:
@@ -282,17 +282,17 @@ class DocumentReader:
     documents' iterator.
     """
 
-    def __init__(self, components: Built, weights: Any, *, batch_size: int):
+    def __init__(self, built: Built, weights: Any, *, batch_size: int):
         """Takes prepared parameters and the number of documents to read side by side.
 
         `Built.prepare_params` prepares the parameters.
         """
         check_batch_size(batch_size)
         lengths = dataclasses.replace(
-            components.config.eval, batch_size=batch_size, stride=None, warmup_tokens=0
+            built.config.eval, batch_size=batch_size, stride=None, warmup_tokens=0
         )
-        config = dataclasses.replace(components.config, eval=lengths)
-        self._components = dataclasses.replace(components, config=config)
+        config = dataclasses.replace(built.config, eval=lengths)
+        self._built = dataclasses.replace(built, config=config)
         self._weights = weights
 
     def nats(self, tokens: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -311,13 +311,13 @@ class DocumentReader:
         A document is passed as ids [T] or, with `vectors`, as floats [T, D].
         """
         if vectors:
-            takes_embeddings(self._components)
+            takes_embeddings(self._built)
         documents = (Pairs(each, np.zeros(len(each), np.int32)) for each in inputs)
         return self._read(documents, "hidden_states", vectors=vectors)
 
     def _read(self, source: Iterator[Pairs], what: str, *, vectors: bool = False) -> Iterator[Any]:
         """Yields the results of each document, a tree of arrays [T, ..]."""
-        config, step = self._components.config, self._step(what)
+        config, step = self._built.config, self._step(what)
         dtype = np.dtype(jnp.promote_types(jnp.float32, config.model.dtype))
         rows = DocumentRows(
             source,
@@ -326,7 +326,7 @@ class DocumentReader:
             segments_per_call=SEGMENTS_PER_CALL,
             vectors=(config.model.d_model, dtype) if vectors else None,
         )
-        memory = self._components.init_memory(self._weights)
+        memory = self._built.init_memory(self._weights)
         # Parts of documents that are being read.
         pieces: dict[int, list[Any]] = collections.defaultdict(list)
         finished: dict[int, Any] = {}
@@ -334,7 +334,7 @@ class DocumentReader:
         while pending is not None or not rows.ended:
             call, following = rows.next_call(), None
             if call is not None:
-                segments = self._components.place(call.segments)
+                segments = self._built.place(call.segments)
                 memory, results = step(self._weights, memory, segments, np.int32(call.n_segments))
                 following = call, results
             # Fetched one call late, so that the device never waits for the host.
@@ -365,7 +365,7 @@ class DocumentReader:
         It maps (weights, memory, segments, number of segments) to (memory, results [S, B, L, ..]).
         The memory is donated.
         """
-        scorer = self._components.scorer
+        scorer = self._built.scorer
         # (weights, hidden states [B, L, D], targets [B, L]) -> the results to keep, a tree of
         # arrays [B, L, ..].
         kinds: dict[str, Callable[[Any, jax.Array, jax.Array], Any]] = {
@@ -398,14 +398,14 @@ class DocumentReader:
             memory, results = jax.lax.fori_loop(0, count, body, (memory, results))
             return memory, results
 
-        return self._components.jit(document_step, donate_argnums=1)
+        return self._built.jit(document_step, donate_argnums=1)
 
     def _is_greedy(self, weights: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         """Returns whether each target [B, L] is the most likely token after the hidden states.
 
         The hidden states are [B, L, D].
         """
-        model: Any = self._components.model
+        model: Any = self._built.model
         if isinstance(model, TransformerXL):
             flat = hidden.reshape(-1, hidden.shape[-1])
             likeliest = sampling.top_k_tokens(flat, weights.clusters, 1)[1].reshape(targets.shape)
@@ -436,9 +436,9 @@ def check_batch_size(batch_size: int) -> None:
     )
 
 
-def takes_embeddings(components: Built) -> TransformerXL:
+def takes_embeddings(built: Built) -> TransformerXL:
     """Returns the model, or raises `UserError` if it takes only token ids."""
-    model = components.model
+    model = built.model
     if not isinstance(model, TransformerXL):
         raise UserError(
             f"model.network is {model.config.network}, which takes only token ids, not embeddings"
@@ -517,10 +517,10 @@ def score_documents(
     before an error too. At the end a note is printed if more than one in a thousand tokens are
     unknown.
     """
-    components, vocabulary = model.build(log=say), model.vocabulary
-    _, params = model.params(components, log=say)
-    weights = components.prepare_params(params)
-    reader = DocumentReader(components, weights, batch_size=components.config.eval.batch_size)
+    built, vocabulary = model.build(log=say), model.vocabulary
+    _, params = model.params(built, log=say)
+    weights = built.prepare_params(params)
+    reader = DocumentReader(built, weights, batch_size=built.config.eval.batch_size)
     names = (
         [token.decode(errors="backslashreplace") for token in vocabulary.names()]
         if per_token

@@ -19,7 +19,7 @@ from txl_jax.config import ExperimentConfig, Network, Order
 from txl_jax.config.config_tree import require
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader, training_segments
-from txl_jax.runs import ensemble, first_contact, warm_start
+from txl_jax.runs import attention_check, ensemble, warm_start
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.generate import make_sampler
 from txl_jax.runs.run import MemberSettings, Run, check_same_attention, check_same_text
@@ -85,7 +85,7 @@ def train_run(
         built = ensemble.Ensemble.of(built, members)
         return built, [training_reader(built, corpus, each.seed) for each in built.configs.values()]
 
-    built, readers = first_contact.build_on_all(build_and_cut)
+    built, readers = attention_check.build_on_all(build_and_cut)
     if distributed.is_multiprocess():
         check_same_attention(built.attention)
     sampler = make_sampler(config, corpus.vocabulary) if config.train.sample_every else None

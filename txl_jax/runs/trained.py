@@ -18,7 +18,7 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.ops.attention import Implementation
-from txl_jax.runs import first_contact
+from txl_jax.runs import attention_check, attention_choice
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.run import Run, check_same_attention, check_same_settings, check_same_text
 from txl_jax.runtime import distributed, storage
@@ -98,7 +98,7 @@ class TrainedModel:
         Raises `UserError` if settings do not match the devices.
         """
         recorded = self.source.attention_for(self.config) if isinstance(self.source, Run) else None
-        built = first_contact.build_on_all(
+        built = attention_check.build_on_all(
             lambda: build_for(self.config, self.vocabulary, recorded=recorded, uses=["evaluation"])
         )
         check_same_attention(built.attention)
@@ -106,8 +106,8 @@ class TrainedModel:
         before = None
         if recorded is not None and isinstance(recorded.cached, Implementation):
             before = {"evaluation": str(recorded.cached)}
-        if built.attention is not None and (before or built.attention.evaluation.failed):
-            line = built.attention.describe(before)
+        if built.attention is not None and (before or built.attention.cached.replaces_failed):
+            line = attention_choice.describe(built.attention, before)
             if line:  # It is empty if the recorded path is used again.
                 log(f"attention: {line}")
         return built

@@ -20,6 +20,7 @@ from txl_jax.data.prefetch import Prefetcher
 from txl_jax.data.segments import SegmentReader
 from txl_jax.errors import NonFiniteError
 from txl_jax.recurrence import Segments
+from txl_jax.runs import attention_choice
 from txl_jax.runs.build import Built, Compilation
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.run import Run
@@ -363,8 +364,8 @@ def _report_build(
     Details may go only to log.txt.
     """
     if built.attention is not None:
-        show = show_details or any(chosen.failed for chosen in built.attention)
-        log.print(f"attention {built.attention.describe()}", show=show)
+        show = show_details or any(chosen.replaces_failed for chosen in built.attention)
+        log.print(f"attention {attention_choice.describe(built.attention)}", show=show)
     sizes = {name: len(built.members) * size for name, size in built.device_bytes().items()}
     if compilation.temporary_bytes is not None:
         sizes["activations and gradients"] = compilation.temporary_bytes

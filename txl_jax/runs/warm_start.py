@@ -156,12 +156,12 @@ def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
     )
 
 
-def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
+def load(built: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
     """Reads the weights at `init_from`, once.
 
     If the run resumes, returns only their record, or None if it has none.
     """
-    config = components.config
+    config = built.config
     assert config.init_from is not None
 
     def vanished(initial: Any) -> TrainState:
@@ -178,17 +178,15 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
         "eval.average_checkpoints": None
     }
     theirs = config_tree.replace(trained.config, changed)
-    same_mesh = build_for(theirs, trained.vocabulary, mesh=components.mesh, uses=())
+    same_mesh = build_for(theirs, trained.vocabulary, mesh=built.mesh, uses=())
     step, params = trained.params(same_mesh)
-    initial = components.abstract_state.params
+    initial = built.abstract_state.params
     record = {"path": trained.path, "step": step, "sha256": digest(params), "tokens": rows.counts}
     shardings = jax.tree.map(lambda leaf: leaf.sharding, initial)
-    move = components.jit(
-        transfer(rows, trained.config.model, config.model), out_shardings=shardings
-    )
+    move = built.jit(transfer(rows, trained.config.model, config.model), out_shardings=shardings)
 
     def state(own: Any) -> TrainState:
-        return components.state_from_params(move(own, params))
+        return built.state_from_params(move(own, params))
 
     return WarmStart(record, state, _note(config, trained.config))
 

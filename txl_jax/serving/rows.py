@@ -75,14 +75,14 @@ def _key_shape() -> tuple[int, ...]:
 class Step:
     """The compiled programs of one model at its evaluation lengths, for R rows."""
 
-    def __init__(self, components: Built, *, batch_size: int, block: int = 8):
+    def __init__(self, built: Built, *, batch_size: int, block: int = 8):
         """Compiles nothing yet. `block` is K, the maximum tokens of a row per call.
 
         Raises `UserError` if the mesh has more than one device, or the model keeps documents apart
         (`data.reset_at`). Whether it can generate at all is checked by
         `runs.generate.check_can_generate`.
         """
-        reset_at, size = components.config.data.reset_at, components.mesh.size
+        reset_at, size = built.config.data.reset_at, built.mesh.size
         require(  # A row's filled slots follow from its position here.
             reset_at is None,
             f"the model keeps documents apart by the token {reset_at!r}, which the server does "
@@ -94,19 +94,19 @@ class Step:
             "Start it where JAX finds one device, for example with CUDA_VISIBLE_DEVICES=0 or "
             "JAX_NUM_CPU_DEVICES=1.",
         )
-        assert isinstance(components.model, TransformerXL)
-        self._components, self._model = components, components.model
+        assert isinstance(built.model, TransformerXL)
+        self._built, self._model = built, built.model
         self.batch_size, self.block = batch_size, block
-        self.mem_len = components.config.eval.mem_len
+        self.mem_len = built.config.eval.mem_len
         self.capacity = cache_capacity(mem_len=self.mem_len + block, segment_len=min(WIDTHS))
-        self._prepare: Callable[..., DecodeParams] = components.jit(self._prepare_params)
-        self._init: Callable[..., KVCache] = components.jit(self._init_rows, static_argnums=1)
-        self._write = components.jit(
+        self._prepare: Callable[..., DecodeParams] = built.jit(self._prepare_params)
+        self._init: Callable[..., KVCache] = built.jit(self._init_rows, static_argnums=1)
+        self._write = built.jit(
             decode.decode_block, static_argnames=("count", "top"), donate_argnums=1
         )
-        self._read = components.jit(_read_row, donate_argnums=1)
-        self.put: Callable[..., KVCache] = components.jit(decode.put_row, donate_argnums=0)
-        self.take: Callable[..., KVCache] = components.jit(decode.take_row)
+        self._read = built.jit(_read_row, donate_argnums=1)
+        self.put: Callable[..., KVCache] = built.jit(decode.put_row, donate_argnums=0)
+        self.take: Callable[..., KVCache] = built.jit(decode.take_row)
 
     def prepare_params(self, params: Any) -> Weights:
         """Prepares the parameters for reading and for writing."""
@@ -188,7 +188,7 @@ class Step:
         return cache.replace(valid=valid.astype(np.int32), write_index=index.astype(np.int32))
 
     def _prepare_params(self, params: Any) -> DecodeParams:
-        c = self._components.config.eval
+        c = self._built.config.eval
         return prepare_params(
             params,
             self._model,
@@ -197,14 +197,13 @@ class Step:
             mem_len=self.capacity,
             clamp_len=c.clamp_len,
             weight_dtype=c.weight_dtype,
-            transposed=self.batch_size > 1
-            and self._components.mesh.devices.flat[0].platform == "cpu",
+            transposed=self.batch_size > 1 and self._built.mesh.devices.flat[0].platform == "cpu",
         ).for_generation(mem_len=self.mem_len)
 
     def _init_rows(self, weights: DecodeParams, batch_size: int) -> KVCache:
         sizes = {"batch_size": batch_size, "mem_len": self.capacity, "segment_len": min(WIDTHS)}
         cache = forward.init_cache(
-            weights, dtype=memory_dtype(self._model, self._components.config.eval), **sizes
+            weights, dtype=memory_dtype(self._model, self._built.config.eval), **sizes
         )
         return cache.replace(write_index=cache.valid * 0, mem_len=self.mem_len)
 

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from txl_jax.errors import UserError
-from txl_jax.ops.attention import Implementation, Problem, Tile, choose
+from txl_jax.ops.attention import AttentionCall, Implementation, Tile, choose
 from txl_jax.ops.attention.problem import PATHS
 
-LARGE = Problem("cpu", "cpu", "float32", 2, 8, 512, 1024, 64, 1024)
+LARGE = AttentionCall("cpu", "cpu", "float32", 2, 8, 512, 1024, 64, 1024)
 ON_TPU = dataclasses.replace(LARGE, platform="tpu", device_kind="TPU v5 lite", dtype="bfloat16")
 ON_GPU = dataclasses.replace(LARGE, platform="gpu", device_kind="NVIDIA H200", dtype="bfloat16")
 CACHED = {"segment_len": 128, "capacity": 3840, "n_keys": 3968, "n_positions": 1001}

@@ -15,8 +15,8 @@ from experiments.bench import estimate
 from ops.attention.tpu.test_compiled import no_compilation_cache  # noqa: F401 (a fixture)
 from ops.attention.tpu.test_limits import TRAINING
 from support import tiny_run
-from txl_jax.ops.attention import Implementation, Problem, Visibility, attention
-from txl_jax.runs.first_contact import make_function, make_inputs
+from txl_jax.ops.attention import AttentionCall, Implementation, Visibility, attention
+from txl_jax.runs.attention_check import make_function, make_inputs
 
 _BYTES = {"pred": 1, "f16": 2, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
 
@@ -104,7 +104,7 @@ def compiled(path, dropout):
     [device] = estimate.devices("h200")
     n_head, segment_len, n_keys, width, n_positions = TRAINING["enwik8_24l"]
     sizes = 8, n_head, segment_len, n_keys, width, n_positions
-    case = Problem("gpu", "", "bfloat16", *sizes, dropout=dropout)
+    case = AttentionCall("gpu", "", "bfloat16", *sizes, dropout=dropout)
     placed = jax.sharding.SingleDeviceSharding(device)
     shapes = jax.eval_shape(lambda: make_inputs(case, [n_keys - segment_len] * 8))
     inputs = {

@@ -20,15 +20,15 @@ from txl_jax.ops.attention.dispatch import attention, cached_attention
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import CachedVisibility, Visibility
 from txl_jax.ops.attention.positions import key_distances, relative_shift, sinusoids
-from txl_jax.ops.attention.problem import Implementation, Implementations, Problem, Tile
+from txl_jax.ops.attention.problem import AttentionCall, AttentionPaths, Implementation, Tile
 from txl_jax.ops.attention.reference import ScoreTerms, score_terms
 
 __all__ = [
+    "AttentionCall",
+    "AttentionPaths",
     "CachedVisibility",
     "Dropout",
     "Implementation",
-    "Implementations",
-    "Problem",
     "ScoreTerms",
     "Tile",
     "Visibility",

@@ -14,16 +14,17 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from txl_jax.ops.attention import check, choose, problem, reference
+from txl_jax.ops.attention import check, choose, reference
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import CachedVisibility, Visibility
 from txl_jax.ops.attention.problem import (
+    AttentionCall,
     CachedOperands,
     Implementation,
     Operands,
     Position,
-    Problem,
     Ring,
+    default_device,
 )
 from txl_jax.ops.matmul import Int8
 from txl_jax.sharding import axes
@@ -47,23 +48,22 @@ def attention(
     """Computes weighted sums of the values: [B, H, L, E].
 
     The score of query i and key j is ((q_i + u) . k_j + (q_i + v) . r_(i-j) + s_(i-j)) / sqrt(E),
-    with M + i - j in place of i - j where M keys are memory (Dai et al., 2019, section 3.3). Keys
-    may lie before the segment only, or on both sides (`Visibility.causal`). Only the reference has
+    with M + i - j instead of i - j if M keys are memory (Dai et al., 2019, section 3.3). Keys may
+    be only before the segment, or on both sides (`Visibility.causal`). Only the reference has
     forward-mode derivatives (`jax.jvp`).
 
     Args:
-      query: [B, H, L, E], of any floating-point type, which all others have too (`position_score`
-        aside).
+      query: [B, H, L, E], of any floating-point dtype. All other arrays must have the same dtype,
+        except `position_score`.
       key, value: [B, H, K, E], memory first.
-      position_key: [H, P, E], of the distances K - 1, .. (`Visibility.n_positions`), or None for
-        none and no biases.
+      position_key: [H, P, E], for the distances K - 1, .. (`Visibility.n_positions`). None means
+        no position keys and no biases.
       content_bias, position_bias: [H, E], u and v, or None.
       position_score: [H, P], added to these distances' scores before the division, also without
         keys, or None.
-      visibility: Which keys a query sees. One that sees none gets zeros.
+      visibility: Which keys a query attends to. A query without any gets zeros.
       dropout: Dropout on the probabilities, as (rate, seed) with a seed uint32 [] that is new in
-        each layer and update,
-        or None.
+        each layer and update, or None.
       implementation: A path ("auto", "reference", "tiled", "stored", "fused"), or an earlier choice
         (`choose.resolve`).
 
@@ -73,36 +73,44 @@ def attention(
       UserError: If the path is unknown, or cannot serve this call.
     """
     operands = Operands(
-        query, key, value, position_key, content_bias, position_bias, position_score
+        query=query,
+        key=key,
+        value=value,
+        position_key=position_key,
+        content_bias=content_bias,
+        position_bias=position_bias,
+        position_score=position_score,
     )
     check.operands_fit(operands, visibility)
-    dropout = check.dropout_of(dropout, query.shape[1])
-    # In a run `runs.build` has chosen; its choice stays if it can serve this call.
+    batch, n_head = query.shape[:2]
+    dropout = check.dropout_of(dropout, n_head)
+
+    # A run has chosen before (`runs.attention_choice`). Its choice stays if it can serve this call.
     call = describe(operands, visibility, dropout)
     implementation = choose.resolve(implementation, call)
     if implementation.path == "reference":
         return reference.attention(operands, visibility, dropout)
-    compute, shards = _function_of(implementation, call), shards_of(*query.shape[:2])
+
+    compute = _function_of(implementation, call)
+    shards = shards_of(batch, n_head)
     if shards is None:
         return compute(operands, visibility, dropout)
 
-    def on_one(operands: Operands, visibility: Visibility, dropout: Dropout | None) -> jax.Array:
-        if dropout is not None:  # The masks of the whole batch.
-            row = jax.lax.axis_index(shards.rows) * shards.batch if shards.rows else 0
-            head = jax.lax.axis_index(shards.heads) * shards.n_head if shards.heads else 0
-            dropout = dropout.replace(
-                first_row=dropout.first_row + row, first_head=dropout.first_head + head
-            )
+    def compute_shard(
+        operands: Operands, visibility: Visibility, dropout: Dropout | None
+    ) -> jax.Array:
+        if dropout is not None:
+            dropout = _dropout_of_shard(dropout, shards)
         return compute(operands, visibility, dropout)
 
+    # All arrays of the visibility begin with B. Each device has the dropout of the whole batch.
     specs = (
         shards.specs(operands),
         jax.tree.map(lambda _: shards.by_row(), visibility),
         jax.tree.map(lambda _: PartitionSpec(), dropout),
     )
-    return shard_map(on_one, in_specs=specs, out_specs=shards.by_both())(
-        operands, visibility, dropout
-    )
+    mapped = shard_map(compute_shard, in_specs=specs, out_specs=shards.by_both())
+    return mapped(operands, visibility, dropout)
 
 
 def cached_attention(
@@ -121,13 +129,14 @@ def cached_attention(
 
     Args:
       query: [B, H, L, E], with u added and divided by sqrt(E).
-      key, value: [B, H, L, E], of the segment.
-      ring: Stored keys [B, H, E, R] and values [B, H, R, E], of any type, int8 with a scale per
-        slot included.
-      position: Queries [B, H, L, E] with v instead of u, position keys [H, E, P] or None, and
-        scores [H, P] to add,
-        divided by sqrt(E), or None: keys, scores or both, of the distances P - 1, .., 0, of which
-          the largest stands for all beyond it. None without relative positions.
+      key, value: [B, H, L, E], the segment's keys and values.
+      ring: Stored keys [B, H, E, R] and values [B, H, R, E], of any dtype, including int8 with a
+        scale per slot.
+      position: (queries, keys, scores), or None without relative positions. Queries are
+        [B, H, L, E] with v instead of u. Keys are [H, E, P] or None. Scores are [H, P], divided by
+        sqrt(E) and added to the other scores, or None. Keys, scores or both are for the distances
+        P - 1, .., 0, and the largest distance stands for all beyond it.
+      visibility: Which slots and keys a query attends to.
       implementation: A path, or an earlier choice. A segment of one token always uses the
         reference.
 
@@ -135,29 +144,40 @@ def cached_attention(
       ValueError: If shapes or dtypes do not match, or `position` has neither keys nor scores.
       UserError: If the path is unknown, or cannot serve this call.
     """
-    operands = CachedOperands(query, key, value, ring, position)
+    operands = CachedOperands(query=query, key=key, value=value, ring=ring, position=position)
     check.cached_operands_fit(operands, visibility)
+
     call = describe_cached(operands, visibility)
     implementation = choose.resolve(implementation, call)
     if implementation.path == "reference":
         return reference.cached_attention(operands, visibility)
+
+    # The other implementations multiply floating-point numbers only.
+    operands = _dequantized(operands)
     compute = _function_of(implementation, call)
-    operands = jax.tree.map(  # The other implementations multiply floating-point numbers only.
-        lambda array: array.dequantize(query.dtype) if isinstance(array, Int8) else array,
-        operands,
-        is_leaf=lambda array: isinstance(array, Int8),
-    )
-    shards = shards_of(*query.shape[:2])
+    batch, n_head = query.shape[:2]
+    shards = shards_of(batch, n_head)
     if shards is None:
         return compute(operands, visibility)
-    of_visibility = jax.tree.map(lambda _: shards.by_row(), visibility).replace(
-        write_index=PartitionSpec()
-    )
-    specs = shards.specs(operands), of_visibility
+
+    # All arrays of the visibility begin with B, except the position in the ring.
+    visibility_specs = jax.tree.map(lambda _: shards.by_row(), visibility)
+    visibility_specs = visibility_specs.replace(write_index=PartitionSpec())
+    specs = (shards.specs(operands), visibility_specs)
     return shard_map(compute, in_specs=specs, out_specs=shards.by_both())(operands, visibility)
 
 
-def _function_of(implementation: Implementation, call: Problem) -> Callable[..., jax.Array]:
+def _dequantized(operands: CachedOperands) -> CachedOperands:
+    """Converts int8 arrays to the query's dtype."""
+    dtype = operands.query.dtype
+
+    def dequantize(array: Any) -> Any:
+        return array.dequantize(dtype) if isinstance(array, Int8) else array
+
+    return jax.tree.map(dequantize, operands, is_leaf=lambda array: isinstance(array, Int8))
+
+
+def _function_of(implementation: Implementation, call: AttentionCall) -> Callable[..., jax.Array]:
     """Returns the function of a path other than the reference.
 
     The function takes operands, visibility and, in training, dropout.
@@ -166,33 +186,44 @@ def _function_of(implementation: Implementation, call: Problem) -> Callable[...,
         from txl_jax.ops.attention.stored import stored_attention
 
         return stored_attention
-    options: dict[str, Any] = {"tile": implementation.tile}
+
+    # `Implementation` has checked that the other paths have a tile.
+    tile: Any = implementation.tile
     if implementation.path == "tiled":
         from txl_jax.ops.attention.tiled import cached, training
 
-        tiled: Any = cached.tiled_cached_attention if call.cached else training.tiled_attention
-        return functools.partial(tiled, **options)
+        if call.cached:
+            return functools.partial(cached.tiled_cached_attention, tile=tile)
+        return functools.partial(training.tiled_attention, tile=tile)
+
     from txl_jax.ops.attention.tpu import cached as cached_kernel
     from txl_jax.ops.attention.tpu import kernels
 
-    options["interpret"] = implementation.interpret
+    interpret = implementation.interpret
     if call.cached:
-        return functools.partial(cached_kernel.tpu_cached_attention, call, **options)
-    options["kernel"] = implementation.kernel
-    return functools.partial(kernels.tpu_attention, call, **options)
-
-
-# The part of a call that one device of the ambient mesh computes: rows over data x fsdp, heads over
-# tensor.
+        return functools.partial(
+            cached_kernel.tpu_cached_attention, call, tile=tile, interpret=interpret
+        )
+    kernel: Any = implementation.kernel
+    return functools.partial(
+        kernels.tpu_attention, call, tile=tile, kernel=kernel, interpret=interpret
+    )
 
 
 class Shards(NamedTuple):
-    """A division of rows and heads among devices."""
+    """The part of a call that each device of the ambient mesh computes.
 
-    rows: tuple[str, ...]  # Mesh axes that share the rows, or () if each device has all.
-    heads: str | None  # Mesh axis that shares the heads, or None if each device has all.
-    batch: int  # Rows of one device.
-    n_head: int  # Heads of one device.
+    Rows are divided over data x fsdp, heads over tensor.
+    """
+
+    # Mesh axes that share the rows, or () if each device has all rows.
+    rows: tuple[str, ...]
+    # Mesh axis that shares the heads, or None if each device has all heads.
+    heads: str | None
+    # Rows on one device.
+    batch: int
+    # Heads on one device.
+    n_head: int
 
     def by_row(self) -> PartitionSpec:
         """Returns the sharding of an array [B, ...]."""
@@ -203,9 +234,15 @@ class Shards(NamedTuple):
         return PartitionSpec(self.rows or None, self.heads)
 
     def specs(self, operands: Operands | CachedOperands) -> Any:
-        """Returns the shardings of arrays [B, H, ., .], and of others, which begin with H."""
-        of_heads = PartitionSpec(self.heads)
-        return jax.tree.map(lambda array: self.by_both() if array.ndim == 4 else of_heads, operands)
+        """Returns the shardings of all operands.
+
+        Arrays with four axes are [B, H, ., .]. All others begin with H.
+        """
+
+        def spec(array: jax.Array) -> PartitionSpec:
+            return self.by_both() if array.ndim == 4 else PartitionSpec(self.heads)
+
+        return jax.tree.map(spec, operands)
 
 
 def shards_of(batch: int, n_head: int) -> Shards | None:
@@ -218,60 +255,108 @@ def shards_of(batch: int, n_head: int) -> Shards | None:
     mesh = ambient_mesh()
     if mesh is None:
         return None
+
+    # An axis is missing in a mesh of the caller's, and manual inside the caller's `shard_map`.
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if any(types.get(name, AxisType.Manual) == AxisType.Manual for name in (DATA, FSDP, TENSOR)):
-        return None
-    rows, [heads] = batch_spec(batch), axes.spec(axes.HEADS)
-    if n_head % mesh.shape[heads]:
-        heads = None
-    num_heads = 1 if heads is None else mesh.shape[heads]
+    for name in (DATA, FSDP, TENSOR):
+        if types.get(name, AxisType.Manual) == AxisType.Manual:
+            return None
+
+    # `batch_spec` is empty if the rows cannot be divided evenly.
+    row_axes = batch_spec(batch)
+    row_devices = math.prod(mesh.shape[name] for name in row_axes)
+
+    # Heads that cannot be divided evenly are all computed by each device.
+    [head_axis] = axes.spec(axes.HEADS)
+    head_devices = mesh.shape[head_axis]
+    if n_head % head_devices:
+        head_axis = None
+        head_devices = 1
     return Shards(
-        rows, heads, batch // math.prod(mesh.shape[name] for name in rows), n_head // num_heads
+        rows=row_axes,
+        heads=head_axis,
+        batch=batch // row_devices,
+        n_head=n_head // head_devices,
     )
 
 
-def describe(operands: Operands, visibility: Visibility, dropout: Dropout | None) -> Problem:
+def _dropout_of_shard(dropout: Dropout, shards: Shards) -> Dropout:
+    """Returns the dropout of this device's rows and heads, inside `shard_map`.
+
+    Masks depend on the place of a row and a head in the whole batch.
+    """
+    first_row = dropout.first_row
+    if shards.rows:
+        first_row += jax.lax.axis_index(shards.rows) * shards.batch
+    first_head = dropout.first_head
+    if shards.heads:
+        first_head += jax.lax.axis_index(shards.heads) * shards.n_head
+    return dropout.replace(first_row=first_row, first_head=first_head)
+
+
+def describe(operands: Operands, visibility: Visibility, dropout: Dropout | None) -> AttentionCall:
     """Returns the description of a call of `attention` on one device of the ambient mesh."""
-    return _describe(
-        operands.query,
-        visibility,
-        n_keys=visibility.n_keys,
-        n_positions=0 if operands.position_key is None else operands.position_key.shape[1],
-        has_position_score=operands.position_score is not None,
-        causal=visibility.causal,
-        dropout=dropout is not None,
-    )
+    query = operands.query
+    n_positions = 0
+    if operands.position_key is not None:
+        n_positions = operands.position_key.shape[1]
 
-
-def describe_cached(operands: CachedOperands, visibility: CachedVisibility) -> Problem:
-    """Returns the description of a call of `cached_attention` on one device of the ambient mesh."""
-    _, position_key, position_score = operands.position or (None, None, None)
-    stored = operands.ring[0]
-    return _describe(
-        operands.query,
-        visibility,
-        n_keys=visibility.capacity + visibility.segment_len,
-        n_positions=0 if position_key is None else position_key.shape[2],
-        has_position_score=position_score is not None,
-        capacity=visibility.capacity,
-        cache_dtype=None if isinstance(stored, Int8) else stored.dtype.name,
-    )
-
-
-def _describe(
-    query: jax.Array, visibility: Visibility | CachedVisibility, **others: Any
-) -> Problem:
-    device, (batch, n_head, segment_len, width) = problem.default_device(), query.shape
-    shards = shards_of(batch, n_head)
-    return Problem(
+    device = default_device()
+    batch, n_head = _rows_and_heads_of_device(query)
+    return AttentionCall(
         platform=device.platform,
         device_kind=device.device_kind,
         dtype=query.dtype.name,
-        batch=batch if shards is None else shards.batch,
-        n_head=n_head if shards is None else shards.n_head,
-        segment_len=segment_len,
-        d_head=width,
+        batch=batch,
+        n_head=n_head,
+        segment_len=query.shape[2],
+        n_keys=visibility.n_keys,
+        d_head=query.shape[3],
+        n_positions=n_positions,
+        has_position_score=operands.position_score is not None,
+        causal=visibility.causal,
         window=visibility.window,
+        dropout=dropout is not None,
         documents=visibility.document_start is not None,
-        **others,
     )
+
+
+def describe_cached(operands: CachedOperands, visibility: CachedVisibility) -> AttentionCall:
+    """Returns the description of a call of `cached_attention` on one device of the ambient mesh."""
+    query = operands.query
+    _, position_key, position_score = operands.position or (None, None, None)
+    n_positions = 0
+    if position_key is not None:
+        n_positions = position_key.shape[2]
+
+    stored_key, _ = operands.ring
+    # int8 is converted to the query's dtype before an implementation reads it.
+    cache_dtype = None if isinstance(stored_key, Int8) else stored_key.dtype.name
+
+    device = default_device()
+    batch, n_head = _rows_and_heads_of_device(query)
+    return AttentionCall(
+        platform=device.platform,
+        device_kind=device.device_kind,
+        dtype=query.dtype.name,
+        batch=batch,
+        n_head=n_head,
+        segment_len=query.shape[2],
+        n_keys=visibility.capacity + visibility.segment_len,
+        d_head=query.shape[3],
+        n_positions=n_positions,
+        has_position_score=position_score is not None,
+        window=visibility.window,
+        capacity=visibility.capacity,
+        cache_dtype=cache_dtype,
+        documents=visibility.document_start is not None,
+    )
+
+
+def _rows_and_heads_of_device(query: jax.Array) -> tuple[int, int]:
+    """Returns (B, H) of the part of a query [B, H, L, E] that one device computes."""
+    batch, n_head = query.shape[:2]
+    shards = shards_of(batch, n_head)
+    if shards is None:
+        return batch, n_head
+    return shards.batch, shards.n_head

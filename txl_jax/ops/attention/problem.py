@@ -2,17 +2,18 @@
 
 import dataclasses
 import re
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
 PATHS = ("reference", "tiled", "stored", "fused")
 KERNELS = ("mosaic_roll", "mosaic_gather")
 
-# Queries, position keys and scores, as `cached_attention` describes them. Keys, and what is stored,
-# may be `Int8`.
+# Queries, position keys and scores, as `cached_attention` describes them. Position keys may be
+# `Int8`.
 Position = tuple[jax.Array, Any, jax.Array | None] | None
-Ring = tuple[Any, Any]  # Stored keys [B, H, E, R] and values [B, H, R, E].
+# Stored keys [B, H, E, R] and values [B, H, R, E], as arrays or as `Int8`.
+Ring = tuple[Any, Any]
 
 
 class Operands(NamedTuple):
@@ -21,22 +22,34 @@ class Operands(NamedTuple):
     Missing arrays are None.
     """
 
-    query: Any  # [B, H, L, E]
-    key: Any  # [B, H, K, E], memory first.
-    value: Any  # [B, H, K, E]
-    position_key: Any = None  # [H, P, E], of the distances K - 1, .. (`Visibility.n_positions`).
-    content_bias: Any = None  # [H, E], u.
-    position_bias: Any = None  # [H, E], v.
-    position_score: Any = None  # [H, P], added before the division by sqrt(E).
+    # [B, H, L, E]
+    query: Any
+    # [B, H, K, E], memory first.
+    key: Any
+    # [B, H, K, E]
+    value: Any
+    # [H, P, E], for the distances K - 1, .. (`Visibility.n_positions`).
+    position_key: Any = None
+    # [H, E], u.
+    content_bias: Any = None
+    # [H, E], v.
+    position_bias: Any = None
+    # [H, P], added before the division by sqrt(E).
+    position_score: Any = None
 
 
 class CachedOperands(NamedTuple):
     """The arrays of attention over a KV cache and the segment."""
 
-    query: jax.Array  # [B, H, L, E], with u added and divided by sqrt(E).
-    key: jax.Array  # [B, H, L, E], of the segment.
-    value: jax.Array  # [B, H, L, E]
+    # [B, H, L, E], with u added and divided by sqrt(E).
+    query: jax.Array
+    # [B, H, L, E], the segment's keys.
+    key: jax.Array
+    # [B, H, L, E], the segment's values.
+    value: jax.Array
+    # Keys and values in the KV cache.
     ring: Ring
+    # Queries, keys and scores by distance, or None without relative positions.
     position: Position
 
 
@@ -51,38 +64,41 @@ class Tile(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """What decides which implementation can serve a call, on one device."""
+class AttentionCall:
+    """Static description of one call of attention, on one device.
+
+    It decides which implementations can serve the call.
+    """
 
     # "cpu", "gpu" or "tpu".
     platform: str
     # The device's name in jax, such as "TPU v5 lite".
     device_kind: str
-    # Of queries, keys and values.
+    # Dtype of queries, keys and values.
     dtype: str
-    # B
+    # B, rows on this device.
     batch: int
-    # H
+    # H, heads on this device.
     n_head: int
-    # L
+    # L, queries.
     segment_len: int
-    # K, with a KV cache R + L.
+    # K, keys: M + L, or R + L with a KV cache.
     n_keys: int
-    # E
+    # E, the size of a head.
     d_head: int
     # P, the number of position keys, which may be 0.
     n_positions: int = 0
-    # Whether there is a score per distance.
+    # Whether a score is added for each distance.
     has_position_score: bool = False
     # Whether keys behind the query are hidden.
     causal: bool = True
-    # Maximum keys that a query sees, or None for no limit.
+    # Maximum keys that a query attends to, or None for no limit.
     window: int | None = None
-    # Whether there is dropout on the probabilities.
+    # Whether probabilities are dropped.
     dropout: bool = False
     # R, slots of the KV cache, or None in training, over [memory; segment].
     capacity: int | None = None
-    # Of the stored keys and values, or None for `dtype`.
+    # Dtype of the stored keys and values, or None for `dtype`.
     cache_dtype: str | None = None
     # Whether documents are kept apart within a segment (`Visibility.document_start`).
     documents: bool = False
@@ -100,9 +116,10 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """A way to compute attention.
+    """A way to compute attention. `str` and `parse` are inverse.
 
-    `str` and `parse` are inverse. Raises `ValueError` for invalid parts.
+    Raises:
+      ValueError: If the fields do not match each other.
     """
 
     # One of `PATHS`.
@@ -115,44 +132,82 @@ class Implementation:
     interpret: bool = False
 
     def __post_init__(self) -> None:
-        """Checks that the parts match. A run's record may be corrupted."""
-        wrong = None
+        """Checks that the fields match. A run's record may be corrupted."""
+        text = repr(str(self))
         if self.path not in PATHS:
-            wrong = f"the path must be one of {', '.join(PATHS)}"
-        elif (self.kernel in KERNELS) != (self.path == "fused"):
-            wrong = (
-                f"fused must have one of the kernels {', '.join(KERNELS)}, and other "
-                "paths no kernel"
+            raise ValueError(
+                f"{text} is not an attention implementation: the path must be one of "
+                f"{', '.join(PATHS)}"
             )
-        elif self.tile is None and self.path in ("tiled", "fused"):
-            wrong = "it must have a tile, such as 128x256"
-        elif self.tile is not None and min(self.tile) < 1:
-            wrong = "the sides of a tile must be at least 1"
-        if wrong is not None:
-            raise ValueError(f"{str(self)!r} is not an attention implementation: {wrong}")
+        has_kernel = self.kernel in KERNELS
+        if has_kernel != (self.path == "fused"):
+            raise ValueError(
+                f"{text} is not an attention implementation: fused must have one of the kernels "
+                f"{', '.join(KERNELS)}, and other paths no kernel"
+            )
+        if self.tile is None and self.path in ("tiled", "fused"):
+            raise ValueError(
+                f"{text} is not an attention implementation: it must have a tile, such as 128x256"
+            )
+        if self.tile is not None and min(self.tile) < 1:
+            raise ValueError(
+                f"{text} is not an attention implementation: the sides of a tile must be at least 1"
+            )
 
     def __str__(self) -> str:
-        words = [self.path, self.kernel, self.tile, "interpreted" if self.interpret else None]
-        return " ".join(str(word) for word in words if word is not None)
+        words = [self.path]
+        if self.kernel is not None:
+            words.append(self.kernel)
+        if self.tile is not None:
+            words.append(str(self.tile))
+        if self.interpret:
+            words.append("interpreted")
+        return " ".join(words)
 
     @classmethod
     def parse(cls, text: str) -> "Implementation":
-        """Returns the implementation in a string. Raises `ValueError` if it is not one."""
-        found = re.fullmatch(r"(\w+)(?: ([a-z]\w*?))??(?: (\d+)x(\d+))?( interpreted)?", text)
-        if not found:
+        """Returns the implementation in a string, such as "fused mosaic_roll 128x256".
+
+        Raises:
+          ValueError: If the string is not an implementation.
+        """
+        match = re.fullmatch(
+            r"(?P<path>\w+)"
+            r"(?: (?P<kernel>[a-z]\w*?))??"
+            r"(?: (?P<query>\d+)x(?P<key>\d+))?"
+            r"(?P<interpreted> interpreted)?",
+            text,
+        )
+        if match is None:
             raise ValueError(f"{text!r} is not an attention implementation such as 'tiled 128x256'")
-        tile = Tile(int(found[3]), int(found[4])) if found[3] else None
-        return cls(found[1], found[2], tile, bool(found[5]))
+
+        tile = None
+        if match["query"] is not None:
+            tile = Tile(int(match["query"]), int(match["key"]))
+        return cls(
+            path=match["path"],
+            kernel=match["kernel"],
+            tile=tile,
+            interpret=match["interpreted"] is not None,
+        )
 
 
 REFERENCE = Implementation("reference")
 
+PathT = TypeVar("PathT", covariant=True)
 
-class Implementations(NamedTuple):
-    """The implementations of a model: each a path, or the choice for its lengths and device."""
 
-    training: Implementation | str
-    cached: Implementation | str
+class AttentionPaths(NamedTuple, Generic[PathT]):
+    """How a model computes attention: in training and over a KV cache.
+
+    A model has paths to choose from in each call, such as "auto", or implementations. A run has
+    implementations with the reasons for them (`runs.attention_choice`).
+    """
+
+    # Over [memory; segment].
+    training: PathT
+    # Over a KV cache, in evaluation and generation.
+    cached: PathT
 
 
 def default_device() -> jax.Device:
@@ -161,4 +216,6 @@ def default_device() -> jax.Device:
     A call of attention is for this device, because no mesh needs to be passed.
     """
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return device if isinstance(device, jax.Device) else jax.devices()[0]
+    if isinstance(device, jax.Device):
+        return device
+    return jax.devices()[0]

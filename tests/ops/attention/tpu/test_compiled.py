@@ -18,10 +18,10 @@ from ops.attention.tpu.test_limits import EVALUATION, TRAINING
 from support.attention_arrays import NAMES, shapes
 from txl_jax.config import MeshConfig
 from txl_jax.ops.attention import (
+    AttentionCall,
     CachedVisibility,
     Dropout,
     Implementation,
-    Problem,
     Tile,
     Visibility,
     attention,
@@ -75,7 +75,7 @@ def compiled(chip, preset, dtype, *, batch=BATCH, rate=None, causal=True, positi
     device = devices_of(chip)[0]
     visibility = Visibility(arrays_on(device, jnp.int32)((batch,)), length, length, causal=causal)
     n_positions = visibility.n_positions if positions else 0
-    problem = Problem(
+    problem = AttentionCall(
         "tpu", device.device_kind, dtype, batch, *TRAINING[preset][:4], n_positions, causal=causal
     )
     sizes = shapes(visibility, n_head, width)
@@ -172,7 +172,7 @@ def check_cached(chip, preset, dtype, *, batch=1, cache_dtype=None, window=None)
     """
     sizes, capacity = CACHED[preset]
     (n_head, segment_len, n_keys, width, n_positions), device = sizes, devices_of(chip)[0]
-    problem = Problem(
+    problem = AttentionCall(
         "tpu", device.device_kind, dtype, batch, *sizes, capacity=capacity, cache_dtype=cache_dtype
     )
     assert refusal(problem) is None

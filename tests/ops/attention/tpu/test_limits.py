@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from txl_jax.ops.attention.problem import Problem, Tile
+from txl_jax.ops.attention.problem import AttentionCall, Tile
 from txl_jax.ops.attention.tpu.geometry import default_tile, kernel_of, refusal, round_tile
 
-PROBLEM = Problem("tpu", "TPU v5 lite", "bfloat16", 4, 8, 768, 1536, 128, 1536)
-CACHED = Problem("tpu", "TPU v4", "float32", 1, 8, 128, 3968, 128, 1001, capacity=3840)
+PROBLEM = AttentionCall("tpu", "TPU v5 lite", "bfloat16", 4, 8, 768, 1536, 128, 1536)
+CACHED = AttentionCall("tpu", "TPU v4", "float32", 1, 8, 128, 3968, 128, 1001, capacity=3840)
 # Sizes of the published models: heads, L, K, E and P of training, and with R of evaluation.
 TRAINING = {
     "enwik8_12l": (8, 512, 1024, 64, 1024),

@@ -42,7 +42,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from txl_jax.ops.attention.masks import CachedVisibility
-from txl_jax.ops.attention.problem import CachedOperands, Problem, Tile
+from txl_jax.ops.attention.problem import AttentionCall, CachedOperands, Tile
 from txl_jax.ops.attention.tpu.geometry import (
     DEFAULT_VMEM,
     LANES,
@@ -63,7 +63,7 @@ from txl_jax.ops.attention.tpu.kernels import (
 
 
 def tpu_cached_attention(
-    problem: Problem,
+    problem: AttentionCall,
     operands: CachedOperands,
     visibility: CachedVisibility,
     *,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from txl_jax.ops.attention.problem import Problem, Tile
+from txl_jax.ops.attention.problem import AttentionCall, Tile
 
 # Columns of a vector register.
 LANES = 128
@@ -59,7 +59,7 @@ _TOO_OLD_LIBTPU = (0, 0, 21)
 _LARGEST_TILES = (Tile(512, 1536), Tile(256, 1536), Tile(256, 512), Tile(128, 256))
 
 
-def refusal(problem: Problem) -> str | None:
+def refusal(problem: AttentionCall) -> str | None:
     """Returns why the kernels cannot serve a call, or None if they can.
 
     The reason includes the limit and the number found.
@@ -84,7 +84,7 @@ def refusal(problem: Problem) -> str | None:
     return refused or _libtpu_refusal()
 
 
-def _training_refusal(problem: Problem, vmem: int) -> str | None:
+def _training_refusal(problem: AttentionCall, vmem: int) -> str | None:
     if (need := vmem_bytes(problem, default_tile(problem))) > vmem:
         return (
             f"{problem.n_keys} keys of size {problem.d_head} need {need / _MIB:.0f} MiB of VMEM "
@@ -93,7 +93,7 @@ def _training_refusal(problem: Problem, vmem: int) -> str | None:
     return None
 
 
-def _cached_refusal(problem: Problem, vmem: int) -> str | None:
+def _cached_refusal(problem: AttentionCall, vmem: int) -> str | None:
     stored = problem.cache_dtype or problem.dtype
     if stored not in _DTYPES:
         return f"the kernel reads a cache of {' or '.join(_DTYPES)}, but its dtype is {stored}"
@@ -119,7 +119,7 @@ def _libtpu_refusal() -> str | None:
     return None
 
 
-def default_tile(problem: Problem) -> Tile:
+def default_tile(problem: AttentionCall) -> Tile:
     """Returns the tile for a call.
 
     In training this is the largest tile that fits into VMEM, in equal parts of L and K.
@@ -155,7 +155,7 @@ def _part(size: int, largest: int, step: int) -> int:
     return round_up(-(-size // parts), step)
 
 
-def kernel_of(problem: Problem) -> str:
+def kernel_of(problem: AttentionCall) -> str:
     """Returns the name of the kernel that serves a call.
 
     Kernels differ in how they skew a tile: by a rotation or by a gather of lanes.
@@ -179,7 +179,7 @@ def _vmem(device_kind: str) -> int:
     return _VMEM.get(device_kind, _VMEM_OF_OTHERS) * _MIB
 
 
-def vmem_bytes(problem: Problem, tile: Tile, *, backward: bool = True) -> int:
+def vmem_bytes(problem: AttentionCall, tile: Tile, *, backward: bool = True) -> int:
     """Returns about how much VMEM a training kernel takes.
 
     Of the backward kernel on v4, for E 128, the compiler reports 17.9 MiB with tiles of 256 x 512
@@ -213,7 +213,7 @@ def strip_rows(n_query: int) -> int:
     return max(rows for rows in range(8, LANES + 1, 8) if n_query % rows == 0)
 
 
-def round_tile(tile: Tile, problem: Problem) -> Tile:
+def round_tile(tile: Tile, problem: AttentionCall) -> Tile:
     """Returns the tile of a training kernel, rounded to whole registers.
 
     It is no larger than the scores, except for the rounding.
@@ -225,7 +225,7 @@ def round_tile(tile: Tile, problem: Problem) -> Tile:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Geometry(Problem):
+class Geometry(AttentionCall):
     """Sizes of one call of the training kernels, all static."""
 
     # Multiples of 16 queries and 128 keys.
@@ -356,7 +356,7 @@ class CachedSizes:
     cache_itemsize: int  # Of the ring.
 
     @classmethod
-    def of(cls, problem: Problem, tile: Tile) -> "CachedSizes":
+    def of(cls, problem: AttentionCall, tile: Tile) -> "CachedSizes":
         """Returns the sizes of a call.
 
         The tile is no larger than the scores, and is rounded up to whole registers.

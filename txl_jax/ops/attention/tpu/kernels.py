@@ -49,7 +49,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from txl_jax.ops.attention.dropout import Dropout, bits
 from txl_jax.ops.attention.masks import Visibility
-from txl_jax.ops.attention.problem import Operands, Problem, Tile
+from txl_jax.ops.attention.problem import AttentionCall, Operands, Tile
 from txl_jax.ops.attention.tpu.geometry import LANES, Geometry, round_tile, strip_rows, vmem_bytes
 
 # The score of a pair that is masked; finite, as the difference of two infinities is not a number.
@@ -65,7 +65,7 @@ TN: Contracted = ((0,), (0,))  # [n, m] x [n, e] -> [m, e]
 
 
 def tpu_attention(
-    problem: Problem,
+    problem: AttentionCall,
     operands: Operands,
     visibility: Visibility,
     dropout: Dropout | None = None,
