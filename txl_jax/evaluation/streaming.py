@@ -22,7 +22,7 @@ from txl_jax.recurrence import Segments
 from txl_jax.runtime import distributed
 
 
-class Scores(NamedTuple):
+class SegmentLosses(NamedTuple):
     """Losses of S segments."""
 
     nats: jax.Array  # [S], summed over scored tokens.
@@ -35,14 +35,14 @@ _SCORED_TOGETHER = 1024  # Positions.
 
 # (weights, memory, segments) -> (memory, scores); weights and memory are the scorer's
 # (`txl_jax.inference.scorer`).
-EvalStep = Callable[[Any, Any, Segments], tuple[Any, Scores]]
+EvalStep = Callable[[Any, Any, Segments], tuple[Any, SegmentLosses]]
 
 
 def make_eval_step(model: AnyModel, config: EvalConfig) -> EvalStep:
     """Returns a function that scores S segments, ready for `jax.jit` with the memory donated."""
     scorer = make_scorer(model, config)
 
-    def eval_step(weights: Any, memory: Any, segments: Segments) -> tuple[Any, Scores]:
+    def eval_step(weights: Any, memory: Any, segments: Segments) -> tuple[Any, SegmentLosses]:
         targets = jnp.asarray(segments.targets)
         weight = jnp.asarray(segments.weights) * (targets >= 0)  # Ignored targets do not count.
         n_segment, *shape = targets.shape
@@ -67,7 +67,7 @@ def make_eval_step(model: AnyModel, config: EvalConfig) -> EvalStep:
             nll = _score_together(
                 functools.partial(scorer.nll, weights), collected, targets, n_together
             )
-        return memory, Scores(*jax.vmap(recurrence.weighted_sum)(nll, weight), nll)
+        return memory, SegmentLosses(*jax.vmap(recurrence.weighted_sum)(nll, weight), nll)
 
     return eval_step
 
@@ -117,7 +117,7 @@ def evaluate(
     after_call: Callable[[int, Totals], None] = lambda segments, totals: None,
     token_nats: np.ndarray | None = None,
 ) -> Totals:
-    """Scores the whole text of `reader` with the scorer's prepared weights, S segments per call.
+    """SegmentLosses the whole text of `reader` with the scorer's prepared weights, S segments per call.
 
     The memory is donated, and any of the right shape: the reader's reset bits empty it first.
     `place` puts segments on the devices. `after_call` gets the segments done and the totals so far
@@ -125,9 +125,9 @@ def evaluate(
     token's loss in nats. The first token is not scored.
     """
     totals = Totals()
-    pending: tuple[int, Scores] | None = None
+    pending: tuple[int, SegmentLosses] | None = None
 
-    def fetch(first: int, scores: Scores) -> Totals:
+    def fetch(first: int, scores: SegmentLosses) -> Totals:
         if token_nats is not None:
             nll = distributed.to_host(scores.nll)
             scored = reader.scored(first, len(nll))
