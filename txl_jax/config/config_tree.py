@@ -216,7 +216,7 @@ def require(condition: Any, message: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class NamedSetting:
     """One setting of a tree: its dotted name, declared type, default and declaration.
 
     The default is the value without arguments.
@@ -228,13 +228,13 @@ class Leaf:
     setting: Setting
 
 
-def leaves(cls: type, prefix: str = "") -> Iterator[Leaf]:
+def leaves(cls: type, prefix: str = "") -> Iterator[NamedSetting]:
     """Yields the settings below a config class, in order."""
     declared = field_types(cls)
     for field in dataclasses.fields(cls):
         kind = declared[field.name]
         if isinstance(kind, FieldType):
-            yield Leaf(f"{prefix}{field.name}", kind, field.default, setting_of(field))
+            yield NamedSetting(f"{prefix}{field.name}", kind, field.default, setting_of(field))
         else:
             yield from leaves(kind, f"{prefix}{field.name}.")
 
@@ -280,13 +280,13 @@ def from_dict(cls: type[Tree], values: Mapping[str, Any]) -> Tree:
     )
 
 
-def differences(old: Tree, new: Tree) -> list[tuple[Leaf, Any, Any]]:
+def differences(old: Tree, new: Tree) -> list[tuple[NamedSetting, Any, Any]]:
     """Returns the settings in which two configs of one class differ, with both values."""
     pairs = ((leaf, get(old, leaf.name), get(new, leaf.name)) for leaf in leaves(type(old)))
     return [(leaf, before, after) for leaf, before, after in pairs if before != after]
 
 
-def describe_change(leaf: Leaf, old: Any, new: Any) -> str:
+def describe_change(leaf: NamedSetting, old: Any, new: Any) -> str:
     """Describes a changed setting, as in "--train.steps was 10 and is now 20".
 
     The dashes are omitted if the setting has no flag.
