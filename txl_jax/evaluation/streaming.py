@@ -117,7 +117,7 @@ def evaluate(
     after_call: Callable[[int, Totals], None] = lambda segments, totals: None,
     token_nats: np.ndarray | None = None,
 ) -> Totals:
-    """SegmentLosses the whole text of `reader` with the scorer's prepared weights, S segments per call.
+    """Scores the whole text of `reader` with the scorer's prepared weights, S segments per call.
 
     The memory is donated, and any of the right shape: the reader's reset bits empty it first.
     `place` puts segments on the devices. `after_call` gets the segments done and the totals so far
