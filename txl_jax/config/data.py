@@ -193,39 +193,45 @@ class DataConfig(Config, prefix="data."):
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
         super().validate()
         self._validate_files()
-        holds = self.tokenizer.kind is not Tokenizer.ID or self.corpus is CorpusName.TEXT
-        self.expect(
-            holds,
-            "tokenizer.kind corpus",
-            f"Ready-made ids require --data.corpus={CorpusName.TEXT}",
+        kind = self.tokenizer.kind
+        require(
+            kind is not Tokenizer.ID or self.corpus is CorpusName.TEXT,
+            f"data.corpus must be {CorpusName.TEXT} for data.tokenizer.kind={kind}, got "
+            f"{self.corpus}",
         )
         if self.order is Order.SENTENCES:
-            has_marks = (
-                self.tokenizer.kind is Tokenizer.WORD
-                and self.tokenizer.line_mark is not LineMark.NONE
+            line_mark = self.tokenizer.line_mark
+            require(
+                kind is Tokenizer.WORD and line_mark is not LineMark.NONE,
+                f"data.order must be {Order.STREAM} for data.tokenizer.kind={kind} and "
+                f"data.tokenizer.line_mark={line_mark}, got {self.order}. Sentences are found by "
+                "the line marks of words.",
             )
-            self.expect(
-                has_marks,
-                "order tokenizer.kind tokenizer.line_mark",
-                "Sentences are found by the line marks of words",
-            )
-            self.expect(
+            require(
                 self.roll is Roll.NONE,
-                "order roll",
-                "Shuffled sentences need no roll. Set --data.roll=none",
+                f"data.roll must be {Roll.NONE} for data.order={self.order}, got {self.roll}. "
+                "Shuffled sentences need no roll.",
             )
 
     def _validate_files(self) -> None:
-        given = [f"data.{name}" for name in ("train", "valid", "test") if getattr(self, name)]
+        lists = [f"data.{name}" for name in ("train", "valid", "test") if getattr(self, name)]
         if self.corpus is not CorpusName.TEXT:
             require(
-                not given, f"data.corpus must be text for {', '.join(given)}, got {self.corpus}"
+                not lists,
+                f"data.corpus must be {CorpusName.TEXT} for {', '.join(lists)}, got {self.corpus}",
             )
             return
-        without_test = self.tokenizer.kind is Tokenizer.ID and given == ["data.train", "data.valid"]
-        found = ", ".join([*(["data.file"] if self.file else []), *given]) or "none of them"
+
+        if self.file:
+            sources = ["data.file", *lists]
+            is_complete = not lists
+        else:
+            sources = lists
+            # Only ready-made ids may lack a test split.
+            lacks_test = lists == ["data.train", "data.valid"]
+            is_complete = len(lists) == 3 or (lacks_test and self.tokenizer.kind is Tokenizer.ID)
         require(
-            not given if self.file else (len(given) == 3 or without_test),
+            is_complete,
             "your own text needs one file, --data.file=PATH, or three lists, --data.train=... "
-            f"--data.valid=... --data.test=..., got {found}",
+            f"--data.valid=... --data.test=..., got {', '.join(sources) or 'none of them'}",
         )
