@@ -230,7 +230,7 @@ class TrainConfig(Recurrence, prefix="train."):
         )
         require(
             self.batch_size % self.grad_accum_steps == 0,
-            f"train.batch_size must be a multiple of train.grad_accum_steps "
+            "train.batch_size must be a multiple of train.grad_accum_steps "
             f"({self.grad_accum_steps}), got {self.batch_size}",
         )
         for name in ("steps", "log_every", "eval_every", "checkpoint_every"):

@@ -99,11 +99,10 @@ def _score_together(
     """
 
     def score(group: tuple[jax.Array, jax.Array]) -> jax.Array:
-        # The mesh shards the first axis, so rows come first here: [n, B, ..] -> [B, n, ..].
-        rows = jax.tree.map(lambda array: jnp.moveaxis(array, 0, 1), group)
-        hidden_of_rows, targets_of_rows = rows
-        nll_of_rows = nll_of(hidden_of_rows, targets_of_rows)
-        return jnp.moveaxis(nll_of_rows, 1, 0)
+        hidden_nxBxLxD, targets_nxBxL = group
+        # Rows come first, because the mesh shards the first axis.
+        nll_BxnxL = nll_of(jnp.moveaxis(hidden_nxBxLxD, 0, 1), jnp.moveaxis(targets_nxBxL, 0, 1))
+        return jnp.moveaxis(nll_BxnxL, 1, 0)
 
     def in_groups(array: jax.Array) -> jax.Array:
         """[S, ..] -> [S / n, n, ..]."""

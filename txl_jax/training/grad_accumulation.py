@@ -33,15 +33,15 @@ class _Accumulated(NamedTuple):
 class _Microbatches:
     """The division of B rows into C microbatches.
 
-    The B rows are consecutive pieces of G devices. Microbatch i has the i-th of C pieces of each
-    device's rows.
+    Each of G devices has consecutive rows. Microbatch i has the i-th of C pieces of each device's
+    rows.
     """
 
-    devices: int  # G, the devices that share the rows of a batch.
-    number: int  # C.
+    devices: int  # G, number of devices that share the rows of a batch.
+    number: int  # C, number of microbatches.
 
     def take(self, array: jax.Array, index: jax.Array, *, axis: int) -> jax.Array:
-        """Returns a microbatch's rows: [.., B, ..] -> [.., B / C, ..]; `axis` has the rows."""
+        """Returns a microbatch's rows: [.., B, ..] -> [.., B / C, ..], where `axis` is B's."""
         pieces = self._split(array, axis)
         rows = jax.lax.dynamic_index_in_dim(pieces, index, axis + 1, keepdims=False)
         return rows.reshape(*array.shape[:axis], -1, *array.shape[axis + 1 :])

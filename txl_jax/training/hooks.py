@@ -56,6 +56,7 @@ class Hook:
 
     # Interval in updates, at least 1.
     every: int
+    # Reads and reports through its context. Returns a new state or None.
     action: Callable[[HookContext], TrainState | None]
 
     def __post_init__(self) -> None:

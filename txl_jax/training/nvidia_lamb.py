@@ -110,7 +110,8 @@ class _Tensors:
         squares: dict[_TensorName, Any] = collections.defaultdict(float)
         for path, leaf in jax.tree.leaves_with_path(tree):
             names = names_of(path)
-            first_axis = int(is_stacked(names))
+            # Each layer has its own norm, so that the axis of stacked layers stays.
+            first_axis = 1 if is_stacked(names) else 0
             axes = tuple(range(first_axis, leaf.ndim))
             for part in self._parts(names, leaf.shape):
                 values = leaf if part.rows is None else leaf[part.rows]

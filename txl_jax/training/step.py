@@ -179,6 +179,7 @@ def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple
         loss_mask = jnp.asarray(segment.weights)
 
         # The penalties read the last layer's outputs, which the model sows as "activations".
+        sown_collections = ["activations"] if is_penalized else []
         (hidden, memory), sown = model.apply(
             variables,
             segment.inputs,
@@ -187,7 +188,7 @@ def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple
             same_length=train.same_length,
             deterministic=False,
             rngs={"dropout": dropout_key},
-            mutable=["activations"] if is_penalized else [],
+            mutable=sown_collections,
         )
         nll: Any = model.apply(variables, hidden, segment.targets, method=model.nll)
         nats, _ = weighted_sum(nll, loss_mask)

@@ -43,7 +43,8 @@ def add(average: Average, params: Any, step: jax.Array, config: AverageConfig) -
     """Adds the parameters after update number `step` (from 0) to the mean."""
     # Until the mean has begun, the count is 1, so that the mean is the parameters themselves.
     count = jnp.maximum(step + 1 - average.begun, 1).astype(jnp.float32)
-    # A uniform mean is one without a lowest share of the newest parameters.
+    # With an EMA decay, the share of the newest parameters falls to 1 - decay and no further. With
+    # a decay of 1 the mean is uniform.
     ema_decay = 1.0 if config.ema_decay is None else config.ema_decay
     share = jnp.maximum(1 / count, 1 - ema_decay)
 
