@@ -87,6 +87,7 @@ def setting(default: Any, help: str, **properties: Any) -> Any:
     return dataclasses.field(default=default, metadata={_KEY: Setting(help, **properties)})
 
 
+# A setting that may differ when a run is resumed, and a setting that trained parameters depend on.
 free_setting = functools.partial(setting, free_on_resume=True)
 shape_setting = functools.partial(setting, shapes_params=True)
 
@@ -153,7 +154,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def _field_type(hint: Any) -> FieldType:
-    """Returns the type that an annotation such as `int`, `int | None` or `tuple[int, ...]` says."""
+    """Returns the type of an annotation such as `int`, `int | None` or `tuple[int, ...]`."""
     options = (hint,)
     if isinstance(hint, types.UnionType):
         options = typing.get_args(hint)
@@ -210,7 +211,7 @@ class Config:
             or_none = ", or none" if field.default is None else ""
             require(not missed_range, f"{name} must be {missed_range}{or_none}, got {value}")
 
-        # A default contradicts nothing, because every run has it.
+        # A setting with its default value counts as not set, so it contradicts no other.
         if value == field.default:
             return
         for other, readers in declared.only_with.items():
@@ -231,9 +232,11 @@ class Config:
     def expect(self, holds: Any, names: str, advice: str) -> None:
         """Raises `UserError` unless the condition holds.
 
-        The error states the values of the settings in `names`, which are separated by spaces and
-        relative to this group, and the advice: "train.stride is 4 and train.loss is half. A stride
-        selects the scored tokens itself."
+        Args:
+          holds: The condition.
+          names: Names of settings in this group, separated by spaces. The error states their
+            values, as in "model.network is lstm and model.encoding is relative."
+          advice: A sentence without its full stop, which follows the values.
         """
         if holds:
             return
