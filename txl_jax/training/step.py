@@ -103,6 +103,7 @@ def make_train_step(
     gradient = jax.grad(_make_loss(model, config), has_aux=True)
 
     def update(state: TrainState, segment: Segments) -> tuple[TrainState, UpdateMetrics]:
+        # Rows whose text begins again with this segment lose their memory.
         memory = memory_lib.reset(
             state.memory, jnp.asarray(segment.reset), start=config.model.compat.memory_start
         )
