@@ -112,7 +112,7 @@ def make_optimizer(
 def _scale_by_rates(
     config: ExperimentConfig, peak: float | jax.Array | None
 ) -> optax.GradientTransformation:
-    """Returns the step times minus the learning rate, which is the embedding's own if it has one."""
+    """Returns the step times minus the learning rate. The embedding may have a rate of its own."""
     multiple = config.optimizer.embedding_lr_multiplier
     usual = optax.scale_by_learning_rate(learning_rate(config, peak=peak))
     if multiple == 1:
