@@ -46,7 +46,8 @@ class Tokenizer(enum.StrEnum):
     CHAR = "char"
     # Words between white space.
     WORD = "word"
-    # Parts of words, by a tokenizer.json, given or trained; needs the package tokenizers.
+    # Parts of words, by a tokenizer.json that you pass or that is trained on the text. It requires
+    # the package tokenizers.
     SUBWORD = "subword"
     # Ready-made ids in .npy or .bin files.
     ID = "id"
@@ -57,11 +58,12 @@ class LineMark(enum.StrEnum):
 
     # <eos> after each line: WikiText and PTB.
     EOS = "eos"
-    # One <S> between sentences: One Billion Word, as the original PyTorch scores it.
+    # One <S> between sentences: One Billion Word, like the original PyTorch release.
     S = "s"
-    # <S> before and after each: the original TensorFlow, which scores <S> after <S> too.
+    # <S> before and after each sentence: the original TensorFlow release, which also scores the <S>
+    # after an <S>.
     DOUBLE_S = "double_s"
-    # A line's end is white space.
+    # No token: a line's end is white space.
     NONE = "none"
 
 
@@ -71,16 +73,16 @@ class Heldout(enum.StrEnum):
     The first shard is always the test split.
     """
 
-    SEPARATE = "separate"  # The second shard: nothing is chosen on the test split.
-    PUBLISHED = "published"  # The first one too, as both original releases.
+    SEPARATE = "separate"  # The second shard, so that nothing is chosen on the test split.
+    PUBLISHED = "published"  # The first shard too, like both original releases.
 
 
 class Order(enum.StrEnum):
     """Order of the training split in an epoch."""
 
-    # In the order of the file.
+    # The order of the file.
     STREAM = "stream"
-    # Lines in another order each epoch: One Billion Word, whose lines have no order.
+    # Another order of the lines in each epoch: One Billion Word, whose lines have no order.
     SENTENCES = "sentences"
 
 
@@ -95,7 +97,7 @@ class Roll(enum.StrEnum):
     ROWS = "rows"  # Each row by itself: the partial shuffle of Press (2019).
 
 
-DEFAULT_SUBWORDS = 8000  # Tokens of a vocabulary that is trained here.
+DEFAULT_SUBWORDS = 8000  # Size of a subword vocabulary that is trained on the text.
 _WORDS = {"kind": (Tokenizer.WORD,)}
 _SUBWORDS = {"kind": (Tokenizer.SUBWORD, Tokenizer.ID)}
 

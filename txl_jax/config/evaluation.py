@@ -15,13 +15,13 @@ class CacheDType(enum.StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT64 = "float64"
-    INT8 = "int8"  # With a scale per row, head and slot.
+    INT8 = "int8"  # Has a scale per row, head and slot.
 
 
 class WeightDType(enum.StrEnum):
     """Dtype of the weight matrices."""
 
-    INT8 = "int8"  # With a scale per channel.
+    INT8 = "int8"  # Has a scale per channel.
 
 
 _MAX_POSITIONS = 1 << 40  # XLA ends the process if the size of an array overflows.

@@ -61,10 +61,12 @@ class Encoding(enum.StrEnum):
 class Network(enum.StrEnum):
     """The layers between embedding and softmax."""
 
+    # The paper's network, and its variants.
     TRANSFORMER_XL = "transformer_xl"
-    # Baselines, N layers of D cells. They use no attention settings, and no length except L.
+    # Two baselines of N layers with D cells. They use no attention settings, and no length but L.
     LSTM = "lstm"
-    QRNN = "qrnn"  # Its gates read inputs only (Bradbury et al., 2017).
+    # An RNN whose gates read only inputs (Bradbury et al., 2017).
+    QRNN = "qrnn"
 
 
 class NormPlace(enum.StrEnum):

@@ -35,7 +35,7 @@ class Schedule(enum.StrEnum):
 class ScheduleOffset(enum.StrEnum):
     """Step at which the decay of the learning rate starts."""
 
-    AFTER_WARMUP = "after_warmup"  # At the end of the warm-up: no jump.
+    AFTER_WARMUP = "after_warmup"  # At the end of the warm-up, so that the rate does not jump.
     ORIGINAL = "original"  # At step 0, so the rate jumps down where the warm-up ends.
 
 
@@ -45,9 +45,9 @@ class OptimizerName(enum.StrEnum):
     ADAM = "adam"
     # Adam with decoupled weight decay.
     ADAMW = "adamw"
-    # Adam, with each tensor's step as long as the tensor (You et al., 2020): optax.lamb.
+    # Adam, with each tensor's step scaled to the norm of the tensor (You et al., 2020): optax.lamb.
     LAMB = "lamb"
-    # NVIDIA's: no bias correction, norms up to 10, one norm for each of their tensors.
+    # NVIDIA's LAMB: no bias correction, norms up to 10, one norm for each of NVIDIA's tensors.
     LAMB_NVIDIA = "lamb_nvidia"
     # Second moments by row and column, no first moment (Shazeer and Stern, 2018).
     ADAFACTOR = "adafactor"
