@@ -155,7 +155,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 def _field_type(hint: Any) -> FieldType:
     """Returns the type of an annotation such as `int`, `int | None` or `tuple[int, ...]`."""
-    options = (hint,)
+    options: tuple[Any, ...] = (hint,)
     if isinstance(hint, types.UnionType):
         options = typing.get_args(hint)
     [kind] = (option for option in options if option is not type(None))
