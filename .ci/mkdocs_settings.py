@@ -14,13 +14,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from txl_jax.config import ExperimentConfig
-from txl_jax.config.config_tree import Leaf, format_value, leaves
+from txl_jax.config.config_tree import NamedSetting, format_value, leaves
 
 PLACE = "<!-- settings -->"
 HEAD = "| setting | default | what it does | values |\n|---|---|---|---|\n"
 
 
-def values(leaf: Leaf) -> str:
+def values(leaf: NamedSetting) -> str:
     """Returns the values that a setting takes, and the settings that it needs or excludes."""
     declared, kind, group = leaf.setting, leaf.type.kind, leaf.name.rpartition(".")[0]
     found = (
@@ -38,7 +38,7 @@ def values(leaf: Leaf) -> str:
     return "; ".join([found + " or none" * leaf.type.is_optional, *needs, *excludes])
 
 
-def row(leaf: Leaf) -> str:
+def row(leaf: NamedSetting) -> str:
     """Returns a setting's row of the table.
 
     `*` marks a setting that may change when a run is resumed.

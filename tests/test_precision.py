@@ -21,7 +21,7 @@ from support.precision import ROUNDED, narrow
 from txl_jax import recurrence
 from txl_jax.config import DType, Encoding, Network, NormPlace, OptimizerName, WeightDType
 from txl_jax.evaluation.sliding_window import Windows, evaluate_windows, make_window_step
-from txl_jax.evaluation.streaming import Scores, evaluate, make_eval_step
+from txl_jax.evaluation.streaming import SegmentLosses, evaluate, make_eval_step
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import decode, forward
 from txl_jax.inference.decode import Limits, Rows
@@ -325,7 +325,7 @@ def test_totals_of_segments_are_summed_in_double_precision():
     calls = math.ceil(reader.n_segments / 4)
 
     def step(weights, memory, segments):
-        return memory, Scores(sums, sums, np.zeros(0))
+        return memory, SegmentLosses(sums, sums, np.zeros(0))
 
     found = evaluate(step, None, None, reader, segments_per_call=4, place=lambda segments: segments)
     assert found == Totals(calls * (MANY + 3), calls * (MANY + 3))

@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-_MOST_PERPLEXITY = 1e9  # A larger one only says that the run diverged.
+_MOST_PERPLEXITY = 1e9  # A larger perplexity only says that the run diverged.
+_LARGEST_EXPONENT = 700  # exp overflows just above 709.
 
 
 class Measure(enum.StrEnum):
@@ -33,9 +34,9 @@ class Totals:
     4.0
     """
 
-    nats: float = 0.0
-    tokens: float = 0.0
-    bytes: float = 0.0  # UTF-8 bytes of the text behind the tokens, or 0 if unknown, as in sums.
+    nats: float = 0.0  # Sum of the losses.
+    tokens: float = 0.0  # Number of scored tokens.
+    bytes: float = 0.0  # UTF-8 bytes of the tokens' text, or 0 if unknown, as after `a + b`.
 
     @classmethod
     def of(cls, nats: np.ndarray) -> "Totals":
@@ -48,7 +49,9 @@ class Totals:
     @property
     def nll(self) -> float:
         """Nats per token, or nan if nothing was scored."""
-        return self.nats / self.tokens if self.tokens else math.nan
+        if self.tokens == 0:
+            return math.nan
+        return self.nats / self.tokens
 
     @property
     def bpc(self) -> float:
@@ -58,22 +61,31 @@ class Totals:
     @property
     def perplexity(self) -> float:
         """Perplexity, exp of the mean over tokens: inf if it overflows, nan if the mean is nan."""
-        return math.inf if self.nll >= 700 else math.exp(self.nll)
+        if self.nll >= _LARGEST_EXPONENT:
+            return math.inf
+        return math.exp(self.nll)
 
     @property
     def bits_per_byte(self) -> float:
         """Bits per byte of the text, whatever its tokens are, or nan if its bytes are unknown."""
-        return self.bpc * (self.tokens / self.bytes) if self.bytes else math.nan
+        if self.bytes == 0:
+            return math.nan
+        return self.bpc * (self.tokens / self.bytes)
 
     def per_token(self, measure: Measure) -> dict[str, float]:
         """Returns the loss in nats, bits and perplexity by their names in records.
 
-        Bits of characters are also bpc, and those of bytes bits_per_byte as well.
+        The bits of characters and bytes are also called bpc, and the bits of bytes bits_per_byte as
+        well.
         """
-        bits = {"bpc": self.bpc} if measure.is_bits else {}
+        values = {"loss": self.nll}
+        if measure.is_bits:
+            values["bpc"] = self.bpc
         if measure is Measure.BPB:
-            bits["bits_per_byte"] = self.bpc
-        return {"loss": self.nll, **bits, "bits_per_token": self.bpc, "perplexity": self.perplexity}
+            values["bits_per_byte"] = self.bpc
+        values["bits_per_token"] = self.bpc
+        values["perplexity"] = self.perplexity
+        return values
 
     @property
     def diverged(self) -> bool:
@@ -97,4 +109,5 @@ def format_score(value: float, measure: Measure) -> str:
     """Formats a measure and its value. A perplexity above 1e9 becomes ">1e9"."""
     if measure is Measure.PPL and value > _MOST_PERPLEXITY:
         return "ppl >1e9"
-    return f"{measure} {value:.{4 if measure.is_bits else 2}f}"
+    decimals = 4 if measure.is_bits else 2
+    return f"{measure} {value:.{decimals}f}"

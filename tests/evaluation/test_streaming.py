@@ -15,7 +15,7 @@ from support.cases import full_but
 from txl_jax.config import DType, EvalConfig
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.evaluation import streaming
-from txl_jax.evaluation.streaming import Scores, evaluate, make_eval_step
+from txl_jax.evaluation.streaming import SegmentLosses, evaluate, make_eval_step
 from txl_jax.inference import forward
 
 T, L, M = 25, 5, 7
@@ -159,7 +159,7 @@ def test_every_tokens_nats_come_to_its_place(length, batch_size, segment_len, wa
 
     def step(weights, memory, segments):
         nll = np.where(segments.weights > 0, segments.targets, np.nan)
-        return memory, Scores(np.nansum(nll, (1, 2)), segments.weights.sum((1, 2)), nll)
+        return memory, SegmentLosses(np.nansum(nll, (1, 2)), segments.weights.sum((1, 2)), nll)
 
     sizes = {"batch_size": batch_size, "segment_len": segment_len, "warmup_tokens": warmup}
     reader, nats = evaluation_segments(np.arange(length), **sizes), np.full(length, -1.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 from txl_jax.cli import flag_tree
 from txl_jax.config import config_tree
-from txl_jax.config.config_tree import Leaf
+from txl_jax.config.config_tree import NamedSetting
 
 
 def second_values(
@@ -40,7 +40,7 @@ def as_flags(kind: type, values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _value(leaf: Leaf, number: int) -> Any:
+def _value(leaf: NamedSetting, number: int) -> Any:
     """Returns a value that differs from the default, and by its number from other settings'."""
     if leaf.type.is_list:
         # The second entry of a repeated flag has a comma, which does not divide it.
@@ -51,7 +51,7 @@ def _value(leaf: Leaf, number: int) -> Any:
     return _entry(leaf, number, leaf.name)
 
 
-def _entry(leaf: Leaf, number: int, name: str) -> Any:
+def _entry(leaf: NamedSetting, number: int, name: str) -> Any:
     kind = leaf.type.kind
     if kind is bool:
         if leaf.type.is_list:

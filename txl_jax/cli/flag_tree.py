@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from absl import flags
 
 from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig, config_tree
-from txl_jax.config.config_tree import FieldType, Leaf, did_you_mean, format_value, require
+from txl_jax.config.config_tree import FieldType, NamedSetting, did_you_mean, format_value, require
 from txl_jax.config.experiment import apply_preset, preset, preset_names
 from txl_jax.data.published import default_data
 from txl_jax.errors import UserError
@@ -56,7 +56,7 @@ def define_plan(plan: type) -> None:
         _define_leaf(leaf, leaf.default, FLAGS)
 
 
-def setting_leaves(cls: type) -> list[Leaf]:
+def setting_leaves(cls: type) -> list[NamedSetting]:
     """Returns the settings below a config class that are flags."""
     return [leaf for leaf in config_tree.leaves(cls) if leaf.setting.flag]
 
@@ -67,7 +67,7 @@ def groups() -> list[str]:
     return list(dict.fromkeys(filter(None, names)))
 
 
-def flag_name(leaf: Leaf) -> str:
+def flag_name(leaf: NamedSetting) -> str:
     """Returns the name of a setting's flag.
 
     A field named after a Python keyword has an underscore, which the flag omits.
@@ -364,7 +364,7 @@ class SettingParser(flags.ArgumentParser, flags.ArgumentSerializer):
             ) from None
 
 
-def _define_leaf(leaf: Leaf, default: Any, flag_values: flags.FlagValues) -> None:
+def _define_leaf(leaf: NamedSetting, default: Any, flag_values: flags.FlagValues) -> None:
     name, text = flag_name(leaf), leaf.setting.help
     if leaf.setting.repeated:
         flags.DEFINE_multi_string(name, list(default), text, flag_values=flag_values)

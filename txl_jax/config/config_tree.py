@@ -30,49 +30,56 @@ class Setting:
 
     # One sentence for `--help`.
     help: str
-    # The range. None means no bound.
+    # Lower and upper bounds of a number, with or without the bound itself. None means no bound.
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    # A file, or a list of files, that programs make absolute.
+    # Whether the value is a file, or a list of files, that programs make absolute.
     path: bool = False
-    # Values of another field of the group, by its name, without which nothing reads this one.
+    # Values of other fields of the group, by name. With other values nothing reads this field, so
+    # that it must have its default.
     only_with: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    # Other fields of the group that must be off, empty or 0 where this one is set.
+    # Other fields of the group that must be off, empty or 0 if this one is set.
     not_with: tuple[str, ...] = ()
-    # May differ when a run is resumed: it changes the training by rounding at most.
+    # Whether it may differ when a run is resumed, because it changes training by rounding at most.
     free_on_resume: bool = False
-    # May differ too, from the step that is reached, but not fall below what is done.
+    # Whether it may grow when a run is resumed. It must not fall below the steps that are done.
     may_grow: bool = False
-    # Makes the token ids of a text what they are, so that a trained run keeps it.
+    # Whether the token ids of a text depend on it, so that a trained run keeps it.
     shapes_tokens: bool = False
-    # Makes trained parameters what they are, so that a warm start keeps it.
+    # Whether trained parameters depend on it, so that a warm start keeps it.
     shapes_params: bool = False
-    # Can be set from the command line, otherwise only in code and by presets.
+    # Whether it can be set from the command line, otherwise only in code and by presets.
     flag: bool = True
-    # Of a program's plan: code is loaded from it, so it must be typed, not in a flagfile.
+    # In a program's plan: whether code is loaded from it, so that it must be typed, not in a
+    # flagfile.
     loads_code: bool = False
-    # Of a program's plan: the program cannot do without it.
+    # In a program's plan: whether the program requires it.
     required: bool = False
-    # Of a program's plan: a list, of which each flag gives one entry, commas and all.
+    # In a program's plan: whether it is a list whose entries, commas included, have a flag each.
     repeated: bool = False
 
     def missed_range(self, value: float) -> str:
-        """Returns the range that a number is outside of, as in "at least 0 and below 1".
+        """Returns the whole range that a number is outside of, as in "at least 0 and below 1".
 
-        Returns an empty string if the number is in the range.
+        Returns an empty string if the number is in the range. nan is outside of every range.
         """
-        bounds = [
-            ("at least", self.at_least, operator.ge),
-            ("above", self.above, operator.gt),
-            ("at most", self.at_most, operator.le),
-            ("below", self.below, operator.lt),
-        ]
-        given = [(word, bound, holds) for word, bound, holds in bounds if bound is not None]
-        if all(holds(value, bound) for _, bound, holds in given):
-            return ""
-        return " and ".join(f"{word} {bound}" for word, bound, _ in given)
+        is_inside = True
+        bounds = []
+        if self.at_least is not None:
+            is_inside = is_inside and value >= self.at_least
+            bounds.append(f"at least {self.at_least}")
+        if self.above is not None:
+            is_inside = is_inside and value > self.above
+            bounds.append(f"above {self.above}")
+        if self.at_most is not None:
+            is_inside = is_inside and value <= self.at_most
+            bounds.append(f"at most {self.at_most}")
+        if self.below is not None:
+            is_inside = is_inside and value < self.below
+            bounds.append(f"below {self.below}")
+        return "" if is_inside else " and ".join(bounds)
 
 
 def setting(default: Any, help: str, **properties: Any) -> Any:
@@ -80,6 +87,7 @@ def setting(default: Any, help: str, **properties: Any) -> Any:
     return dataclasses.field(default=default, metadata={_KEY: Setting(help, **properties)})
 
 
+# A setting that may differ when a run is resumed, and a setting that trained parameters depend on.
 free_setting = functools.partial(setting, free_on_resume=True)
 shape_setting = functools.partial(setting, shapes_params=True)
 
@@ -97,27 +105,37 @@ class FieldType(NamedTuple):
     is_optional: bool = False  # Whether a value may be None.
 
     def convert(self, name: str, value: Any) -> Any:
-        """Converts enum members from their names and floats from ints.
+        """Converts enum members from their names, floats from ints, and lists to tuples.
 
-        Raises `UserError` for another type or name.
+        Args:
+          name: The setting's name, for errors.
+          value: The value, for example from JSON or code.
+
+        Raises:
+          UserError: If the value has another type, is not a member of the enum, or is an int of 64
+            bits or more.
         """
         if value is None and self.is_optional:
             return None
+
         if self.is_list:
             require(isinstance(value, list | tuple), f"{name} must be a list, got {value!r}")
-            return tuple(FieldType(self.kind).convert(name, entry) for entry in value)
+            entry_type = FieldType(self.kind)
+            return tuple(entry_type.convert(name, entry) for entry in value)
+
         if issubclass(self.kind, enum.Enum):
             require(
                 value in list(self.kind),
                 f"{name} must be one of {', '.join(self.kind)}, got {value!r}",
             )
             return self.kind(value)
-        require(
-            type(value) is not int or abs(value) < 1 << 63,
-            f"{name} must be below 2^63, got {value}",
-        )
-        if self.kind is float and type(value) is int:
+
+        # A bool is an int for isinstance.
+        is_int = type(value) is int
+        require(not is_int or abs(value) < 1 << 63, f"{name} must be below 2^63, got {value}")
+        if self.kind is float and is_int:
             return float(value)
+
         require(
             type(value) is self.kind, f"{name} must be of type {self.kind.__name__}, got {value!r}"
         )
@@ -128,20 +146,25 @@ class FieldType(NamedTuple):
 def field_types(cls: type) -> dict[str, Any]:
     """Returns the type of each field of a config: a `FieldType`, or the class of a group."""
     hints = typing.get_type_hints(cls)
-    found = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-    return {
-        name: hint if dataclasses.is_dataclass(hint) else _field_type(hint)
-        for name, hint in found.items()
-    }
+    kinds = {}
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        kinds[field.name] = hint if dataclasses.is_dataclass(hint) else _field_type(hint)
+    return kinds
 
 
 def _field_type(hint: Any) -> FieldType:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    """Returns the type of an annotation such as `int`, `int | None` or `tuple[int, ...]`."""
+    options: tuple[Any, ...] = (hint,)
+    if isinstance(hint, types.UnionType):
+        options = typing.get_args(hint)
     [kind] = (option for option in options if option is not type(None))
-    entries = typing.get_args(kind)  # Empty unless it is a tuple.
-    return FieldType(
-        entries[0] if entries else kind, is_list=bool(entries), is_optional=len(options) > 1
-    )
+
+    is_optional = len(options) > 1
+    entry_types = typing.get_args(kind)  # Empty unless it is a tuple.
+    if entry_types:
+        return FieldType(entry_types[0], is_list=True, is_optional=is_optional)
+    return FieldType(kind, is_optional=is_optional)
 
 
 class Config:
@@ -150,7 +173,7 @@ class Config:
     Values have the declared types, and enums may be passed by name.
     """
 
-    prefix: ClassVar[str]  # Of the names of the group's settings in a tree, such as "model.".
+    prefix: ClassVar[str]  # Prefix of the group's settings in a tree, such as "model.".
 
     def __init_subclass__(cls, prefix: str = "") -> None:
         cls.prefix = prefix
@@ -160,12 +183,13 @@ class Config:
         for name, kind in field_types(type(self)).items():  # type: ignore[arg-type]
             value = getattr(self, name)
             if isinstance(kind, FieldType):
+                # The dataclass is frozen.
                 object.__setattr__(self, name, kind.convert(name, value))
             else:
-                got, own = type(value).__name__, kind.__name__
                 require(
                     isinstance(value, kind),
-                    f"{name} must be of type {own}, got {got}. Write {name}={own}(...).",
+                    f"{name} must be of type {kind.__name__}, got {type(value).__name__}. "
+                    f"Write {name}={kind.__name__}(...).",
                 )
 
     def validate(self) -> None:
@@ -175,35 +199,52 @@ class Config:
             value = getattr(self, field.name)
             if isinstance(value, Config):
                 value.validate()
-                continue
-            declared = setting_of(field)
-            if isinstance(value, int | float) and (wanted := declared.missed_range(value)):
-                off = ", or none" if field.default is None else ""
-                raise UserError(f"{self.prefix}{field.name} must be {wanted}{off}, got {value}")
-            if value == field.default:
-                continue
-            for other, readers in declared.only_with.items():
-                got, one_of = getattr(self, other), " or ".join(map(str, readers))
-                reason = f"for {self.prefix}{field.name}={format_value(value)}"
-                require(
-                    got in readers, f"{self.prefix}{other} must be {one_of} {reason}, got {got}"
-                )
-            for other in declared.not_with:
-                self.expect(
-                    not getattr(self, other), f"{field.name} {other}", "Set only one of them"
-                )
+            else:
+                self._validate_setting(field, value)
+
+    def _validate_setting(self, field: dataclasses.Field[Any], value: Any) -> None:
+        """Checks a value against its own declaration."""
+        declared = setting_of(field)
+        name = f"{self.prefix}{field.name}"
+        if isinstance(value, int | float):
+            missed_range = declared.missed_range(value)
+            or_none = ", or none" if field.default is None else ""
+            require(not missed_range, f"{name} must be {missed_range}{or_none}, got {value}")
+
+        # A setting with its default value counts as not set, so it contradicts no other.
+        if value == field.default:
+            return
+        for other, readers in declared.only_with.items():
+            other_value = getattr(self, other)
+            require(
+                other_value in readers,
+                f"{self.prefix}{other} must be {' or '.join(map(str, readers))} "
+                f"for {name}={format_value(value)}, got {other_value}",
+            )
+        for other in declared.not_with:
+            other_value = getattr(self, other)
+            require(
+                not other_value,
+                f"{name} is {format_value(value)} and {self.prefix}{other} is "
+                f"{format_value(other_value)}. Set only one of them.",
+            )
 
     def expect(self, holds: Any, names: str, advice: str) -> None:
         """Raises `UserError` unless the condition holds.
 
-        The error has the values of the settings in `names`, and the advice.
+        Args:
+          holds: The condition.
+          names: Names of settings in this group, separated by spaces. The error states their
+            values, as in "model.network is lstm and model.encoding is relative."
+          advice: A sentence without its full stop, which follows the values.
         """
-        if not holds:
-            found = (
-                f"{self.prefix}{name} is {format_value(get(self, name)) or 'empty'}"
-                for name in names.split()
-            )
-            raise UserError(f"{' and '.join(found)}. {advice}.")
+        if holds:
+            return
+        values = []
+        for name in names.split():
+            value = format_value(get(self, name)) or "empty"
+            values.append(f"{self.prefix}{name} is {value}")
+        raise UserError(f"{' and '.join(values)}. {advice}.")
 
 
 def require(condition: Any, message: str) -> None:
@@ -216,25 +257,22 @@ def require(condition: Any, message: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One setting of a tree: its dotted name, declared type, default and declaration.
+class NamedSetting:
+    """One setting of a tree."""
 
-    The default is the value without arguments.
-    """
-
-    name: str
-    type: FieldType
-    default: Any
-    setting: Setting
+    name: str  # Dotted name, such as "model.n_layer".
+    type: FieldType  # Declared type.
+    default: Any  # Value of a config that is made without arguments.
+    setting: Setting  # Declaration.
 
 
-def leaves(cls: type, prefix: str = "") -> Iterator[Leaf]:
+def leaves(cls: type, prefix: str = "") -> Iterator[NamedSetting]:
     """Yields the settings below a config class, in order."""
     declared = field_types(cls)
     for field in dataclasses.fields(cls):
         kind = declared[field.name]
         if isinstance(kind, FieldType):
-            yield Leaf(f"{prefix}{field.name}", kind, field.default, setting_of(field))
+            yield NamedSetting(f"{prefix}{field.name}", kind, field.default, setting_of(field))
         else:
             yield from leaves(kind, f"{prefix}{field.name}.")
 
@@ -246,24 +284,30 @@ def get(config: Any, name: str) -> Any:
 
 def replace(config: Tree, values: Mapping[str, Any]) -> Tree:
     """Returns a copy of the tree with the dotted names in `values` changed."""
+    # New values of this group's own fields, and the names and values that go to each inner group.
     changes: dict[str, Any] = {}
-    groups: dict[str, dict[str, Any]] = {}
+    inner_values: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         head, _, rest = name.partition(".")
         if rest:
-            groups.setdefault(head, {})[rest] = value
+            inner_values.setdefault(head, {})[rest] = value
         else:
             changes[head] = value
-    changes |= {head: replace(getattr(config, head), inner) for head, inner in groups.items()}
+
+    for group, values_of_group in inner_values.items():
+        changes[group] = replace(getattr(config, group), values_of_group)
     return dataclasses.replace(config, **changes)  # type: ignore[type-var]
 
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Returns the JSON values of a tree, or of a group in it, by dotted name."""
-    values = {leaf.name: get(config, leaf.name) for leaf in leaves(type(config))}
-    return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
-    }
+    values = {}
+    for leaf in leaves(type(config)):
+        value = get(config, leaf.name)
+        if isinstance(value, tuple):
+            value = list(value)
+        values[leaf.name] = value
+    return values
 
 
 def from_dict(cls: type[Tree], values: Mapping[str, Any]) -> Tree:
@@ -271,30 +315,32 @@ def from_dict(cls: type[Tree], values: Mapping[str, Any]) -> Tree:
 
     Raises `UserError` for an unknown name or another type.
     """
-    known = {leaf.name: leaf.type for leaf in leaves(cls)}
+    known_types = {leaf.name: leaf.type for leaf in leaves(cls)}
     for name in values:
-        if name not in known:
-            raise UserError(f"unknown setting {name!r}{did_you_mean(name, known)}")
-    return replace(
-        cls(), {name: known[name].convert(name, value) for name, value in values.items()}
-    )
+        if name not in known_types:
+            raise UserError(f"unknown setting {name!r}{did_you_mean(name, known_types)}")
+    converted = {name: known_types[name].convert(name, value) for name, value in values.items()}
+    return replace(cls(), converted)
 
 
-def differences(old: Tree, new: Tree) -> list[tuple[Leaf, Any, Any]]:
+def differences(old: Tree, new: Tree) -> list[tuple[NamedSetting, Any, Any]]:
     """Returns the settings in which two configs of one class differ, with both values."""
-    pairs = ((leaf, get(old, leaf.name), get(new, leaf.name)) for leaf in leaves(type(old)))
-    return [(leaf, before, after) for leaf, before, after in pairs if before != after]
+    changed = []
+    for leaf in leaves(type(old)):
+        before = get(old, leaf.name)
+        after = get(new, leaf.name)
+        if before != after:
+            changed.append((leaf, before, after))
+    return changed
 
 
-def describe_change(leaf: Leaf, old: Any, new: Any) -> str:
+def describe_change(leaf: NamedSetting, old: Any, new: Any) -> str:
     """Describes a changed setting, as in "--train.steps was 10 and is now 20".
 
     The dashes are omitted if the setting has no flag.
     """
-    return (
-        f"{'--' if leaf.setting.flag else ''}{leaf.name} was {format_value(old)} and is now "
-        f"{format_value(new)}"
-    )
+    dashes = "--" if leaf.setting.flag else ""
+    return f"{dashes}{leaf.name} was {format_value(old)} and is now {format_value(new)}"
 
 
 def format_value(value: Any) -> str:
@@ -306,9 +352,9 @@ def format_value(value: Any) -> str:
     '"War, and Peace.txt",c.txt'
     """
     if isinstance(value, tuple | list):
-        entries = io.StringIO()
-        csv.writer(entries, lineterminator="").writerow(map(str, value))
-        return entries.getvalue()
+        line = io.StringIO()
+        csv.writer(line, lineterminator="").writerow(map(str, value))
+        return line.getvalue()
     return "none" if value is None else str(value)
 
 

@@ -46,7 +46,8 @@ class Tokenizer(enum.StrEnum):
     CHAR = "char"
     # Words between white space.
     WORD = "word"
-    # Parts of words, by a tokenizer.json, given or trained; needs the package tokenizers.
+    # Parts of words, by a tokenizer.json that you pass or that is trained on the text. It requires
+    # the package tokenizers.
     SUBWORD = "subword"
     # Ready-made ids in .npy or .bin files.
     ID = "id"
@@ -57,11 +58,12 @@ class LineMark(enum.StrEnum):
 
     # <eos> after each line: WikiText and PTB.
     EOS = "eos"
-    # One <S> between sentences: One Billion Word, as the original PyTorch scores it.
+    # One <S> between sentences: One Billion Word, like the original PyTorch release.
     S = "s"
-    # <S> before and after each: the original TensorFlow, which scores <S> after <S> too.
+    # <S> before and after each sentence: the original TensorFlow release, which also scores the <S>
+    # after an <S>.
     DOUBLE_S = "double_s"
-    # A line's end is white space.
+    # No token: a line's end is white space.
     NONE = "none"
 
 
@@ -71,16 +73,16 @@ class Heldout(enum.StrEnum):
     The first shard is always the test split.
     """
 
-    SEPARATE = "separate"  # The second shard: nothing is chosen on the test split.
-    PUBLISHED = "published"  # The first one too, as both original releases.
+    SEPARATE = "separate"  # The second shard, so that nothing is chosen on the test split.
+    PUBLISHED = "published"  # The first shard too, like both original releases.
 
 
 class Order(enum.StrEnum):
     """Order of the training split in an epoch."""
 
-    # In the order of the file.
+    # The order of the file.
     STREAM = "stream"
-    # Lines in another order each epoch: One Billion Word, whose lines have no order.
+    # Another order of the lines in each epoch: One Billion Word, whose lines have no order.
     SENTENCES = "sentences"
 
 
@@ -95,7 +97,7 @@ class Roll(enum.StrEnum):
     ROWS = "rows"  # Each row by itself: the partial shuffle of Press (2019).
 
 
-DEFAULT_SUBWORDS = 8000  # Tokens of a vocabulary that is trained here.
+DEFAULT_SUBWORDS = 8000  # Size of a subword vocabulary that is trained on the text.
 _WORDS = {"kind": (Tokenizer.WORD,)}
 _SUBWORDS = {"kind": (Tokenizer.SUBWORD, Tokenizer.ID)}
 
@@ -193,39 +195,45 @@ class DataConfig(Config, prefix="data."):
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
         super().validate()
         self._validate_files()
-        holds = self.tokenizer.kind is not Tokenizer.ID or self.corpus is CorpusName.TEXT
-        self.expect(
-            holds,
-            "tokenizer.kind corpus",
-            f"Ready-made ids require --data.corpus={CorpusName.TEXT}",
+        kind = self.tokenizer.kind
+        require(
+            kind is not Tokenizer.ID or self.corpus is CorpusName.TEXT,
+            f"data.corpus must be {CorpusName.TEXT} for data.tokenizer.kind={kind}, got "
+            f"{self.corpus}",
         )
         if self.order is Order.SENTENCES:
-            has_marks = (
-                self.tokenizer.kind is Tokenizer.WORD
-                and self.tokenizer.line_mark is not LineMark.NONE
+            line_mark = self.tokenizer.line_mark
+            require(
+                kind is Tokenizer.WORD and line_mark is not LineMark.NONE,
+                f"data.order must be {Order.STREAM} for data.tokenizer.kind={kind} and "
+                f"data.tokenizer.line_mark={line_mark}, got {self.order}. Sentences are found by "
+                "the line marks of words.",
             )
-            self.expect(
-                has_marks,
-                "order tokenizer.kind tokenizer.line_mark",
-                "Sentences are found by the line marks of words",
-            )
-            self.expect(
+            require(
                 self.roll is Roll.NONE,
-                "order roll",
-                "Shuffled sentences need no roll. Set --data.roll=none",
+                f"data.roll must be {Roll.NONE} for data.order={self.order}, got {self.roll}. "
+                "Shuffled sentences need no roll.",
             )
 
     def _validate_files(self) -> None:
-        given = [f"data.{name}" for name in ("train", "valid", "test") if getattr(self, name)]
+        lists = [f"data.{name}" for name in ("train", "valid", "test") if getattr(self, name)]
         if self.corpus is not CorpusName.TEXT:
             require(
-                not given, f"data.corpus must be text for {', '.join(given)}, got {self.corpus}"
+                not lists,
+                f"data.corpus must be {CorpusName.TEXT} for {', '.join(lists)}, got {self.corpus}",
             )
             return
-        without_test = self.tokenizer.kind is Tokenizer.ID and given == ["data.train", "data.valid"]
-        found = ", ".join([*(["data.file"] if self.file else []), *given]) or "none of them"
+
+        if self.file:
+            sources = ["data.file", *lists]
+            is_complete = not lists
+        else:
+            sources = lists
+            # Only ready-made ids may lack a test split.
+            lacks_test = lists == ["data.train", "data.valid"]
+            is_complete = len(lists) == 3 or (lacks_test and self.tokenizer.kind is Tokenizer.ID)
         require(
-            not given if self.file else (len(given) == 3 or without_test),
+            is_complete,
             "your own text needs one file, --data.file=PATH, or three lists, --data.train=... "
-            f"--data.valid=... --data.test=..., got {found}",
+            f"--data.valid=... --data.test=..., got {', '.join(sources) or 'none of them'}",
         )

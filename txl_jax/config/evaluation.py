@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from txl_jax.config.config_tree import Config, free_setting
+from txl_jax.config.config_tree import Config, free_setting, require
 from txl_jax.config.training import Recurrence
 
 __all__ = ["CacheDType", "EvalConfig", "GenerateConfig", "WeightDType"]
@@ -15,13 +15,17 @@ class CacheDType(enum.StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT64 = "float64"
-    INT8 = "int8"  # With a scale per row, head and slot.
+    INT8 = "int8"  # Has a scale per row, head and slot.
 
 
 class WeightDType(enum.StrEnum):
     """Dtype of the weight matrices."""
 
-    INT8 = "int8"  # With a scale per channel.
+    INT8 = "int8"  # Has a scale per channel.
+
+
+_MAX_POSITIONS = 1 << 40  # XLA ends the process if the size of an array overflows.
+_MAX_CLAMP_LEN = 1 << 31  # Distances are int32.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,18 +80,22 @@ class EvalConfig(Recurrence, prefix="eval."):
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
         super().validate()
-        self.expect(
-            self.mem_len or not self.cache_dtype, "cache_dtype mem_len", "A cache requires a memory"
+        require(
+            self.mem_len or not self.cache_dtype,
+            f"eval.cache_dtype must be none for eval.mem_len=0, got {self.cache_dtype}. "
+            "A cache requires a memory.",
         )
-        # Distances are int32, and XLA ends the process if the size of an array overflows.
-        fits = (
-            self.batch_size * (self.segment_len + self.mem_len) < 1 << 40
-            and (self.clamp_len or 0) < 1 << 31
+        n_position = self.batch_size * (self.segment_len + self.mem_len)
+        require(
+            n_position < _MAX_POSITIONS,
+            "eval.batch_size * (eval.segment_len + eval.mem_len) must be below 2^40, got "
+            f"{self.batch_size} * ({self.segment_len} + {self.mem_len}). No device has memory for "
+            "so many positions.",
         )
-        self.expect(
-            fits,
-            "batch_size segment_len mem_len clamp_len",
-            "No device has memory for so many positions",
+        require(
+            (self.clamp_len or 0) < _MAX_CLAMP_LEN,
+            f"eval.clamp_len must be below 2^31, got {self.clamp_len}. No device has memory for so "
+            "many positions.",
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from txl_jax.config.config_tree import (
     Config,
     did_you_mean,
+    format_value,
     from_dict,
     get,
     replace,
@@ -102,55 +103,92 @@ class ExperimentConfig(Config):
 
     def resolved(self) -> "ExperimentConfig":
         """Returns the config with fields derived from others: a learned encoding's table size."""
-        if not self.model.encoding.is_learned or self.model.num_positions is not None:
+        if not self.model.encoding.is_learned:
+            return self
+        if self.model.num_positions is not None:
             return self
         return replace(self, {"model.num_positions": self.train.segment_len + self.train.mem_len})
 
     def validate(self) -> None:
         """Raises `UserError`, with both values, if settings are incompatible."""
         super().validate()
-        expect, model, average, optimizer = self.expect, self.model, self.average, self.optimizer
+        self._validate_network()
+        self._validate_init_vocabulary()
+        self._validate_steps()
+
+    def _validate_network(self) -> None:
+        model = self.model
         if model.network is not Network.TRANSFORMER_XL:
             for name in ("data.reset_at", "train.stride", "eval.weight_dtype", "eval.cache_dtype"):
-                expect(
-                    not get(self, name),
-                    f"{name} model.network",
-                    f"The former requires {Network.TRANSFORMER_XL}",
+                value = get(self, name)
+                require(
+                    not value,
+                    f"model.network must be {Network.TRANSFORMER_XL} for "
+                    f"{name}={format_value(value)}, got {model.network}",
                 )
-        expect(
+        require(
             self.data.reset_at is None or model.compat.memory_start is MemoryStart.MASKED,
-            "data.reset_at model.compat.memory_start",
-            f"Resets require {MemoryStart.MASKED} memory",
+            f"model.compat.memory_start must be {MemoryStart.MASKED} for "
+            f"data.reset_at={format_value(self.data.reset_at)}, got {model.compat.memory_start}",
         )
-        expect(
-            self.eval.temperature == 1 or not (model.cutoffs or model.has_projections),
-            "eval.temperature model.cutoffs model.div_val model.d_embed model.d_model",
-            "A temperature requires a full softmax over d_model, without clusters or projections",
+        is_full_softmax = not model.cutoffs and not model.has_projections
+        require(
+            self.eval.temperature == 1 or is_full_softmax,
+            "eval.temperature must be 1 unless the softmax is full, without clusters or "
+            f"projections, got {self.eval.temperature} with "
+            f"model.cutoffs={format_value(model.cutoffs) or 'empty'}, "
+            f"model.div_val={model.div_val}, model.d_embed={format_value(model.d_embed)} and "
+            f"model.d_model={model.d_model}",
         )
-        if self.init_vocabulary is InitVocabulary.KEPT:
-            expect(self.init_from, "init_vocabulary init_from", "Set --init_from=PATH")
-            for name in ("data.tokenizer.vocab_file", "data.tokenizer.hf_file"):
-                expect(not get(self, name), f"{name} init_vocabulary", "Set only one of them")
-        steps, start = self.train.steps, average.start_step
-        expect(
-            start is None or start < steps,
-            "average.start_step train.steps",
-            "Averaging would never start",
+
+    def _validate_init_vocabulary(self) -> None:
+        if self.init_vocabulary is not InitVocabulary.KEPT:
+            return
+        require(
+            self.init_from,
+            f"init_from must be set for init_vocabulary={InitVocabulary.KEPT}, got none. "
+            "Set --init_from=PATH.",
         )
-        expect(
+        for name in ("data.tokenizer.vocab_file", "data.tokenizer.hf_file"):
+            value = get(self, name)
+            require(
+                not value,
+                f"{name} must be none for init_vocabulary={InitVocabulary.KEPT}, got {value}. "
+                "Set only one of them.",
+            )
+
+    def _validate_steps(self) -> None:
+        steps = self.train.steps
+        start_step = self.average.start_step
+        optimizer = self.optimizer
+        require(
+            start_step is None or start_step < steps,
+            f"average.start_step must be less than train.steps ({steps}), got {start_step}. "
+            "Averaging would never start.",
+        )
+        require(
             optimizer.min_lr_ratio <= optimizer.embedding_lr_multiplier,
-            "optimizer.min_lr_ratio optimizer.embedding_lr_multiplier",
-            "The embedding's peak would be below the minimum",
+            "optimizer.min_lr_ratio must be at most optimizer.embedding_lr_multiplier "
+            f"({optimizer.embedding_lr_multiplier}), got {optimizer.min_lr_ratio}. "
+            "The embedding's peak would be below the minimum.",
         )
-        end, name = (
-            optimizer.decay_steps or steps,
-            "optimizer.decay_steps" if optimizer.decay_steps else "train.steps",
+
+        # The decay ends with training, or at a step of its own.
+        end = steps
+        end_name = "train.steps"
+        if optimizer.decay_steps is not None:
+            end = optimizer.decay_steps
+            end_name = "optimizer.decay_steps"
+        require(
+            end <= steps,
+            f"{end_name} must be at most train.steps ({steps}), got {end}. "
+            "The decay must not end after training.",
         )
-        expect(end <= steps, f"{name} train.steps", "The decay must not end after training")
-        wanted = (
-            f"optimizer.warmup_steps must be less than {name} ({end}), got {optimizer.warmup_steps}"
+        require(
+            optimizer.warmup_steps < end,
+            f"optimizer.warmup_steps must be less than {end_name} ({end}), got "
+            f"{optimizer.warmup_steps}. Lower --optimizer.warmup_steps.",
         )
-        require(optimizer.warmup_steps < end, f"{wanted}. Lower --optimizer.warmup_steps.")
 
 
 def apply_preset(config: ExperimentConfig, name: str) -> ExperimentConfig:
@@ -158,12 +196,13 @@ def apply_preset(config: ExperimentConfig, name: str) -> ExperimentConfig:
 
     Settings of other presets get their defaults.
     """
-    named = {
-        setting: get(ExperimentConfig(), setting)
-        for preset in COMPAT_PRESETS.values()
-        for setting in preset
-    }
-    return replace(config, named | dict(COMPAT_PRESETS[name]))
+    defaults = ExperimentConfig()
+    values: dict[str, Any] = {}
+    for preset_values in COMPAT_PRESETS.values():
+        for setting_name in preset_values:
+            values[setting_name] = get(defaults, setting_name)
+    values |= COMPAT_PRESETS[name]
+    return replace(config, values)
 
 
 def preset_names() -> list[str]:
@@ -181,8 +220,10 @@ def preset(name: str) -> ExperimentConfig:
     >>> preset("enwik8_12l").model.n_layer
     12
     """
-    if name not in (known := preset_names()):
+    known = preset_names()
+    if name not in known:
         raise UserError(
             f"the preset must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}"
         )
-    return from_dict(ExperimentConfig, json.loads((_PRESETS / f"{name}.json").read_text()))
+    values = json.loads((_PRESETS / f"{name}.json").read_text())
+    return from_dict(ExperimentConfig, values)

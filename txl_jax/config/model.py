@@ -6,9 +6,11 @@ adaptive softmax.
 
 import dataclasses
 import enum
+from typing import Any
 
 from txl_jax.config.config_tree import (
     Config,
+    format_value,
     free_setting,
     leaves,
     replace,
@@ -59,10 +61,12 @@ class Encoding(enum.StrEnum):
 class Network(enum.StrEnum):
     """The layers between embedding and softmax."""
 
+    # The paper's network, and its variants.
     TRANSFORMER_XL = "transformer_xl"
-    # Baselines, N layers of D cells. They use no attention settings, and no length except L.
+    # Two baselines of N layers with D cells. They use no attention settings, and no length but L.
     LSTM = "lstm"
-    QRNN = "qrnn"  # Its gates read inputs only (Bradbury et al., 2017).
+    # An RNN whose gates read only inputs (Bradbury et al., 2017).
+    QRNN = "qrnn"
 
 
 class NormPlace(enum.StrEnum):
@@ -189,8 +193,11 @@ class CompatConfig(Config, prefix="model.compat."):
 
         The query itself is included.
         """
-        plus_one = self.same_length_window is AttentionWindow.MEM_LEN_PLUS_ONE
-        return mem_len + plus_one if same_length else None
+        if not same_length:
+            return None
+        if self.same_length_window is AttentionWindow.MEM_LEN_PLUS_ONE:
+            return mem_len + 1
+        return mem_len
 
 
 _MAX_CUTOFFS = 1000  # Published models have 3.
@@ -306,10 +313,10 @@ class ModelConfig(Config, prefix="model."):
         Raises `UserError` if it is None.
         """
         if self.num_positions is None:
-            missing = (
-                f"model.num_positions must be set for model.encoding={self.encoding}, got none"
+            raise UserError(
+                f"model.num_positions must be set for model.encoding={self.encoding}, got none. "
+                "Set it, or use ExperimentConfig.resolved()."
             )
-            raise UserError(f"{missing}. Set it, or use ExperimentConfig.resolved().")
         return self.num_positions
 
     def clamp(self, clamp_len: int | None) -> int | None:
@@ -317,7 +324,9 @@ class ModelConfig(Config, prefix="model."):
         if not self.encoding.is_learned:
             return clamp_len
         longest = self.table_size - 1
-        return longest if clamp_len is None else min(clamp_len, longest)
+        if clamp_len is None:
+            return longest
+        return min(clamp_len, longest)
 
     def cluster_width(self, cluster: int) -> int:
         """Embedding size of a cluster."""
@@ -329,44 +338,49 @@ class ModelConfig(Config, prefix="model."):
         The table size of a learned encoding follows from the training lengths again:
         `ExperimentConfig.resolved`.
         """
-        readers = (
-            (leaf, leaf.setting.only_with.get("encoding", Encoding)) for leaf in leaves(ModelConfig)
-        )
-        unread = {
-            leaf.name: leaf.default for leaf, encodings in readers if encoding not in encodings
-        }
-        return replace(self, unread | {"encoding": encoding, "num_positions": None})
+        values: dict[str, Any] = {}
+        for leaf in leaves(ModelConfig):
+            encodings = leaf.setting.only_with.get("encoding", tuple(Encoding))
+            if encoding not in encodings:
+                values[leaf.name] = leaf.default
+        values["encoding"] = encoding
+        values["num_positions"] = None
+        return replace(self, values)
 
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
-        # First, since the other messages print them, and sizes of clusters are powers of their
-        # number.
-        many = (
-            f"model.cutoffs must have at most {_MAX_CUTOFFS:,} entries, got {len(self.cutoffs):,}"
+        # The other errors print the cutoffs, and sizes of clusters are powers of their number, so a
+        # huge number of cutoffs is an error before anything else.
+        require(
+            len(self.cutoffs) <= _MAX_CUTOFFS,
+            f"model.cutoffs must have at most {_MAX_CUTOFFS:,} entries, got {len(self.cutoffs):,}",
         )
-        require(len(self.cutoffs) <= _MAX_CUTOFFS, many)
         super().validate()
-        self.expect(
-            self.d_model % 2 == 0, "d_model", "It must be even, because sinusoids come in pairs"
+        require(
+            self.d_model % 2 == 0,
+            f"model.d_model must be even, because sinusoids come in pairs, got {self.d_model}",
         )
-        self.expect(
+        require(
             self.network is Network.TRANSFORMER_XL or not self.dropout.qkv,
-            "dropout.qkv network",
-            f"Queries, keys and values require --model.network={Network.TRANSFORMER_XL}",
+            f"model.dropout.qkv must be 0 for model.network={self.network}, got "
+            f"{self.dropout.qkv}. Queries, keys and values require "
+            f"--model.network={Network.TRANSFORMER_XL}.",
         )
+
         is_increasing = list(self.cutoffs) == sorted(set(self.cutoffs))
-        self.expect(
+        require(
             is_increasing and min(self.cutoffs, default=1) > 0,
-            "cutoffs",
-            "They must be positive and increase",
+            f"model.cutoffs must be positive and increase, got {format_value(self.cutoffs)}",
         )
         require(
             len(self.tie_projs) in (0, self.n_cluster),
             f"model.tie_projs must be empty or have an entry for each of {self.n_cluster} "
             f"clusters of model.cutoffs, got {len(self.tie_projs)} entries",
         )
-        self.expect(
-            self.div_val == 1 or self.cutoffs, "div_val cutoffs", "Smaller tails require cutoffs"
+        require(
+            self.div_val == 1 or self.cutoffs,
+            f"model.div_val must be 1 if model.cutoffs is empty, got {self.div_val}. "
+            "Smaller tails require cutoffs.",
         )
         last = self.n_cluster - 1
         require(
@@ -377,5 +391,8 @@ class ModelConfig(Config, prefix="model."):
 
     def validate_vocabulary(self, vocab_size: int) -> None:
         """Raises `UserError` if the clusters do not match a vocabulary of `vocab_size` tokens."""
-        advice = f"The last cutoff must be below the vocabulary size, {vocab_size}"
-        self.expect(not self.cutoffs or self.cutoffs[-1] < vocab_size, "cutoffs", advice)
+        require(
+            not self.cutoffs or self.cutoffs[-1] < vocab_size,
+            f"model.cutoffs is {format_value(self.cutoffs)}. "
+            f"The last cutoff must be below the vocabulary size, {vocab_size}.",
+        )

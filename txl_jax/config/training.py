@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from txl_jax.config.config_tree import Config, free_setting, setting
+from txl_jax.config.config_tree import Config, free_setting, require, setting
 
 __all__ = [
     "AverageConfig",
@@ -35,7 +35,7 @@ class Schedule(enum.StrEnum):
 class ScheduleOffset(enum.StrEnum):
     """Step at which the decay of the learning rate starts."""
 
-    AFTER_WARMUP = "after_warmup"  # At the end of the warm-up: no jump.
+    AFTER_WARMUP = "after_warmup"  # At the end of the warm-up, so that the rate does not jump.
     ORIGINAL = "original"  # At step 0, so the rate jumps down where the warm-up ends.
 
 
@@ -45,9 +45,9 @@ class OptimizerName(enum.StrEnum):
     ADAM = "adam"
     # Adam with decoupled weight decay.
     ADAMW = "adamw"
-    # Adam, with each tensor's step as long as the tensor (You et al., 2020): optax.lamb.
+    # Adam, with each tensor's step scaled to the norm of the tensor (You et al., 2020): optax.lamb.
     LAMB = "lamb"
-    # NVIDIA's: no bias correction, norms up to 10, one norm for each of their tensors.
+    # NVIDIA's LAMB: no bias correction, norms up to 10, one norm for each of NVIDIA's tensors.
     LAMB_NVIDIA = "lamb_nvidia"
     # Second moments by row and column, no first moment (Shazeer and Stern, 2018).
     ADAFACTOR = "adafactor"
@@ -57,8 +57,8 @@ class OptimizerName(enum.StrEnum):
     MUON = "muon"
 
 
-ADAM_B1 = 0.9  # Adam beta 1, of every rule: decay of the first moment.
-# Optimizers that hold Adam's two moments, of all parameters or of some.
+ADAM_B1 = 0.9  # Adam beta 1, the decay of the first moment, for every rule with Adam.
+# Optimizers that keep Adam's two moments, for all parameters or for some.
 _WITH_ADAM = tuple(
     name for name in OptimizerName if name not in (OptimizerName.ADAFACTOR, OptimizerName.LION)
 )
@@ -119,10 +119,11 @@ class OptimizerConfig(Config, prefix="optimizer."):
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or AdamW has no weight decay."""
         super().validate()
-        self.expect(
+        require(
             self.name is not OptimizerName.ADAMW or self.weight_decay,
-            "name weight_decay",
-            "Set a weight decay, such as --optimizer.weight_decay=0.01, or --optimizer.name=adam",
+            f"optimizer.weight_decay must be above 0 for optimizer.name={self.name}, got "
+            f"{self.weight_decay}. Set a weight decay, such as --optimizer.weight_decay=0.01, or "
+            f"--optimizer.name={OptimizerName.ADAM}.",
         )
 
 
@@ -150,15 +151,15 @@ class Recurrence(Config):
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or lengths are incompatible."""
         super().validate()
-        self.expect(
-            (self.stride or 1) <= self.segment_len,
-            "stride segment_len",
-            "The stride must be at most the latter",
+        require(
+            self.stride is None or self.stride <= self.segment_len,
+            f"{self.prefix}stride must be at most {self.prefix}segment_len ({self.segment_len}), "
+            f"got {self.stride}",
         )
-        self.expect(
+        require(
             self.mem_len or not self.same_length,
-            "same_length mem_len",
-            f"Set --{self.prefix}same_length=false",
+            f"{self.prefix}same_length must be false for {self.prefix}mem_len=0, got true. "
+            f"Set --{self.prefix}same_length=false.",
         )
 
 
@@ -222,25 +223,27 @@ class TrainConfig(Recurrence, prefix="train."):
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
         super().validate()
-        self.expect(
-            not self.stride or self.loss is LossPart.FULL,
-            "stride loss",
-            "A stride selects the scored tokens itself",
+        require(
+            self.stride is None or self.loss is LossPart.FULL,
+            f"train.loss must be {LossPart.FULL} for train.stride={self.stride}, got {self.loss}. "
+            "A stride selects the scored tokens itself.",
         )
-        self.expect(
+        require(
             self.batch_size % self.grad_accum_steps == 0,
-            "batch_size grad_accum_steps",
-            "The batch must divide evenly",
+            "train.batch_size must be a multiple of train.grad_accum_steps "
+            f"({self.grad_accum_steps}), got {self.batch_size}",
         )
         for name in ("steps", "log_every", "eval_every", "checkpoint_every"):
-            is_multiple = getattr(self, name) % self.segments_per_call == 0
-            advice = f"Make {name} a multiple of segments_per_call"
-            self.expect(is_multiple, f"{name} segments_per_call", advice)
-        comes_after = (
-            "Make sample_every a multiple of eval_every, because samples follow evaluations"
-        )
-        self.expect(
-            (self.sample_every or 0) % self.eval_every == 0, "sample_every eval_every", comes_after
+            steps = getattr(self, name)
+            require(
+                steps % self.segments_per_call == 0,
+                f"train.{name} must be a multiple of train.segments_per_call "
+                f"({self.segments_per_call}), got {steps}",
+            )
+        require(
+            self.sample_every is None or self.sample_every % self.eval_every == 0,
+            f"train.sample_every must be a multiple of train.eval_every ({self.eval_every}), "
+            f"because samples follow evaluations, got {self.sample_every}",
         )
 
 
@@ -298,13 +301,13 @@ class AverageConfig(Config, prefix="average."):
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
         super().validate()
-        self.expect(
+        require(
             self.start_step is not None or self.lr_scale == 1,
-            "lr_scale start_step",
-            "The factor requires a start step",
+            f"average.lr_scale must be 1 if average.start_step is none, got {self.lr_scale}. "
+            "The factor requires a start step.",
         )
-        self.expect(
+        require(
             self.on or self.ema_decay is None,
-            "ema_decay start_step nt_asgd_patience",
-            "Set one of the latter two to start averaging",
+            "average.ema_decay must be none if average.start_step and average.nt_asgd_patience are "
+            f"none, got {self.ema_decay}. Set one of the two to start averaging.",
         )

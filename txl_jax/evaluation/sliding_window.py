@@ -36,14 +36,14 @@ WindowStep = Callable[[Any, Any, Any], jax.Array]
 
 
 class Windows(NamedTuple):
-    """B windows, each with the targets of its last n positions."""
+    """B windows, each with the targets of its last n positions.
 
-    # int32 [B, A]; 0 past the text's end.
-    inputs: np.ndarray
-    # int32 [B, n]; 0 past the text's end.
-    targets: np.ndarray
-    # int64 [B, n]: which token of the text each target is; 0 past the text's end.
-    scored: np.ndarray
+    All three arrays are 0 past the text's end.
+    """
+
+    inputs: np.ndarray  # int32 [B, A], the tokens.
+    targets: np.ndarray  # int32 [B, n], the tokens after the last n inputs.
+    scored: np.ndarray  # int64 [B, n], position of each target in the text.
 
 
 def make_window_step(
@@ -59,11 +59,19 @@ def make_window_step(
     def step(params: Any, windows: jax.Array, targets: jax.Array) -> jax.Array:
         memory = model.init_memory(batch_size=windows.shape[0], mem_len=0)
         hidden, _ = model.apply({"params": params}, windows, memory, clamp_len=clamp_len)
-        at, hidden = at_temperature(params, hidden[:, -targets.shape[1] :], temperature)
-        nll: Any = model.apply({"params": at}, hidden, targets, method=model.nll)
+        scored_hidden = hidden[:, -targets.shape[1] :]
+        params, scored_hidden = at_temperature(params, scored_hidden, temperature)
+        nll: Any = model.apply({"params": params}, scored_hidden, targets, method=model.nll)
         return nll
 
     return jax.jit(step)
+
+
+class _Call(NamedTuple):
+    """A call of the step that may not have finished."""
+
+    nll: jax.Array  # [B, n], nats of the targets.
+    scored: np.ndarray  # `Windows.scored` of its batch.
 
 
 def evaluate_windows(
@@ -80,24 +88,25 @@ def evaluate_windows(
     `token_nats`, floats [T], receives each scored token's loss, in nats.
     """
     totals = Totals()
-    pending: tuple[jax.Array, np.ndarray] | None = None
-
-    def fetch(nll: jax.Array, scored: np.ndarray) -> Totals:
-        """Sums on the host, in double precision."""
-        nats = distributed.to_host(nll)[scored > 0]
-        if token_nats is not None:
-            token_nats[scored[scored > 0]] = nats
-        return Totals.of(nats)
-
+    pending: _Call | None = None
     for batch in batches:
         nll = step(params, batch.inputs, batch.targets)
-        # Fetched one call late, so that the device never waits for the host.
+        # Losses are fetched one call late, so that the device never waits for the host.
         if pending is not None:
-            totals += fetch(*pending)
+            totals += _fetch(pending, token_nats)
             after_call(totals)
-        pending = nll, batch.scored
+        pending = _Call(nll, batch.scored)
     assert pending is not None, "there is at least the first window"
-    return totals + fetch(*pending)
+    return totals + _fetch(pending, token_nats)
+
+
+def _fetch(call: _Call, token_nats: np.ndarray | None) -> Totals:
+    """Waits for a call, and sums its losses on the host, in double precision."""
+    is_scored = call.scored > 0
+    nats = distributed.to_host(call.nll)[is_scored]
+    if token_nats is not None:
+        token_nats[call.scored[is_scored]] = nats
+    return Totals.of(nats)
 
 
 def window_batches(
@@ -114,9 +123,13 @@ def window_batches(
     inputs [[2, 3, 4, 5]] targets [[5, 6]]
     inputs [[4, 5, 6, 7]] targets [[7, 8]]
     """
-    yield _windows(tokens, np.zeros(1, int), attention_len, attention_len)
+    first_start = np.zeros(1, int)
+    yield _windows(tokens, first_start, attention_len=attention_len, n_scored=attention_len)
+    # The last window is the first that scores the text's last token.
     starts = np.arange(stride, len(tokens) - 1 - attention_len + stride, stride)
-    yield from _in_batches(tokens, starts, attention_len, stride, batch_size)
+    yield from _in_batches(
+        tokens, starts, attention_len=attention_len, n_scored=stride, batch_size=batch_size
+    )
 
 
 def positions(n_token: int, *, longest: int, stride: int) -> np.ndarray:
@@ -124,8 +137,11 @@ def positions(n_token: int, *, longest: int, stride: int) -> np.ndarray:
 
     They are every `stride`-th token that has `longest` tokens before it.
     """
-    what = f"the longest context must be less than the text's {n_token:,} tokens, got {longest:,}"
-    require(longest < n_token, f"{what}. Pass a longer text or shorter contexts.")
+    require(
+        longest < n_token,
+        f"the longest context must be less than the text's {n_token:,} tokens, got {longest:,}. "
+        "Pass a longer text or shorter contexts.",
+    )
     return np.arange(longest, n_token, stride)
 
 
@@ -146,29 +162,44 @@ def context_losses(
     They are l(c, t) of the paper's appendix C. The c tokens are encoded again for each loss, so c =
     500 costs 500 times as much as streaming.
     """
-    nats = np.zeros(len(tokens), np.float32)
-    batches = _in_batches(tokens, scored - context, context, 1, batch_size)
-    evaluate_windows(step, params, batches, after_call=after_call, token_nats=nats)
-    return nats[scored]
+    windows = _in_batches(
+        tokens, scored - context, attention_len=context, n_scored=1, batch_size=batch_size
+    )
+    token_nats = np.zeros(len(tokens), np.float32)
+    evaluate_windows(step, params, windows, after_call=after_call, token_nats=token_nats)
+    return token_nats[scored]
 
 
 def _in_batches(
-    tokens: np.ndarray, starts: np.ndarray, attention_len: int, n_scored: int, batch_size: int
+    tokens: np.ndarray,
+    starts: np.ndarray,
+    *,
+    attention_len: int,
+    n_scored: int,
+    batch_size: int,
 ) -> Iterator[Windows]:
-    # One shape, one compilation: the last batch is filled with windows past the end.
-    starts = np.pad(starts, (0, -len(starts) % batch_size), constant_values=len(tokens) - 1)
-    for batch in starts.reshape(-1, batch_size):
-        yield _windows(tokens, batch, attention_len, n_scored)
+    """Yields the windows that begin at tokens `starts` [n], B at a time."""
+    # All batches have one shape, so that the step is compiled once: the last batch is filled with
+    # windows past the end.
+    n_fill = -len(starts) % batch_size
+    starts = np.pad(starts, (0, n_fill), constant_values=len(tokens) - 1)
+    for batch_starts in starts.reshape(-1, batch_size):
+        yield _windows(tokens, batch_starts, attention_len=attention_len, n_scored=n_scored)
 
 
-def _windows(tokens: np.ndarray, starts: np.ndarray, attention_len: int, n_scored: int) -> Windows:
+def _windows(
+    tokens: np.ndarray, starts: np.ndarray, *, attention_len: int, n_scored: int
+) -> Windows:
     """Returns the windows that begin at tokens `starts` [B]."""
     # Pair q is the input q and its target q + 1.
     pair_BxA = starts[:, None] + np.arange(attention_len)
-    real_BxA = pair_BxA < len(tokens) - 1
-    pair_Bxn, real_Bxn = pair_BxA[:, -n_scored:], real_BxA[:, -n_scored:]
+    is_real_BxA = pair_BxA < len(tokens) - 1
+
+    # Only the last n pairs of a window are scored.
+    pair_Bxn = pair_BxA[:, -n_scored:]
+    is_real_Bxn = is_real_BxA[:, -n_scored:]
     return Windows(
-        inputs=take(tokens, pair_BxA, real_BxA),
-        targets=take(tokens, pair_Bxn + 1, real_Bxn),
-        scored=np.where(real_Bxn, pair_Bxn + 1, 0),
+        inputs=take(tokens, pair_BxA, is_real_BxA),
+        targets=take(tokens, pair_Bxn + 1, is_real_Bxn),
+        scored=np.where(is_real_Bxn, pair_Bxn + 1, 0),
     )

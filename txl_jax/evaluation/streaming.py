@@ -22,52 +22,53 @@ from txl_jax.recurrence import Segments
 from txl_jax.runtime import distributed
 
 
-class Scores(NamedTuple):
+class SegmentLosses(NamedTuple):
     """Losses of S segments."""
 
-    nats: jax.Array  # [S], summed over scored tokens.
-    tokens: jax.Array  # [S], number of those.
-    nll: jax.Array  # [S, B, L], nats of every position, scored or not.
+    nats: jax.Array  # [S], losses summed over scored tokens.
+    tokens: jax.Array  # [S], number of scored tokens.
+    nll: jax.Array  # [S, B, L], losses of all positions in nats, scored or not.
 
 
-SEGMENTS_PER_CALL = 8  # S, of every evaluation. It also decides which tails are scored together.
-_SCORED_TOGETHER = 1024  # Positions.
+# S of every evaluation. It also decides which tails are scored together.
+SEGMENTS_PER_CALL = 8
+# Positions [n, B, L] whose tails are scored together.
+_SCORED_TOGETHER = 1024
 
-# (weights, memory, segments) -> (memory, scores); weights and memory are the scorer's
-# (`txl_jax.inference.scorer`).
-EvalStep = Callable[[Any, Any, Segments], tuple[Any, Scores]]
+# (prepared parameters, memory, segments) -> (memory, losses). Prepared parameters and memory are
+# the scorer's (`txl_jax.inference.scorer`).
+EvalStep = Callable[[Any, Any, Segments], tuple[Any, SegmentLosses]]
 
 
 def make_eval_step(model: AnyModel, config: EvalConfig) -> EvalStep:
     """Returns a function that scores S segments, ready for `jax.jit` with the memory donated."""
     scorer = make_scorer(model, config)
 
-    def eval_step(weights: Any, memory: Any, segments: Segments) -> tuple[Any, Scores]:
+    def eval_step(prepared: Any, memory: Any, segments: Segments) -> tuple[Any, SegmentLosses]:
         targets = jnp.asarray(segments.targets)
-        weight = jnp.asarray(segments.weights) * (targets >= 0)  # Ignored targets do not count.
+        # Ignored targets do not count.
+        loss_mask = jnp.asarray(segments.weights) * (targets >= 0)
         n_segment, *shape = targets.shape
         n_together = _segments_together(n_segment, shape, n_tail=len(model.config.cutoffs))
 
-        def score(state: None, memory: Any, segment: Any) -> tuple[None, Any, jax.Array]:
-            """Returns a segment's losses in nats, or its hidden states.
+        def read(state: None, memory: Any, segment: Any) -> tuple[None, Any, jax.Array]:
+            """Returns a segment's hidden states if it is scored with others, or its losses."""
+            hidden, memory = scorer.forward(prepared, memory, segment.inputs)
+            if n_together > 1:
+                return state, memory, hidden
+            nll = scorer.nll(prepared, hidden, segment.targets)
+            return state, memory, nll
 
-            If hidden states are returned, losses are computed from them together.
-            """
-            hidden, memory = scorer.forward(weights, memory, segment.inputs)
-            return (
-                state,
-                memory,
-                hidden if n_together > 1 else scorer.nll(weights, hidden, segment.targets),
-            )
+        reset = functools.partial(scorer.reset, prepared)
+        _, memory, collected = recurrence.scan_segments(read, None, memory, segments, reset=reset)
 
-        reset = functools.partial(scorer.reset, weights)
-        _, memory, collected = recurrence.scan_segments(score, None, memory, segments, reset=reset)
-        nll = collected
         if n_together > 1:
-            nll = _score_together(
-                functools.partial(scorer.nll, weights), collected, targets, n_together
-            )
-        return memory, Scores(*jax.vmap(recurrence.weighted_sum)(nll, weight), nll)
+            nll_of = functools.partial(scorer.nll, prepared)
+            nll = _score_together(nll_of, collected, targets, n_together)
+        else:
+            nll = collected
+        nats, tokens = jax.vmap(recurrence.weighted_sum)(nll, loss_mask)
+        return memory, SegmentLosses(nats=nats, tokens=tokens, nll=nll)
 
     return eval_step
 
@@ -80,12 +81,14 @@ def _segments_together(n_segment: int, shape: Sequence[int], *, n_tail: int) -> 
     together took 180 ms on an AMD EPYC (2 cores), one after the other 395 ms. Up to 1024 positions,
     so that logits stay small.
     """
-    most = _SCORED_TOGETHER // math.prod(shape) if n_tail else 1
-    return max(n for n in range(1, n_segment + 1) if n_segment % n == 0 and n <= max(most, 1))
+    if n_tail == 0:
+        return 1
+    most = max(_SCORED_TOGETHER // math.prod(shape), 1)
+    return max(n for n in range(1, min(most, n_segment) + 1) if n_segment % n == 0)
 
 
 def _score_together(
-    nll: Callable[[jax.Array, jax.Array], jax.Array],
+    nll_of: Callable[[jax.Array, jax.Array], jax.Array],
     hidden: jax.Array,
     targets: jax.Array,
     n_together: int,
@@ -96,19 +99,29 @@ def _score_together(
     """
 
     def score(group: tuple[jax.Array, jax.Array]) -> jax.Array:
-        # Rows first: the mesh shards them.
-        of_rows = (jnp.moveaxis(array, 0, 1) for array in group)
-        return jnp.moveaxis(nll(*of_rows), 1, 0)
+        hidden_nxBxLxD, targets_nxBxL = group
+        # Rows come first, because the mesh shards the first axis.
+        nll_BxnxL = nll_of(jnp.moveaxis(hidden_nxBxLxD, 0, 1), jnp.moveaxis(targets_nxBxL, 0, 1))
+        return jnp.moveaxis(nll_BxnxL, 1, 0)
 
-    def groups(array: jax.Array) -> jax.Array:
+    def in_groups(array: jax.Array) -> jax.Array:
+        """[S, ..] -> [S / n, n, ..]."""
         return array.reshape(-1, n_together, *array.shape[1:])
 
-    return jax.lax.map(score, (groups(hidden), groups(targets))).reshape(targets.shape)
+    nll = jax.lax.map(score, (in_groups(hidden), in_groups(targets)))
+    return nll.reshape(targets.shape)
+
+
+class _Call(NamedTuple):
+    """A call of the step that may not have finished."""
+
+    first_segment: int  # Number of the first of its segments in the text.
+    losses: SegmentLosses
 
 
 def evaluate(
     eval_step: EvalStep,
-    weights: Any,
+    prepared: Any,
     memory: Any,
     reader: SegmentReader,
     *,
@@ -117,32 +130,43 @@ def evaluate(
     after_call: Callable[[int, Totals], None] = lambda segments, totals: None,
     token_nats: np.ndarray | None = None,
 ) -> Totals:
-    """Scores the whole text of `reader` with the scorer's prepared weights, S segments per call.
+    """Scores the whole text of `reader`, S segments per call.
 
-    The memory is donated, and any of the right shape: the reader's reset bits empty it first.
-    `place` puts segments on the devices. `after_call` gets the segments done and the totals so far
-    after each call but the last, and may raise to stop. `token_nats`, floats [T], receives each
-    token's loss in nats. The first token is not scored.
+    The first token of the text is not scored.
+
+    Args:
+      eval_step: The compiled function of `make_eval_step`.
+      prepared: Parameters that the scorer has prepared.
+      memory: Any memory of the right shape, which is donated: the reader's reset bits empty it
+        before the first segment.
+      reader: The text's segments.
+      segments_per_call: S.
+      place: Puts segments on the devices.
+      after_call: Gets the segments done and the totals so far after each call except the last, and
+        may raise to stop.
+      token_nats: Floats [T], or None. Receives each scored token's loss, in nats.
     """
     totals = Totals()
-    pending: tuple[int, Scores] | None = None
-
-    def fetch(first: int, scores: Scores) -> Totals:
-        if token_nats is not None:
-            nll = distributed.to_host(scores.nll)
-            scored = reader.scored(first, len(nll))
-            token_nats[scored[scored > 0]] = nll[scored > 0]
-        nats, tokens = distributed.to_host(scores.nats), distributed.to_host(scores.tokens)
-        # Summed on the host, in double precision.
-        return Totals(nats.sum(dtype="float64").item(), tokens.sum(dtype="float64").item())
-
-    for first in range(0, reader.n_segments, segments_per_call):
-        segments = place(reader.segments(first, segments_per_call))
-        memory, scores = eval_step(weights, memory, segments)
-        # Fetched one call late, so that the device never waits for the host.
+    pending: _Call | None = None
+    for first_segment in range(0, reader.n_segments, segments_per_call):
+        segments = place(reader.segments(first_segment, segments_per_call))
+        memory, losses = eval_step(prepared, memory, segments)
+        # Losses are fetched one call late, so that the device never waits for the host.
         if pending is not None:
-            totals += fetch(*pending)
-            after_call(first, totals)
-        pending = first, scores
+            totals += _fetch(pending, reader, token_nats)
+            after_call(first_segment, totals)
+        pending = _Call(first_segment, losses)
     assert pending is not None, "a text has at least one segment"
-    return totals + fetch(*pending)
+    return totals + _fetch(pending, reader, token_nats)
+
+
+def _fetch(call: _Call, reader: SegmentReader, token_nats: np.ndarray | None) -> Totals:
+    """Waits for a call, and sums its losses on the host, in double precision."""
+    if token_nats is not None:
+        nll = distributed.to_host(call.losses.nll)
+        scored = reader.scored(call.first_segment, len(nll))
+        is_scored = scored > 0
+        token_nats[scored[is_scored]] = nll[is_scored]
+    nats = distributed.to_host(call.losses.nats)
+    tokens = distributed.to_host(call.losses.tokens)
+    return Totals(nats.sum(dtype="float64").item(), tokens.sum(dtype="float64").item())

@@ -6,8 +6,9 @@ Successive segments are never accumulated over: each update follows one segment,
 trains.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,44 @@ from txl_jax.sharding.axes import num_batch_shards
 Gradient = Callable[..., tuple[Any, tuple[jax.Array, Memory]]]
 
 
+class _Accumulated(NamedTuple):
+    """What one microbatch hands to the next."""
+
+    grads: Any  # Sum of the gradients so far.
+    memory: Memory  # All rows. The rows of earlier microbatches are updated.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Microbatches:
+    """The division of B rows into C microbatches.
+
+    Each of G devices has consecutive rows. Microbatch i has the i-th of C pieces of each device's
+    rows.
+    """
+
+    devices: int  # G, number of devices that share the rows of a batch.
+    number: int  # C, number of microbatches.
+
+    def take(self, array: jax.Array, index: jax.Array, *, axis: int) -> jax.Array:
+        """Returns a microbatch's rows: [.., B, ..] -> [.., B / C, ..], where `axis` is B's."""
+        pieces = self._split(array, axis)
+        rows = jax.lax.dynamic_index_in_dim(pieces, index, axis + 1, keepdims=False)
+        return rows.reshape(*array.shape[:axis], -1, *array.shape[axis + 1 :])
+
+    def put(self, array: jax.Array, rows: jax.Array, index: jax.Array, *, axis: int) -> jax.Array:
+        """Returns the array [.., B, ..] with a microbatch's rows [.., B / C, ..] replaced."""
+        pieces = self._split(array, axis)
+        rows_by_device = rows.reshape(*pieces.shape[: axis + 1], *pieces.shape[axis + 2 :])
+        pieces = jax.lax.dynamic_update_index_in_dim(pieces, rows_by_device, index, axis + 1)
+        return pieces.reshape(array.shape)
+
+    def _split(self, array: jax.Array, axis: int) -> jax.Array:
+        """[.., B, ..] -> [.., G, C, B / (G * C), ..]."""
+        before = array.shape[:axis]
+        after = array.shape[axis + 1 :]
+        return array.reshape(*before, self.devices, self.number, -1, *after)
+
+
 def in_microbatches(gradient: Gradient, microbatches: int) -> Gradient:
     """Returns the gradient of a batch, computed in C microbatches of its B rows.
 
@@ -29,46 +68,33 @@ def in_microbatches(gradient: Gradient, microbatches: int) -> Gradient:
     are summed, and all rows of the memory are updated. With dropout each microbatch has its own
     key, so the numbers depend on C; without it, only up to rounding.
     """
-    devices = num_batch_shards()
-
-    def split(array: jax.Array, axis: int) -> jax.Array:
-        """[.., B, ..] -> [.., G, C, B / (G * C), ..]; `axis` is the axis of the rows."""
-        return array.reshape(
-            *array.shape[:axis], devices, microbatches, -1, *array.shape[axis + 1 :]
-        )
-
-    def take(array: jax.Array, axis: int, index: jax.Array) -> jax.Array:
-        """Returns a microbatch's rows."""
-        found = jax.lax.dynamic_index_in_dim(split(array, axis), index, axis + 1, keepdims=False)
-        return found.reshape(*array.shape[:axis], -1, *array.shape[axis + 1 :])
-
-    def put(array: jax.Array, own: jax.Array, axis: int, index: jax.Array) -> jax.Array:
-        """Returns the array with a microbatch's rows replaced."""
-        all_rows = split(array, axis)
-        own = own.reshape(*all_rows.shape[: axis + 1], *all_rows.shape[axis + 2 :])
-        return jax.lax.dynamic_update_index_in_dim(all_rows, own, index, axis + 1).reshape(
-            array.shape
-        )
+    division = _Microbatches(devices=num_batch_shards(), number=microbatches)
 
     def accumulate(
         params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array, tokens: jax.Array
     ) -> tuple[Any, tuple[jax.Array, Memory]]:
         def add_microbatch(
-            carry: tuple[Any, Memory], index: jax.Array
-        ) -> tuple[tuple[Any, Memory], jax.Array]:
-            grads, memory = carry
-            own_memory = Memory(
-                hidden=take(memory.hidden, 1, index), valid=take(memory.valid, 0, index)
+            accumulated: _Accumulated, index: jax.Array
+        ) -> tuple[_Accumulated, jax.Array]:
+            whole_memory = accumulated.memory
+            part_memory = Memory(
+                hidden=division.take(whole_memory.hidden, index, axis=1),
+                valid=division.take(whole_memory.valid, index, axis=0),
             )
-            own_segment = jax.tree.map(lambda array: take(array, 0, index), segment)
+            part = jax.tree.map(lambda array: division.take(array, index, axis=0), segment)
             key = jax.random.fold_in(dropout_key, index)
-            more, (nats, own_memory) = gradient(params, own_memory, own_segment, key, tokens)
-            hidden = put(memory.hidden, own_memory.hidden, 1, index)
-            memory = Memory(hidden, put(memory.valid, own_memory.valid, 0, index))
-            return (jax.tree.map(jnp.add, grads, more), memory), nats
 
-        start = jax.tree.map(jnp.zeros_like, params), memory
-        (grads, memory), nats = jax.lax.scan(add_microbatch, start, jnp.arange(microbatches))
-        return grads, (nats.sum(), memory)
+            grads, (nats, part_memory) = gradient(params, part_memory, part, key, tokens)
+
+            whole_memory = Memory(
+                hidden=division.put(whole_memory.hidden, part_memory.hidden, index, axis=1),
+                valid=division.put(whole_memory.valid, part_memory.valid, index, axis=0),
+            )
+            summed = jax.tree.map(jnp.add, accumulated.grads, grads)
+            return _Accumulated(summed, whole_memory), nats
+
+        start = _Accumulated(grads=jax.tree.map(jnp.zeros_like, params), memory=memory)
+        end, nats = jax.lax.scan(add_microbatch, start, jnp.arange(microbatches))
+        return end.grads, (nats.sum(), end.memory)
 
     return accumulate

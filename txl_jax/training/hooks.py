@@ -13,12 +13,15 @@ from txl_jax.training.step import TrainState
 class HookContext:
     """Context of a hook: the state it reads and the functions by which it reports."""
 
-    step: int  # Number of updates done.
+    # Number of updates done.
+    step: int
     # The state after them, with a leading member axis in an ensemble. The next update reuses its
     # buffers: copy them.
     state: TrainState
+    # The log that `log`, `record` and `text` write to.
     run_log: RunLog
-    stopping: bool = False  # Whether this hook has requested a stop.
+    # Whether this hook has requested a stop.
+    stopping: bool = False
 
     def log(self, line: str) -> None:
         """Prints a line and adds it to log.txt."""
@@ -51,7 +54,9 @@ class Hook:
     for earlier steps.
     """
 
+    # Interval in updates, at least 1.
     every: int
+    # Reads and reports through its context. Returns a new state or None.
     action: Callable[[HookContext], TrainState | None]
 
     def __post_init__(self) -> None:
@@ -59,15 +64,24 @@ class Hook:
 
 
 def check_hooks(hooks: Any, segments_per_call: int) -> None:
-    """Raises `UserError` unless `hooks` is a list of hooks with valid intervals.
+    """Checks that hooks can run between calls of S updates.
 
-    Each hook must be due after whole calls of S updates.
+    Args:
+      hooks: The value that the caller passed as a list of hooks.
+      segments_per_call: S. Each hook must be due after whole calls.
+
+    Raises:
+      UserError: If `hooks` is not a list of hooks, or an interval is not a multiple of S.
     """
     are_hooks = isinstance(hooks, Iterable) and all(isinstance(hook, Hook) for hook in hooks)
-    advice = "Write hooks=[txl_jax.Hook(100, function)]"
-    require(are_hooks, f"hooks must be a list of txl_jax.Hook, got {hooks!r}. {advice}")
+    require(
+        are_hooks,
+        f"hooks must be a list of txl_jax.Hook, got {hooks!r}. "
+        "Write hooks=[txl_jax.Hook(100, function)]",
+    )
     for hook in hooks:
-        wrong = (
-            f"a hook's interval must be a multiple of train.segments_per_call ({segments_per_call})"
+        require(
+            hook.every % segments_per_call == 0,
+            "a hook's interval must be a multiple of train.segments_per_call "
+            f"({segments_per_call}), got {hook.every}",
         )
-        require(hook.every % segments_per_call == 0, f"{wrong}, got {hook.every}")

@@ -13,9 +13,9 @@ It differs from `optax.lamb` in four ways:
 """
 
 import collections
+import dataclasses
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,8 @@ def scale_by_moments(optimizer: OptimizerConfig) -> optax.GradientTransformation
 
     The state is Adam's.
     """
-    b2, eps = optimizer.adam_b2, optimizer.adam_eps
+    b2 = optimizer.adam_b2
+    eps = optimizer.adam_eps
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
@@ -53,54 +54,99 @@ def scale_by_trust_ratio(
 
     The factor is 1 if a norm is 0.
     """
-    eps, nets = optimizer.adam_eps, encoding_of(model).original_projections
-    joined = {projection: net for net, projections in nets.items() for projection in projections}
-
-    def norms(tree: Any) -> dict[tuple[Any, ...], jax.Array]:
-        squares: dict[tuple[Any, ...], Any] = collections.defaultdict(float)
-        for path, leaf in jax.tree.leaves_with_path(tree):
-            own_axes = tuple(range(is_stacked(names_of(path)), leaf.ndim))
-            for tensor, rows in _parts(names_of(path), leaf.shape, model, joined):
-                squares[tensor] += jnp.sum(
-                    jnp.square(leaf if rows is None else leaf[rows]), axis=own_axes
-                )
-        return {tensor: jnp.sqrt(square) for tensor, square in squares.items()}
+    eps = optimizer.adam_eps
+    tensors = _Tensors.of(model)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        of_step, of_weight = norms(updates), norms(params)
-        ratio = {}
-        for tensor, step in of_step.items():
-            weight = of_weight[tensor]
-            trusted = jnp.minimum(weight, LARGEST_NORM) / (step + eps)
-            ratio[tensor] = jnp.where((step == 0) | (weight == 0), 1, trusted)
+        step_norms = tensors.norms(updates)
+        param_norms = tensors.norms(params)
 
-        def scaled(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-            parts = list(_parts(names_of(path), leaf.shape, model, joined))
-            (tensor, rows), *_ = parts
-            if rows is not None:
-                return jnp.concatenate([leaf[rows] * ratio[tensor] for tensor, rows in parts])
-            factor = ratio[tensor]
-            return leaf * factor.reshape(factor.shape + (1,) * (leaf.ndim - factor.ndim))
+        factors = {}
+        for name, step_norm in step_norms.items():
+            param_norm = param_norms[name]
+            ratio = jnp.minimum(param_norm, LARGEST_NORM) / (step_norm + eps)
+            has_zero = (step_norm == 0) | (param_norm == 0)
+            factors[name] = jnp.where(has_zero, 1, ratio)
 
-        return jax.tree.map_with_path(scaled, updates), state
+        return tensors.scale(updates, factors), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def _parts(
-    names: tuple[str, ...], shape: tuple[int, ...], model: ModelConfig, joined: dict[str, str]
-) -> Iterator[tuple[tuple[Any, ...], slice | None]]:
-    """Yields the parts of a parameter, each in one of NVIDIA's tensors.
+# Names along a parameter's path, with NVIDIA's name at the end where it differs.
+_TensorName = tuple[Any, ...]
 
-    Each item is one of NVIDIA's tensors (of each layer), and its rows, or None for all rows.
 
-    `joined` has the tensor that contains each projection of attention. A projection not listed is
-    its own tensor.
-    """
-    if names == ("softmax", "bias") and model.div_val > 1:
-        for start, end in itertools.pairwise([0, *model.cutoffs, shape[0]]):
-            yield (*names, start), slice(start, end)
-    elif names[-2:-1] == ("attention",) and names[-1] in joined:
-        yield (*names[:-1], joined[names[-1]]), None
-    else:
-        yield names, None
+class _Part(NamedTuple):
+    """The part of a parameter that lies in one of NVIDIA's tensors."""
+
+    tensor: _TensorName
+    rows: slice | None  # Rows of the parameter, or None for all of them.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensors:
+    """NVIDIA's tensors, as groups of our parameters or of their rows."""
+
+    model: ModelConfig
+    # NVIDIA's name for the matrix that contains a projection of attention, by the projection's
+    # name. A projection without an entry is a tensor by itself.
+    joined: dict[str, str]
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "_Tensors":
+        """Returns the tensors of a model."""
+        joined = {}
+        for net, projections in encoding_of(model).original_projections.items():
+            for projection in projections:
+                joined[projection] = net
+        return cls(model, joined)
+
+    def norms(self, tree: Any) -> dict[_TensorName, jax.Array]:
+        """Computes the norm of each tensor in a tree like the parameters.
+
+        A norm is a scalar, or [N] if the tensor is in each of N stacked layers.
+        """
+        squares: dict[_TensorName, Any] = collections.defaultdict(float)
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            names = names_of(path)
+            # Each layer has its own norm, so that the axis of stacked layers stays.
+            first_axis = 1 if is_stacked(names) else 0
+            axes = tuple(range(first_axis, leaf.ndim))
+            for part in self._parts(names, leaf.shape):
+                values = leaf if part.rows is None else leaf[part.rows]
+                squares[part.tensor] += jnp.sum(jnp.square(values), axis=axes)
+        return {tensor: jnp.sqrt(square) for tensor, square in squares.items()}
+
+    def scale(self, tree: Any, factors: dict[_TensorName, jax.Array]) -> Any:
+        """Multiplies each tensor in a tree like the parameters by its factor."""
+
+        def scale_leaf(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+            scaled = []
+            for part in self._parts(names_of(path), leaf.shape):
+                factor = factors[part.tensor]
+                if part.rows is None:
+                    # The factors of stacked layers [N] meet the leading axis of the parameter.
+                    return leaf * factor.reshape(factor.shape + (1,) * (leaf.ndim - factor.ndim))
+                scaled.append(leaf[part.rows] * factor)
+            return jnp.concatenate(scaled)
+
+        return jax.tree.map_with_path(scale_leaf, tree)
+
+    def _parts(self, names: tuple[str, ...], shape: tuple[int, ...]) -> list[_Part]:
+        """Returns the parts of a parameter, in the order of its rows.
+
+        A single part has all rows.
+        """
+        if names == ("softmax", "bias") and self.model.div_val > 1:
+            # NVIDIA's softmax has a bias for each cluster.
+            bounds = [0, *self.model.cutoffs, shape[0]]
+            return [
+                _Part((*names, start), slice(start, end))
+                for start, end in itertools.pairwise(bounds)
+            ]
+
+        name = names[-1]
+        if names[-2:-1] == ("attention",) and name in self.joined:
+            return [_Part((*names[:-1], self.joined[name]), None)]
+        return [_Part(names, None)]

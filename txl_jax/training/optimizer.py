@@ -9,8 +9,7 @@ matrix that it multiplies by, although its heads are an axis. NVIDIA's LAMB is i
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +26,11 @@ from txl_jax.config.training import ADAM_B1
 from txl_jax.training import nvidia_lamb
 from txl_jax.training.param_axes import as_matrices, matrix_axes, matrix_shape, names_of, per_layer
 
-LION_B1, LION_B2 = 0.9, 0.99
+LION_B1 = 0.9
+LION_B2 = 0.99
 MUON_MOMENTUM = 0.95
-# Root mean square of a Muon update times this: that of an Adam update, so that one learning rate
-# serves both (Liu et al., 2025).
+# Muon's updates are scaled to the root mean square of Adam's, so that one learning rate serves both
+# (Liu et al., 2025).
 MUON_RMS = 0.2
 
 
@@ -47,26 +47,40 @@ def learning_rate(
     The decay runs from the end of the warm-up, or, as in the original PyTorch script
     (`ScheduleOffset.ORIGINAL`), from update 0, so that the rate jumps down where the warm-up ends.
 
-    `peak` may be traced, and is the config's if it is None. `multiple` raises the peak, but not the
-    minimum, which is `min_lr_ratio` of the peak without it.
+    Args:
+      config: The run's settings.
+      peak: Peak learning rate, which may be traced, or None for the config's.
+      multiple: Factor on the peak, but not on the minimum, which is `min_lr_ratio` of the peak
+        without the factor.
     """
-    optimizer, average = config.optimizer, config.average
-    peak, warmup = (
-        multiple * (optimizer.learning_rate if peak is None else peak),
-        optimizer.warmup_steps,
-    )
-    steps = optimizer.decay_steps or config.train.steps
-    offset = warmup if optimizer.schedule_offset is ScheduleOffset.AFTER_WARMUP else 0
-    end = optimizer.min_lr_ratio / multiple
-    decay = optax.cosine_decay_schedule(peak, decay_steps=steps - offset, alpha=end)
-    if optimizer.schedule is Schedule.LINEAR:
-        decay = optax.linear_schedule(peak, peak * end, transition_steps=steps - offset)
+    optimizer = config.optimizer
+    average = config.average
+
+    if peak is None:
+        peak = optimizer.learning_rate
+    peak = multiple * peak
+    lowest_ratio = optimizer.min_lr_ratio / multiple
+
+    warmup = optimizer.warmup_steps
+    decay_start = 0
+    if optimizer.schedule_offset is ScheduleOffset.AFTER_WARMUP:
+        decay_start = warmup
+    decay_end = optimizer.decay_steps or config.train.steps
+    decay_steps = decay_end - decay_start
+
+    match optimizer.schedule:
+        case Schedule.COSINE:
+            decay = optax.cosine_decay_schedule(peak, decay_steps=decay_steps, alpha=lowest_ratio)
+        case Schedule.LINEAR:
+            decay = optax.linear_schedule(peak, peak * lowest_ratio, transition_steps=decay_steps)
 
     def rate(count: jax.Array) -> jax.Array:
-        falling = jnp.where(count < warmup, peak * count / max(warmup, 1), decay(count - offset))
+        rising = peak * count / max(warmup, 1)
+        falling = decay(count - decay_start)
+        unscaled = jnp.where(count < warmup, rising, falling)
         if average.lr_scale == 1 or average.start_step is None:
-            return falling
-        return jnp.where(count < average.start_step, 1, average.lr_scale) * falling
+            return unscaled
+        return jnp.where(count < average.start_step, 1, average.lr_scale) * unscaled
 
     return rate
 
@@ -76,28 +90,40 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Returns gradient clipping, then the update rule, with weight decays and rates.
 
-    Gradients are clipped by their global norm over all devices.
+    Gradients are clipped by their global norm over all devices. `peak` is the peak learning rate,
+    which may be traced, or None for the config's.
     """
-    optimizer, schedule = config.optimizer, learning_rate(config, peak=peak)
+    optimizer = config.optimizer
+    rule = update_rule(config)
+
     # Transformations that are off are omitted, so that checkpoints of runs without them do not have
     # their state.
-    l2 = [optax.add_decayed_weights(optimizer.l2)] if optimizer.l2 else []
-    decay = (
-        [optax.add_decayed_weights(optimizer.weight_decay, mask=_decayed)]
-        if optimizer.weight_decay
-        else []
-    )
-    rates = optax.scale_by_learning_rate(schedule)
-    if optimizer.embedding_lr_multiplier != 1:
-        of_embedding = learning_rate(config, peak=peak, multiple=optimizer.embedding_lr_multiplier)
-        by_group = {"embedding": optax.scale_by_learning_rate(of_embedding), "others": rates}
-        rates = optax.partition(by_group, _group)
-    clip, (before, after) = optax.clip_by_global_norm(optimizer.clip_norm), update_rule(config)
-    return optax.chain(clip, *l2, before, *decay, *after, rates)
+    chain = [optax.clip_by_global_norm(optimizer.clip_norm)]
+    if optimizer.l2:
+        chain.append(optax.add_decayed_weights(optimizer.l2))
+    chain += rule.before_decay
+    if optimizer.weight_decay:
+        chain.append(optax.add_decayed_weights(optimizer.weight_decay, mask=_decayed))
+    chain += rule.after_decay
+    chain.append(_scale_by_rates(config, peak))
+    return optax.chain(*chain)
+
+
+def _scale_by_rates(
+    config: ExperimentConfig, peak: float | jax.Array | None
+) -> optax.GradientTransformation:
+    """Returns the step times minus the learning rate. The embedding may have a rate of its own."""
+    multiple = config.optimizer.embedding_lr_multiplier
+    usual = optax.scale_by_learning_rate(learning_rate(config, peak=peak))
+    if multiple == 1:
+        return usual
+    embedding_rate = learning_rate(config, peak=peak, multiple=multiple)
+    by_group = {"embedding": optax.scale_by_learning_rate(embedding_rate), "others": usual}
+    return optax.partition(by_group, _group)
 
 
 def _decayed(params: Any) -> Any:
-    """Returns True for all parameters but biases, u and v among them, and the scales of norms."""
+    """Returns True for all parameters except biases, including u and v, and the scales of norms."""
 
     def is_matrix(path: tuple[Any, ...], leaf: Any) -> bool:
         names = names_of(path)
@@ -107,39 +133,44 @@ def _decayed(params: Any) -> Any:
 
 
 def _group(params: Any) -> Any:
-    """Returns the group of each parameter that shares a learning rate."""
-    return jax.tree.map_with_path(
-        lambda path, leaf: "embedding" if names_of(path)[0] == "embedding" else "others", params
-    )
+    """Returns the group of each parameter that shares a learning rate: embedding or others."""
+
+    def group_of(path: tuple[Any, ...], leaf: Any) -> str:
+        return "embedding" if names_of(path)[0] == "embedding" else "others"
+
+    return jax.tree.map_with_path(group_of, params)
 
 
-def update_rule(
-    config: ExperimentConfig,
-) -> tuple[optax.GradientTransformation, Sequence[optax.GradientTransformation]]:
-    """Returns the rule of `optimizer.name` in two parts.
+class UpdateRule(NamedTuple):
+    """Transformations of the clipped gradient, around the decoupled weight decay."""
 
-    The first part precedes the decoupled weight decay, and the second part follows it.
-    """
+    before_decay: list[optax.GradientTransformation]
+    after_decay: list[optax.GradientTransformation]
+
+
+def update_rule(config: ExperimentConfig) -> UpdateRule:
+    """Returns the rule of `optimizer.name`."""
     optimizer = config.optimizer
     match optimizer.name:
         case OptimizerName.ADAM | OptimizerName.ADAMW:
-            return _adam(optimizer), ()
+            return UpdateRule([_adam(optimizer)], [])
         case OptimizerName.LAMB_NVIDIA:
-            ratio = nvidia_lamb.scale_by_trust_ratio(config.model, optimizer)
-            return nvidia_lamb.scale_by_moments(optimizer), (ratio,)
+            moments = nvidia_lamb.scale_by_moments(optimizer)
+            trust_ratio = nvidia_lamb.scale_by_trust_ratio(config.model, optimizer)
+            return UpdateRule([moments], [trust_ratio])
         case OptimizerName.LAMB:
-            return _adam(optimizer), (per_layer(optax.scale_by_trust_ratio()),)
+            return UpdateRule([_adam(optimizer)], [per_layer(optax.scale_by_trust_ratio())])
         case OptimizerName.ADAFACTOR:
             factored = optax.chain(
                 optax.scale_by_factored_rms(),
                 optax.clip_by_block_rms(1.0),
                 optax.scale_by_param_block_rms(),
             )
-            return per_layer(as_matrices(factored)), ()
+            return UpdateRule([per_layer(as_matrices(factored))], [])
         case OptimizerName.LION:
-            return optax.scale_by_lion(LION_B1, LION_B2), ()
+            return UpdateRule([optax.scale_by_lion(LION_B1, LION_B2)], [])
         case OptimizerName.MUON:
-            return _muon(optimizer), ()
+            return UpdateRule([_muon(optimizer)], [])
 
 
 def _adam(optimizer: OptimizerConfig) -> optax.GradientTransformation:
@@ -152,23 +183,25 @@ def _muon(optimizer: OptimizerConfig) -> optax.GradientTransformation:
     def axes_of(tree: Any) -> Any:
         return jax.tree.map_with_path(lambda path, _: matrix_axes(names_of(path)), tree)
 
-    def by_size(updates: Any, params: Any) -> Any:
-        """Gives each update the root mean square of an Adam update, whatever the matrix's shape."""
-        del params
-
-        def scaled(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
-            return (
-                MUON_RMS * math.sqrt(max(matrix_shape(names_of(path), update.shape)[-2:])) * update
-            )
-
-        return jax.tree.map_with_path(scaled, updates)
+    def rule_of(path: tuple[Any, ...], leaf: Any) -> str:
+        return "adam" if matrix_axes(names_of(path)) is None else "muon"
 
     def labels(params: Any) -> Any:
-        return jax.tree.map_with_path(
-            lambda path, _: "adam" if matrix_axes(names_of(path)) is None else "muon", params
-        )
+        return jax.tree.map_with_path(rule_of, params)
 
-    muon = optax.contrib.scale_by_muon(beta=MUON_MOMENTUM, weight_dimension_numbers=axes_of)
-    return optax.partition(
-        {"muon": optax.chain(muon, optax.stateless(by_size)), "adam": _adam(optimizer)}, labels
+    orthogonalized = optax.contrib.scale_by_muon(
+        beta=MUON_MOMENTUM, weight_dimension_numbers=axes_of
     )
+    muon = optax.chain(orthogonalized, optax.stateless(_scale_by_size))
+    return optax.partition({"muon": muon, "adam": _adam(optimizer)}, labels)
+
+
+def _scale_by_size(updates: Any, params: Any) -> Any:
+    """Gives each update the root mean square of an Adam update, whatever the matrix's shape."""
+    del params
+
+    def scale_leaf(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
+        n_row, n_column = matrix_shape(names_of(path), update.shape)[-2:]
+        return MUON_RMS * math.sqrt(max(n_row, n_column)) * update
+
+    return jax.tree.map_with_path(scale_leaf, updates)

@@ -7,16 +7,16 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers as MatrixAxes
 
-# [D, H, E] in each layer; "output" is [H, E, D].
-_FROM_D = ("query", "key", "value", "position_key")
 _LAYERS = ("stack", "layers")
+# Projections of attention that are [D, H, E] in each layer. The output's projection is [H, E, D].
+_PROJECTIONS_FROM_D = ("query", "key", "value", "position_key")
 
 
 class PerLayerState(NamedTuple):
-    """States of a transformation."""
+    """States of a transformation that is applied to each layer by itself."""
 
-    layers: Any  # Of the stacked layers; every array has a leading axis N.
-    others: Any  # Of all other parameters.
+    layers: Any  # State for the stacked layers. Every array has a leading axis N.
+    others: Any  # State for all other parameters.
 
 
 def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
@@ -34,19 +34,23 @@ def matrix_axes(names: tuple[str, ...]) -> MatrixAxes | None:
 
     The axes are counted from the last.
 
-    Heads and their width are one side of a projection: a query is [D, H * E]. Embeddings and the
-    softmax are none.
+    Heads and their size are one side of a projection: a query is [D, H * E]. Embeddings and the
+    softmax do not count as matrices.
     """
-    last = names[-1]
-    if names[:-1] == (*_LAYERS, "attention"):
-        if last in _FROM_D:
+    module = names[:-1]
+    name = names[-1]
+    if module == (*_LAYERS, "attention"):
+        if name in _PROJECTIONS_FROM_D:
             return MatrixAxes(reduction_axis=(-3,), output_axis=(-2, -1))
-        if last == "output":
+        if name == "output":
             return MatrixAxes(reduction_axis=(-3, -2), output_axis=(-1,))
-    is_dense = names[:-1] == (*_LAYERS, "feed_forward") and last.endswith("kernel")
-    # Of an LSTM, of a QRNN.
-    is_recurrent = ("cell" in names or "gates" in names) and last == "kernel"
-    return MatrixAxes(reduction_axis=(-2,), output_axis=(-1,)) if is_dense or is_recurrent else None
+
+    is_feed_forward = module == (*_LAYERS, "feed_forward") and name.endswith("kernel")
+    # An LSTM's matrices are in cells, a QRNN's in gates.
+    is_recurrent = ("cell" in names or "gates" in names) and name == "kernel"
+    if is_feed_forward or is_recurrent:
+        return MatrixAxes(reduction_axis=(-2,), output_axis=(-1,))
+    return None
 
 
 def matrix_shape(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -57,8 +61,10 @@ def matrix_shape(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, .
     axes = matrix_axes(names)
     if axes is None:
         return shape
-    sides = [math.prod(shape[axis] for axis in side) for side in axes]
-    return (*shape[: len(shape) - sum(map(len, axes))], *sides)
+    n_row = math.prod(shape[axis] for axis in axes.reduction_axis)
+    n_column = math.prod(shape[axis] for axis in axes.output_axis)
+    n_matrix_axes = len(axes.reduction_axis) + len(axes.output_axis)
+    return (*shape[: len(shape) - n_matrix_axes], n_row, n_column)
 
 
 def per_layer(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -69,17 +75,21 @@ def per_layer(inner: optax.GradientTransformation) -> optax.GradientTransformati
 
     def init(params: Any) -> PerLayerState:
         layers, others = _split(params)
-        return PerLayerState(jax.vmap(inner.init)(layers) if layers else (), inner.init(others))
+        # An RNN has no stacked layers.
+        layers_state = jax.vmap(inner.init)(layers) if layers else ()
+        return PerLayerState(layers_state, inner.init(others))
 
     def update(updates: Any, state: PerLayerState, params: Any = None) -> tuple[Any, PerLayerState]:
-        (layers, others), (layer_params, other_params) = _split(updates), _split(params)
-        others, of_others = inner.update(others, state.others, other_params)
+        layers, others = _split(updates)
+        layer_params, other_params = _split(params)
+
+        others, others_state = inner.update(others, state.others, other_params)
         if not layers:
-            return others, PerLayerState((), of_others)
-        layers, of_layers = jax.vmap(inner.update)(layers, state.layers, layer_params)
-        return others | {"stack": others["stack"] | layers["stack"]}, PerLayerState(
-            of_layers, of_others
-        )
+            return others, PerLayerState((), others_state)
+
+        layers, layers_state = jax.vmap(inner.update)(layers, state.layers, layer_params)
+        whole = others | {"stack": others["stack"] | layers["stack"]}
+        return whole, PerLayerState(layers_state, others_state)
 
     return optax.GradientTransformation(init, update)
 
@@ -87,16 +97,20 @@ def per_layer(inner: optax.GradientTransformation) -> optax.GradientTransformati
 def as_matrices(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Applies a transformation to parameters of the shapes of `matrix_shape`."""
 
-    def joined(tree: Any) -> Any:
-        return jax.tree.map_with_path(
-            lambda path, leaf: leaf.reshape(matrix_shape(names_of(path), leaf.shape)), tree
-        )
+    def as_matrix(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        return leaf.reshape(matrix_shape(names_of(path), leaf.shape))
+
+    def init(params: Any) -> Any:
+        return inner.init(jax.tree.map_with_path(as_matrix, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        new, state = inner.update(joined(updates), state, joined(params))
-        return jax.tree.map(lambda leaf, old: leaf.reshape(old.shape), new, updates), state
+        matrices = jax.tree.map_with_path(as_matrix, updates)
+        param_matrices = jax.tree.map_with_path(as_matrix, params)
+        matrices, state = inner.update(matrices, state, param_matrices)
+        steps = jax.tree.map(lambda matrix, leaf: matrix.reshape(leaf.shape), matrices, updates)
+        return steps, state
 
-    return optax.GradientTransformation(lambda params: inner.init(joined(params)), update)
+    return optax.GradientTransformation(init, update)
 
 
 def _split(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -104,5 +118,6 @@ def _split(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     outer, inner = _LAYERS
     if inner not in tree.get(outer, {}):
         return {}, tree
+    layers = {outer: {inner: tree[outer][inner]}}
     rest = {name: value for name, value in tree[outer].items() if name != inner}
-    return {outer: {inner: tree[outer][inner]}}, tree | {outer: rest}
+    return layers, tree | {outer: rest}

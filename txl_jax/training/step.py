@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from txl_jax import memory as memory_lib
-from txl_jax.config import ExperimentConfig, LossPart
+from txl_jax.config import ExperimentConfig, LossPart, TrainConfig
 from txl_jax.memory import Memory
 from txl_jax.modules import AnyModel
 from txl_jax.recurrence import Segments, weighted_sum
@@ -30,8 +30,9 @@ class TrainState:
 
     # int32 [], updates done.
     step: jax.Array
-    # float32.
+    # Parameters, float32.
     params: Any
+    # State of the optimizer.
     opt_state: Any
     # M slots for each row of the batch.
     memory: Memory
@@ -60,22 +61,25 @@ def init_state(
 
     The optimizer's state is boxed like the parameters. Bare parameters give a bare state.
     """
+    average = None
+    if config.average.on:
+        average = weight_averaging.init(params, config.average)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
         opt_state=optimizer.init(params),
         memory=model.init_memory(batch_size=config.train.batch_size, mem_len=config.train.mem_len),
-        average=weight_averaging.init(params, config.average) if config.average.on else None,
+        average=average,
     )
 
 
 class UpdateMetrics(NamedTuple):
     """Metrics of one update. A call stacks them to [S]."""
 
-    nats: jax.Array  # Summed over the scored tokens of the global batch.
-    tokens: jax.Array  # Number of those.
-    grad_norm: jax.Array  # Global norm before clipping.
-    learning_rate: jax.Array
+    nats: jax.Array  # Losses summed over the scored tokens of the global batch.
+    tokens: jax.Array  # Number of scored tokens.
+    grad_norm: jax.Array  # Global norm of the gradient before clipping.
+    learning_rate: jax.Array  # Learning rate of the update, float32.
 
 
 # (state, S segments) -> (the state after S updates, their metrics [S]).
@@ -94,37 +98,47 @@ def make_train_step(
 
     `seed` is the dropout seed, which may be traced, or None for the config's.
     """
-    train = config.train
+    if seed is None:
+        seed = config.seed
     gradient = jax.grad(_make_loss(model, config), has_aux=True)
-    seed = config.seed if seed is None else seed
 
     def update(state: TrainState, segment: Segments) -> tuple[TrainState, UpdateMetrics]:
+        # Rows whose text begins again with this segment lose their memory.
         memory = memory_lib.reset(
             state.memory, jnp.asarray(segment.reset), start=config.model.compat.memory_start
         )
-        # Half loss: table 6.
-        scored_from = train.segment_len // 2 if train.loss is LossPart.HALF else 0
-        weights = segment.weights * (jnp.arange(train.segment_len) >= scored_from)[None, :]
-        # Ignored targets do not count in the mean either.
-        weights = weights * (segment.targets >= 0)
-        segment = segment._replace(weights=weights)
-        tokens = jnp.sum(weights)
+        segment = _mask_unscored(segment, config.train)
+        tokens = jnp.sum(segment.weights)
         # The key depends only on seed and step, so a checkpoint holds no random state.
         dropout_key = jax.random.fold_in(jax.random.key(seed), state.step)
-        if train.grad_accum_steps > 1:
-            accumulate = grad_accumulation.in_microbatches(gradient, train.grad_accum_steps)
+
+        if config.train.grad_accum_steps > 1:
+            accumulate = grad_accumulation.in_microbatches(gradient, config.train.grad_accum_steps)
             grads, (nats, memory) = accumulate(state.params, memory, segment, dropout_key, tokens)
         else:
             grads, (nats, memory) = gradient(state.params, memory, segment, dropout_key, tokens)
+
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            rate = jnp.asarray(schedule(state.step), jnp.float32)
-            metrics = UpdateMetrics(nats, tokens, optax.tree.norm(grads), rate)
+            metrics = UpdateMetrics(
+                nats=nats,
+                tokens=tokens,
+                grad_norm=optax.tree.norm(grads),
+                learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
+            )
             params = optax.apply_updates(state.params, updates)
             average = state.average
             if average is not None:
                 average = weight_averaging.add(average, params, state.step, config.average)
-        return TrainState(state.step + 1, params, opt_state, memory, average), metrics
+
+        after = TrainState(
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            memory=memory,
+            average=average,
+        )
+        return after, metrics
 
     def train_step(state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
         """Makes S updates, one per segment."""
@@ -134,10 +148,26 @@ def make_train_step(
     return train_step
 
 
+def _mask_unscored(segment: Segments, train: TrainConfig) -> Segments:
+    """Returns a segment whose weights are 0 for all positions that the loss does not score."""
+    scored_from = 0
+    if train.loss is LossPart.HALF:
+        # Table 6 of the paper.
+        scored_from = train.segment_len // 2
+    is_scored = jnp.arange(train.segment_len) >= scored_from
+
+    loss_mask = segment.weights * is_scored[None, :]
+    # Ignored targets do not count in the mean either.
+    loss_mask = loss_mask * (segment.targets >= 0)
+    return segment._replace(weights=loss_mask)
+
+
 def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple[jax.Array, Any]]:
     """Returns the loss of one segment, or of one microbatch of it."""
-    train, penalties = config.train, config.regularization
-    penalized = penalties.activation_l2 > 0 or penalties.temporal_l2 > 0
+    train = config.train
+    activation_l2 = config.regularization.activation_l2
+    temporal_l2 = config.regularization.temporal_l2
+    is_penalized = activation_l2 > 0 or temporal_l2 > 0
 
     def loss(
         params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array, tokens: jax.Array
@@ -146,8 +176,12 @@ def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple
 
         The loss is a part of the batch's mean over `tokens`.
         """
-        variables, weights = {"params": params}, jnp.asarray(segment.weights)
-        (hidden, memory), kept = model.apply(
+        variables = {"params": params}
+        loss_mask = jnp.asarray(segment.weights)
+
+        # The penalties read the last layer's outputs, which the model sows as "activations".
+        sown_collections = ["activations"] if is_penalized else []
+        (hidden, memory), sown = model.apply(
             variables,
             segment.inputs,
             memory,
@@ -155,16 +189,16 @@ def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple
             same_length=train.same_length,
             deterministic=False,
             rngs={"dropout": dropout_key},
-            mutable=["activations"] if penalized else [],
+            mutable=sown_collections,
         )
         nll: Any = model.apply(variables, hidden, segment.targets, method=model.nll)
-        nats, _ = weighted_sum(nll, weights)
+        nats, _ = weighted_sum(nll, loss_mask)
         mean = nats / jnp.maximum(tokens, 1)
-        if penalized:
-            new = kept["activations"]["last"][:, -train.new_tokens :]
-            penalty = activation_penalty(
-                new, activation=penalties.activation_l2, temporal=penalties.temporal_l2
-            )
+
+        if is_penalized:
+            outputs = sown["activations"]["last"][:, -train.new_tokens :]
+            penalty = activation_penalty(outputs, activation=activation_l2, temporal=temporal_l2)
+            # The penalty is a mean over rows, and microbatches are summed.
             mean += penalty / train.grad_accum_steps
         return mean, (nats, memory)
 
@@ -182,4 +216,6 @@ def activation_penalty(outputs: jax.Array, *, activation: float, temporal: float
     """
     outputs = outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32))
     change = outputs[:, 1:] - outputs[:, :-1]
-    return activation * jnp.mean(outputs**2) + temporal * jnp.sum(change**2) / max(change.size, 1)
+    # A segment of one position has no change: at least 1, for 0 / 1 = 0 instead of 0 / 0.
+    n_change = max(change.size, 1)
+    return activation * jnp.mean(outputs**2) + temporal * jnp.sum(change**2) / n_change

@@ -20,18 +20,18 @@ import numpy as np
 from txl_jax.config import ModelConfig
 from txl_jax.data.vocabulary import Vocabulary
 
-_TABLE = re.compile(r"(embedding|softmax)/table_(\d+)")
+_TABLE = re.compile(r"(embedding|softmax)/table_(?P<cluster>\d+)")
 _BIAS = "softmax/bias"
 
 
 class RowMap(NamedTuple):
     """The old row of each token of a new vocabulary."""
 
-    # int32 [V new], the token's id in the old vocabulary, or -1 if it is new there.
+    # int32 [V new], each token's id in the old vocabulary, or -1 if its row is initialized.
     rows: np.ndarray
     # V of the old vocabulary.
     old_size: int
-    # Tokens that are in both, and count as new as their clusters' widths differ.
+    # Number of tokens that are in both, and count as new because their clusters' sizes differ.
     moved: int = 0
 
     @property
@@ -57,12 +57,19 @@ def match_tokens(old: Vocabulary, new: Vocabulary) -> np.ndarray:
     The token for unknown words and the mark of a line's end are matched by their use where their
     spellings differ.
     """
-    by_name = {name: token for token, name in enumerate(old.names())}
-    rows = np.array([by_name.get(name, -1) for name in new.names()], np.int32)
-    for theirs, ours in ((old.unknown_id, new.unknown_id), (old.mark, new.mark)):
-        if theirs is not None and ours is not None and rows[ours] < 0 and theirs not in rows:
-            rows[ours] = theirs
-    return rows
+    old_ids = {name: token for token, name in enumerate(old.names())}
+    matched = np.array([old_ids.get(name, -1) for name in new.names()], np.int32)
+    _match_by_use(matched, old=old.unknown_id, new=new.unknown_id)
+    _match_by_use(matched, old=old.mark, new=new.mark)
+    return matched
+
+
+def _match_by_use(matched: np.ndarray, *, old: int | None, new: int | None) -> None:
+    """Sets the old id of a new token of the same use, unless the spellings have matched either."""
+    if old is None or new is None:
+        return
+    if matched[new] < 0 and old not in matched:
+        matched[new] = old
 
 
 def row_map(matched: np.ndarray, old: ModelConfig, new: ModelConfig, *, old_size: int) -> RowMap:
@@ -72,9 +79,10 @@ def row_map(matched: np.ndarray, old: ModelConfig, new: ModelConfig, *, old_size
     """
     if new.div_val == 1:
         return RowMap(matched, old_size)
-    same_cluster = _clusters(matched, old) == _clusters(np.arange(len(matched)), new)
-    moved = (matched >= 0) & ~same_cluster
-    return RowMap(np.where(moved, -1, matched).astype(np.int32), old_size, int(np.sum(moved)))
+    is_same_cluster = _clusters(matched, old) == _clusters(np.arange(len(matched)), new)
+    has_moved = (matched >= 0) & ~is_same_cluster
+    rows = np.where(has_moved, -1, matched).astype(np.int32)
+    return RowMap(rows, old_size, moved=int(np.sum(has_moved)))
 
 
 def transfer(rows: RowMap, old: ModelConfig, new: ModelConfig) -> Callable[[Any, Any], Any]:
@@ -82,40 +90,49 @@ def transfer(rows: RowMap, old: ModelConfig, new: ModelConfig) -> Callable[[Any,
 
     It maps (initial parameters, old parameters) to the parameters of the new model.
     """
-    bounds = [
-        np.array([0, *config.cutoffs, size])
-        for config, size in ((old, rows.old_size), (new, len(rows.rows)))
-    ]
+    # Bounds of the clusters, as token ids.
+    old_bounds = np.array([0, *old.cutoffs, rows.old_size])
+    new_bounds = np.array([0, *new.cutoffs, len(rows.rows)])
 
-    def one(path: Any, initial: jax.Array, theirs: jax.Array) -> jax.Array:
-        span = _tokens_of(jax.tree_util.keystr(path, simple=True, separator="/"), new, *bounds)
-        if span is None:
-            return theirs.astype(initial.dtype)
-        first, last, old_first = span
-        taken = rows.rows[first:last]
-        # Tokens without an old row read any, which `where` replaces.
-        places = np.clip(taken - old_first, 0, theirs.shape[0] - 1)
-        found = jnp.take(theirs, jnp.asarray(places), axis=0)
-        kept = jnp.asarray(taken >= 0).reshape(-1, *(1,) * (initial.ndim - 1))
-        return jnp.where(kept, found.astype(initial.dtype), initial)
+    def transfer_leaf(path: Any, initial: jax.Array, trained: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        tokens = _tokens_of(name, new, old_bounds, new_bounds)
+        if tokens is None:
+            return trained.astype(initial.dtype)
 
-    return functools.partial(jax.tree.map_with_path, one)
+        old_ids = rows.rows[tokens.first : tokens.end]
+        # Tokens without an old row read an arbitrary row, which `where` replaces.
+        old_rows = np.clip(old_ids - tokens.old_first, 0, trained.shape[0] - 1)
+        carried_over = jnp.take(trained, jnp.asarray(old_rows), axis=0).astype(initial.dtype)
+        has_row = jnp.asarray(old_ids >= 0).reshape(-1, *(1,) * (initial.ndim - 1))
+        return jnp.where(has_row, carried_over, initial)
+
+    return functools.partial(jax.tree.map_with_path, transfer_leaf)
+
+
+class _TokenRange(NamedTuple):
+    """The tokens of a parameter's rows."""
+
+    first: int  # First token of the new parameter.
+    end: int  # One past its last token.
+    old_first: int  # First token of the old parameter.
 
 
 def _tokens_of(
-    name: str, config: ModelConfig, old: np.ndarray, new: np.ndarray
-) -> tuple[int, int, int] | None:
-    """Returns the tokens of a parameter's rows, or None if it does not have a row per token.
-
-    The tokens are (first, one past the last, first in the old parameter).
-    """
-    found = _TABLE.fullmatch(name)
-    if name == _BIAS or (found and config.div_val == 1):
-        return 0, int(new[-1]), 0
-    if found:
-        cluster = int(found[2])
-        return int(new[cluster]), int(new[cluster + 1]), int(old[cluster])
-    return None
+    name: str, config: ModelConfig, old_bounds: np.ndarray, new_bounds: np.ndarray
+) -> _TokenRange | None:
+    """Returns the tokens of a parameter's rows, or None if it does not have a row per token."""
+    table = _TABLE.fullmatch(name)
+    if name == _BIAS or (table and config.div_val == 1):
+        return _TokenRange(first=0, end=int(new_bounds[-1]), old_first=0)
+    if table is None:
+        return None
+    cluster = int(table["cluster"])
+    return _TokenRange(
+        first=int(new_bounds[cluster]),
+        end=int(new_bounds[cluster + 1]),
+        old_first=int(old_bounds[cluster]),
+    )
 
 
 def _clusters(tokens: Any, config: ModelConfig) -> np.ndarray:

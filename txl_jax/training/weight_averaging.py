@@ -19,31 +19,39 @@ import numpy as np
 
 from txl_jax.config import AverageConfig
 
-_NEVER = 2**31 - 1
+_NEVER = 2**31 - 1  # The largest int32: more updates than any run has.
 
 
 @flax.struct.dataclass
 class Average:
     """A mean that is carried from update to update."""
 
-    params: Any  # The mean; before it has begun, the parameters themselves.
-    begun: jax.Array  # int32 [], updates before it began; [n] in an ensemble.
+    # The mean. Before it has begun, the parameters themselves.
+    params: Any
+    # int32 [], or [n] in an ensemble: number of updates before the mean began, or `_NEVER`.
+    begun: jax.Array
 
 
 def init(params: Any, config: AverageConfig) -> Average:
     """Returns the mean before the first update."""
     begun = _NEVER if config.start_step is None else config.start_step
+    # Copies, because the parameters and the mean are both donated to the training step.
     return Average(jax.tree.map(jnp.copy, params), jnp.asarray(begun, jnp.int32))
 
 
 def add(average: Average, params: Any, step: jax.Array, config: AverageConfig) -> Average:
     """Adds the parameters after update number `step` (from 0) to the mean."""
+    # Until the mean has begun, the count is 1, so that the mean is the parameters themselves.
     count = jnp.maximum(step + 1 - average.begun, 1).astype(jnp.float32)
-    weight = jnp.maximum(1 / count, 1 - (1.0 if config.ema_decay is None else config.ema_decay))
-    params = jax.tree.map(
-        lambda mean, new: mean + weight.astype(mean.dtype) * (new - mean), average.params, params
-    )
-    return dataclasses.replace(average, params=params)
+    # With an EMA decay, the share of the newest parameters falls to 1 - decay and no further. With
+    # a decay of 1 the mean is uniform.
+    ema_decay = 1.0 if config.ema_decay is None else config.ema_decay
+    share = jnp.maximum(1 / count, 1 - ema_decay)
+
+    def move(mean: jax.Array, newest: jax.Array) -> jax.Array:
+        return mean + share.astype(mean.dtype) * (newest - mean)
+
+    return dataclasses.replace(average, params=jax.tree.map(move, average.params, params))
 
 
 def has_begun(average: Average, member: int = 0) -> bool:
@@ -53,9 +61,10 @@ def has_begun(average: Average, member: int = 0) -> bool:
 
 def begin(average: Average, step: int, member: int = 0) -> Average:
     """Starts the mean of a run or ensemble member after `step` updates."""
-    if not average.begun.ndim:
+    if average.begun.ndim == 0:
         return dataclasses.replace(average, begun=jnp.full_like(average.begun, step))
     begun = average.begun.at[member].set(step)
+    # The compiled step refuses a state with other shardings.
     return dataclasses.replace(average, begun=jax.device_put(begun, average.begun.sharding))
 
 
