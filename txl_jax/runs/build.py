@@ -32,7 +32,7 @@ from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import Implementation, Implementations, Problem, choose
-from txl_jax.ops.attention.positions import table_length
+from txl_jax.ops.attention.distances import table_length
 from txl_jax.recurrence import Segments
 from txl_jax.runs import first_contact
 from txl_jax.runtime.environment import bytes_on_device

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from txl_jax.ops.attention import positions
+from txl_jax.ops.attention.distances import relative_shift, skew
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import CachedVisibility, Visibility
 from txl_jax.ops.attention.problem import CachedOperands, Operands
@@ -44,9 +44,9 @@ def attention(
         position_query = biased(o.query, o.position_bias)
         by_distance = position_scores(position_query, o.position_key, o.position_score)
         if visibility.causal:  # K distances, otherwise one for every pair of query and key.
-            scores_BxHxLxK += positions.relative_shift(by_distance)
+            scores_BxHxLxK += relative_shift(by_distance)
         else:
-            scores_BxHxLxK += positions.skew(by_distance, visibility.n_keys)
+            scores_BxHxLxK += skew(by_distance, visibility.n_keys)
     scores_BxHxLxK *= o.query.shape[-1] ** -0.5
     visible_Bx1xLxK = visibility.mask()[:, None, :, :]
     scores_BxHxLxK = jnp.where(visible_Bx1xLxK, scores_BxHxLxK, -jnp.inf)
@@ -92,7 +92,7 @@ def score_terms(
         return product("bhle,bhke->bhlk", rows, key)
 
     def distance(rows: jax.Array) -> jax.Array:
-        return positions.relative_shift(position_scores(rows, position_key, None))
+        return relative_shift(position_scores(rows, position_key, None))
 
     u, v = biased(none, content_bias), biased(none, position_bias)
     terms = content(query), distance(query), content(u), distance(v)
@@ -193,7 +193,7 @@ def _own_positions(table: jax.Array) -> jax.Array:
     columns = jnp.pad(
         table[..., max(n_position - segment_len, 0) :], [*pad, (missing, 0)], mode="edge"
     )
-    return positions.relative_shift(columns)
+    return relative_shift(columns)
 
 
 def _ring_positions(table: jax.Array, write_index: jax.Array, age: jax.Array) -> jax.Array:
@@ -212,7 +212,7 @@ def _ring_positions(table: jax.Array, write_index: jax.Array, age: jax.Array) ->
     near = table[..., first:clamp]
     pad = [(0, 0)] * (table.ndim - 1)
     near = jnp.pad(near, [*pad, (n_near + segment_len - 1 - near.shape[-1], 0)])
-    near = positions.relative_shift(near)[..., :n_near]  # Column j: the slot of age n_near - j.
+    near = relative_shift(near)[..., :n_near]  # Column j: the slot of age n_near - j.
     near = _rotate(near, write_index, capacity)
     if not clamped:
         return near

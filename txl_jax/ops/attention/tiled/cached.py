@@ -29,9 +29,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from txl_jax.ops.attention import positions
+from txl_jax.ops.attention.distances import relative_shift, skew
 from txl_jax.ops.attention.masks import CachedVisibility
-from txl_jax.ops.attention.positions import skew
 from txl_jax.ops.attention.problem import CachedOperands, Tile
 from txl_jax.ops.attention.reference import position_scores
 from txl_jax.ops.attention.tiled.training import Softmax
@@ -270,9 +269,7 @@ class _Positions:
         Future keys get leftovers.
         """
         n_query = self.query.shape[2]
-        return positions.relative_shift(
-            self._scores(lambda table: _columns(table, n_query - 1, n_query))
-        )
+        return relative_shift(self._scores(lambda table: _columns(table, n_query - 1, n_query)))
 
     def far(self) -> jax.Array:
         """Computes the scores of all distances from the clamp on: [B or 1, H, L, 1]."""

@@ -7,7 +7,7 @@ values and all gradients with it.
 
 A loop runs over groups of rows of one head. Its body cuts the scores into strips of queries
 (`Layout`), each with blocks of keys: a product for content, one for positions, the shift of the
-tile (`positions.skew`), an online softmax (Milakov and Gimelshein, 2018) over the blocks, the
+tile (`distances.skew`), an online softmax (Milakov and Gimelshein, 2018) over the blocks, the
 product with the values. Kept for the backward pass are the result and the logarithm of each query's
 sum. It computes the scores again (Dao et al., 2022).
 
@@ -32,9 +32,9 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from txl_jax.ops.attention.distances import skew, unskew
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import Visibility
-from txl_jax.ops.attention.positions import skew, unskew
 from txl_jax.ops.attention.problem import Operands, Tile, default_device
 from txl_jax.ops.matmul import product, wide_type
 
