@@ -190,15 +190,17 @@ def _nll(
     )
 
     # Each tail adds its part of the loss at the positions whose target it contains.
+    states = hidden.reshape(-1, hidden.shape[-1])
     for c in range(1, len(clusters)):
-        n_tail_token = clusters[c].table.shape[0]
+        tail_label = targets - cutoffs[c - 1]
+        is_in_tail = cluster_of_target == c
         tail_nll = chunked_apply(
             functools.partial(_cluster_nll, vocab_axis=vocab_axis),
-            chunk_size or _tail_chunk_size(n_tail_token, targets.size),
+            chunk_size or _tail_chunk_size(clusters[c].table.shape[0], targets.size),
             clusters[c],
-            hidden.reshape(-1, hidden.shape[-1]),
-            (targets - cutoffs[c - 1]).reshape(-1),
-            (cluster_of_target == c).reshape(-1),
+            states,
+            tail_label.reshape(-1),
+            is_in_tail.reshape(-1),
             sync_axes,
         )
         nll += tail_nll.reshape(nll.shape)
