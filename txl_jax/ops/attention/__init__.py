@@ -8,7 +8,7 @@
     tiled/        the same over tiles of the scores, in plain XLA: the path of CPUs
     stored.py     the same in plain XLA with its own backward pass: the path of GPUs in training
     tpu/          the same in Pallas kernels for TPUs
-    masks.py      which keys a query sees, as descriptions and as booleans
+    masks.py      which keys a query attends to, as descriptions and as booleans
     dropout.py    `Dropout` on the probabilities, the same mask on every path
     distances.py  distances, their sinusoids, and the relative shift
 
