@@ -59,35 +59,36 @@ def tiled_cached_attention(
 
     ring_key, ring_value = operands.ring
     batch, n_head, n_query, _ = operands.query.shape
-    n_row, n_heads = _group_sizes(batch, n_head, n_query, tile.query)
-    if (n_row, n_heads) == (batch, n_head):
+    group_rows, group_heads = _group_sizes(batch, n_head, n_query, tile.query)
+    # A single group needs no loop.
+    if (group_rows, group_heads) == (batch, n_head):
         slots = _RingPart(ring_key, ring_value, (0, 0), (batch, n_head), visibility.write_index)
         return _attend(operands, slots, visibility, tile.key)
 
-    groups_per_batch = batch // n_row
+    groups_per_batch = batch // group_rows
 
     def step(index: jax.Array, attended: jax.Array) -> jax.Array:
-        row = index % groups_per_batch * n_row
-        head = index // groups_per_batch * n_heads
+        row = index % groups_per_batch * group_rows
+        head = index // groups_per_batch * group_heads
 
         def part(array: jax.Array) -> jax.Array:
             # Tables of heads have no rows.
             if array.ndim < 4:
-                return lax.dynamic_slice_in_dim(array, head, n_heads, axis=0)
-            return lax.dynamic_slice(array, (row, head, 0, 0), (n_row, n_heads, *array.shape[2:]))
+                return lax.dynamic_slice_in_dim(array, head, group_heads, axis=0)
+            sizes = (group_rows, group_heads, *array.shape[2:])
+            return lax.dynamic_slice(array, (row, head, 0, 0), sizes)
 
         # The ring is not cut here: blocks of it are read where they are needed.
         group_operands = jax.tree.map(part, operands._replace(ring=(None, None)))
         slots = _RingPart(
-            ring_key, ring_value, (row, head), (n_row, n_heads), visibility.write_index
+            ring_key, ring_value, (row, head), (group_rows, group_heads), visibility.write_index
         )
-        group_visibility = dataclasses.replace(
-            visibility, valid=lax.dynamic_slice_in_dim(visibility.valid, row, n_row)
-        )
+        valid = lax.dynamic_slice_in_dim(visibility.valid, row, group_rows)
+        group_visibility = dataclasses.replace(visibility, valid=valid)
         group_attended = _attend(group_operands, slots, group_visibility, tile.key)
         return lax.dynamic_update_slice(attended, group_attended, (row, head, 0, 0))
 
-    n_group = groups_per_batch * (n_head // n_heads)
+    n_group = groups_per_batch * (n_head // group_heads)
     return lax.fori_loop(0, n_group, step, jnp.zeros_like(operands.value))
 
 
@@ -97,9 +98,9 @@ def _group_sizes(batch: int, n_head: int, n_query: int, max_queries: int) -> tup
     They are divisors of `batch` and `n_head`, and a group has at most `max_queries` queries in all,
     or those of a single head. A group of multiple rows has all heads.
     """
-    n_heads = _largest_divisor(n_head, max_queries // n_query)
-    if n_heads < n_head:
-        return 1, n_heads
+    group_heads = _largest_divisor(n_head, max_queries // n_query)
+    if group_heads < n_head:
+        return 1, group_heads
     return _largest_divisor(batch, max_queries // (n_head * n_query)), n_head
 
 
@@ -129,6 +130,7 @@ def _attend(
     )
     softmax = attention.own()
 
+    # Without positions all blocks are far.
     clamp = None if positions is None else positions.clamp
     far, near = _regions(visibility, n_key, clamp)
 
@@ -142,6 +144,7 @@ def _attend(
 
     softmax = _fold(far, visibility, add_far, softmax)
 
+    # Near blocks have position scores of their own distances. A single block has all of them.
     if positions is not None and near.n_block == 1:
         score = positions.tile_of_all(near.size)
         softmax = attention.add(softmax, near.size, near.size, score)
@@ -191,6 +194,7 @@ class _GroupAttention:
         if position_score is not None:
             scores += position_score
 
+        # Empty slots are hidden in their row, and slots beyond the window from a query.
         age = oldest - jnp.arange(size, dtype=jnp.int32)
         is_empty = age[None, :] > self.visibility.valid[:, None]
         hidden = jnp.where(is_empty, -jnp.inf, 0).astype(wide_type(query))
