@@ -114,7 +114,7 @@ class CachedVisibility:
     All layers share it.
     """
 
-    # int32 [B], how many of the latest slots count. More than R means all.
+    # int32 [B], how many of the latest slots count.
     valid: jax.Array
     # int32 [], the oldest slot, which is the next to be overwritten.
     write_index: jax.Array
