@@ -49,7 +49,7 @@ def attention(
             position_query, operands.position_key, operands.position_score
         )
         if visibility.causal:
-            # The distances of keys after the query are left out.
+            # There are no distances below 0, of keys after the query: the mask hides these pairs.
             scores_BxHxLxK += relative_shift(by_distance)
         else:
             scores_BxHxLxK += skew(by_distance, visibility.n_keys)
@@ -96,6 +96,7 @@ def score_terms(
 
     Pairs whose key is after the query get scores of other pairs, which a mask must hide.
     """
+    scale = query.shape[-1] ** -0.5
 
     def content(rows: jax.Array) -> jax.Array:
         return product("bhle,bhke->bhlk", rows, key) * scale
@@ -103,7 +104,6 @@ def score_terms(
     def distance(rows: jax.Array) -> jax.Array:
         return relative_shift(position_scores(rows, position_key, None)) * scale
 
-    scale = query.shape[-1] ** -0.5
     zeros = jnp.zeros_like(query)
     u = biased(zeros, content_bias)
     v = biased(zeros, position_bias)
