@@ -37,7 +37,8 @@ from txl_jax.modules.attention import Attention
 from txl_jax.modules.block import Block
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.ops.attention import AttentionPaths, Implementation, Tile, positions
+from txl_jax.ops.attention import AttentionPaths, Implementation, Tile
+from txl_jax.ops.attention.distances import key_distances, sinusoids
 
 FOLDER = pathlib.Path(os.environ.get("TXL_GOLDEN_DIR") or pathlib.Path(__file__).parent / "golden")
 FILES = sorted(FOLDER.glob("*.npz"))
@@ -214,13 +215,11 @@ def with_more_positions(
     segments stay.
     """
     _, _, mem_len, d_model = memory.hidden.shape
-    distances = positions.key_distances(mem_len + segment_len, clamp_len=config.clamp(clamp_len))[
-        :mem_len
-    ]
+    distances = key_distances(mem_len + segment_len, clamp_len=config.clamp(clamp_len))[:mem_len]
     if config.encoding is Encoding.AL_RFOU:
         vectors = params["stack"]["layers"]["positions"]["vector"][:, distances]
         return memory.replace(hidden=memory.hidden + vectors[:, None])
-    codes = positions.sinusoids(distances, d_model, memory.hidden.dtype)
+    codes = sinusoids(distances, d_model, memory.hidden.dtype)
     return memory.replace(hidden=memory.hidden.at[0].add(codes[None]))
 
 

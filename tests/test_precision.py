@@ -36,7 +36,7 @@ from txl_jax.ops.attention import (
     attention,
     cached_attention,
 )
-from txl_jax.ops.attention.positions import table_length
+from txl_jax.ops.attention.distances import table_length
 from txl_jax.ops.attention.problem import REFERENCE
 from txl_jax.training import step as step_lib
 from txl_jax.training import weight_averaging

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from txl_jax import Visibility
-from txl_jax.ops.attention.positions import relative_shift, skew
+from txl_jax.ops.attention.distances import relative_shift, skew
 
 L = 4
 HIDDEN, INK, TILE = "#e8e8e8", "#1f2933", "#c2185b"

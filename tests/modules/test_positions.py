@@ -27,8 +27,7 @@ from txl_jax.modules.positions.encoding import (
     PositionKeys,
     PositionTerms,
 )
-from txl_jax.ops.attention import positions
-from txl_jax.ops.attention.positions import table_length
+from txl_jax.ops.attention.distances import key_distances, table_length
 
 L, M = 4, 10
 
@@ -81,7 +80,7 @@ class LogBias(PositionEncoding):
 
     def shared_codes(self, n_keys, *, clamp_len, drop):
         """Returns the distances K - 1, .., 0: int [K]."""
-        return positions.key_distances(n_keys, clamp_len=clamp_len)
+        return key_distances(n_keys, clamp_len=clamp_len)
 
     def position_terms(self, codes, parameters, projections, dtype):
         """Returns the biases [H, K], which are divided by sqrt(E) afterwards."""
@@ -89,7 +88,7 @@ class LogBias(PositionEncoding):
 
     def decode_terms(self, layer, shared, *, segment_len, capacity, clamp_len):
         n_position = table_length(segment_len=segment_len, capacity=capacity, clamp_len=clamp_len)
-        score = self._biases(positions.key_distances(n_position))
+        score = self._biases(key_distances(n_position))
         return DecodeTerms(position_keys=PositionKeys(bias=None, key=None, score=score))
 
     def _biases(self, distances):

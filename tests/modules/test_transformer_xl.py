@@ -15,7 +15,7 @@ from support.cases import nightly_but
 from txl_jax.config import AttentionWindow, DType, Encoding, NormPlace, Remat
 from txl_jax.modules.block import layer_norm
 from txl_jax.modules.transformer_xl import TransformerXL
-from txl_jax.ops.attention import positions
+from txl_jax.ops.attention.distances import sinusoids
 
 L, M = 3, 8
 
@@ -50,7 +50,7 @@ def test_tied_positions_are_the_keys_matrix_and_the_query_of_distance_zero(x64):
         set(layers["attention"]) == {"query", "key", "value", "output"}
         and "biases" not in params["stack"]
     )
-    code = positions.sinusoids(jnp.zeros(1, int), tiny.D, jnp.float64)[0]
+    code = sinusoids(jnp.zeros(1, int), tiny.D, jnp.float64)[0]
     query = jnp.einsum("d,ndhe->nhe", code, layers["attention"]["query"])
     attention = {**layers["attention"], "position_key": layers["attention"]["key"]}
     filled = {**layers, "attention": attention, "biases": {"content": query, "position": query}}

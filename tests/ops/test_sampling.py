@@ -73,7 +73,7 @@ def test_of_equal_numbers_the_first_is_the_likeliest():
     """Equal in one group, in two groups, and in the last group, which is shorter."""
     numbers = np.zeros((3, 98), np.float32)
     numbers[0, [23, 25]] = numbers[1, [15, 71]] = numbers[2, [95, 97]] = 1
-    places = jax.jit(lambda numbers: sampling._Groups.of(numbers, 1).top(1)[1])(numbers)
+    places = jax.jit(lambda numbers: sampling._Groups.cut(numbers, 1).top(1)[1])(numbers)
     assert places.ravel().tolist() == [23, 15, 95]
 
 

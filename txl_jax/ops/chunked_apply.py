@@ -2,19 +2,21 @@
 
 This works under `jit` and with gradients.
 
-How many positions are selected is known only when the program runs, and shapes are fixed before. So
-the selected positions are processed in chunks of `chunk_size`, as many as they fill: no position is
-dropped whatever their number, work grows with it, and memory is one chunk's. Without selected
-positions nothing is computed.
+The number of selected positions is known only when the program runs, but shapes are fixed before
+that. So the selected positions are processed in chunks of `chunk_size`, as many as they fill. No
+position is dropped, whatever their number. The work grows with their number, and the memory is
+one chunk's. Without selected positions nothing is computed.
 
-T positions. A loop with a dynamic number of rounds has no reverse-mode derivative, so a custom one
-is given: it goes through the chunks again, recomputes each and takes its gradient. Forward mode
-(`jax.jvp`) is not supported.
+A loop with a dynamic number of rounds has no reverse-mode derivative, so this file defines one: it
+goes through the chunks again, recomputes each and takes its gradient. Forward mode (`jax.jvp`) is
+not supported.
+
+Letters: T positions.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,16 +37,34 @@ def chunked_apply(
 ) -> jax.Array:
     """Computes `function(weights, states, labels)` where `selected`, and 0 elsewhere.
 
-    `states` is [T, ...], `labels` is int [T] and `selected` is bool [T]. The result is [T].
+    Unused slots of the last chunk are zeros. Gradients of the weights are summed over chunks in at
+    least float32: a bfloat16 sum of ones stops at 256.
 
-    The function must not close over arrays that need gradients. Unused slots of the last chunk are
-    zeros. Gradients of the weights are summed over chunks in at least float32: a bfloat16 sum of
-    ones stops at 256. `sync_axes` are, inside `jax.shard_map`, mesh axes whose devices must run the
-    same number of rounds, as collectives in `function` need. Devices with fewer positions process
-    empty chunks.
+    Args:
+      function: Must not close over arrays that need gradients.
+      chunk_size: Positions per chunk.
+      weights: A tree of arrays.
+      states: [T, ...].
+      labels: int [T].
+      selected: bool [T].
+      sync_axes: Inside `jax.shard_map`, mesh axes whose devices must run the same number of rounds,
+        as collectives in `function` need. Devices with fewer positions process empty chunks.
+
+    Returns:
+      Values [T].
     """
     values, _ = _forward(function, chunk_size, weights, states, labels, selected, sync_axes)
     return values
+
+
+class _Residuals(NamedTuple):
+    """Arrays that the forward pass keeps for the backward pass."""
+
+    weights: Any
+    states: jax.Array  # [T, ...]
+    labels: jax.Array  # int [T]
+    chunks: jax.Array  # int [chunks, chunk_size], positions as `_chunks` returns them.
+    n_chunk: jax.Array  # int [], the chunks that are processed, the same on all synced devices.
 
 
 def _forward(
@@ -55,54 +75,71 @@ def _forward(
     labels: jax.Array,
     selected: jax.Array,
     sync_axes: tuple[str, ...] = (),
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, _Residuals]:
+    """Computes `chunked_apply`, and returns what the backward pass needs with it."""
     chunks, n_chunk = _chunks(selected, chunk_size)
     if sync_axes:
         n_chunk = jax.lax.pmax(n_chunk, sync_axes)
 
     def add_chunk(i: jax.Array, values: jax.Array) -> jax.Array:
         positions = chunks[i]
-        found = function(weights, _take(states, positions), _take(labels, positions))
-        return values.at[positions].set(found, mode="drop")
+        chunk_values = function(weights, _take(states, positions), _take(labels, positions))
+        return values.at[positions].set(chunk_values, mode="drop")
 
-    whole = jax.eval_shape(function, weights, states, labels)
-    values = jax.lax.fori_loop(0, n_chunk, add_chunk, jnp.zeros(whole.shape, whole.dtype))
-    return values, (weights, states, labels, chunks, n_chunk)
+    result = jax.eval_shape(function, weights, states, labels)
+    values = jax.lax.fori_loop(0, n_chunk, add_chunk, jnp.zeros(result.shape, result.dtype))
+    return values, _Residuals(weights, states, labels, chunks, n_chunk)
+
+
+class _Gradients(NamedTuple):
+    """Gradients that one chunk of the backward pass hands to the next."""
+
+    weights: Any  # The sums over the chunks so far, in at least float32.
+    states: jax.Array  # [T, ...], zeros at the positions of chunks to come.
 
 
 def _backward(
     function: PositionFunction,
     chunk_size: int,
     sync_axes: tuple[str, ...],
-    residuals: Any,
+    residuals: _Residuals,
     cotangent: jax.Array,
-) -> tuple[Any, ...]:
+) -> tuple[Any, jax.Array, None, None]:
+    """Returns the gradients of weights and states. Labels and selection have none."""
     del chunk_size, sync_axes  # The residuals have the chunks and their synchronised number.
     weights, states, labels, chunks, n_chunk = residuals
 
-    def add_chunk(i: jax.Array, gradients: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-        of_weights, of_states = gradients
+    def add_chunk(i: jax.Array, gradients: _Gradients) -> _Gradients:
         positions = chunks[i]
         chunk_labels = _take(labels, positions)
         _, pull_back = jax.vjp(
             lambda w, s: function(w, s, chunk_labels), weights, _take(states, positions)
         )
-        more, of_chunk = pull_back(_take(cotangent, positions))
-        of_weights = jax.tree.map(
-            lambda total, new: total + new.astype(total.dtype), of_weights, more
+        of_weights, of_states = pull_back(_take(cotangent, positions))
+        return _Gradients(
+            jax.tree.map(_add, gradients.weights, of_weights),
+            gradients.states.at[positions].set(of_states, mode="drop"),
         )
-        return of_weights, of_states.at[positions].set(of_chunk, mode="drop")
 
-    def zeros(weight: jax.Array) -> jax.Array:
-        return jnp.zeros(weight.shape, jnp.promote_types(weight.dtype, jnp.float32))
-
-    start = jax.tree.map(zeros, weights), jnp.zeros_like(states)
-    of_weights, of_states = jax.lax.fori_loop(0, n_chunk, add_chunk, start)
-    of_weights = jax.tree.map(lambda weight, total: total.astype(weight.dtype), weights, of_weights)
-    return of_weights, of_states, None, None
+    start = _Gradients(jax.tree.map(_wide_zeros, weights), jnp.zeros_like(states))
+    gradients = jax.lax.fori_loop(0, n_chunk, add_chunk, start)
+    of_weights = jax.tree.map(
+        lambda weight, total: total.astype(weight.dtype), weights, gradients.weights
+    )
+    return of_weights, gradients.states, None, None
 
 
 chunked_apply.defvjp(_forward, _backward)
+
+
+def _wide_zeros(weight: jax.Array) -> jax.Array:
+    """Returns zeros in the shape of a weight, in at least float32."""
+    return jnp.zeros(weight.shape, jnp.promote_types(weight.dtype, jnp.float32))
+
+
+def _add(total: jax.Array, gradient: jax.Array) -> jax.Array:
+    """Adds a gradient to a total that may be wider."""
+    return total + gradient.astype(total.dtype)
 
 
 def _chunks(selected: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:
@@ -111,9 +148,10 @@ def _chunks(selected: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]
     The positions are int [chunks, chunk_size], with T in empty slots.
     """
     n_position = selected.shape[0]
-    most = -(-n_position // chunk_size)
-    positions = jnp.flatnonzero(selected, size=most * chunk_size, fill_value=n_position)
-    return positions.reshape(most, chunk_size), -(-jnp.sum(selected) // chunk_size)
+    max_chunk = -(-n_position // chunk_size)
+    positions = jnp.flatnonzero(selected, size=max_chunk * chunk_size, fill_value=n_position)
+    n_chunk = -(-jnp.sum(selected) // chunk_size)
+    return positions.reshape(max_chunk, chunk_size), n_chunk
 
 
 def _take(array: jax.Array, positions: jax.Array) -> jax.Array:

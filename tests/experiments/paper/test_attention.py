@@ -15,7 +15,8 @@ from support import oracles, tiny, tiny_run
 from txl_jax import plots
 from txl_jax.config import DType
 from txl_jax.modules.block import Block, LayerContext
-from txl_jax.ops.attention import Visibility, positions
+from txl_jax.ops.attention import Visibility
+from txl_jax.ops.attention.distances import key_distances, sinusoids
 from txl_jax.runs.score import Interrupted
 
 L, M = 3, 7
@@ -46,7 +47,7 @@ def test_probabilities_are_those_of_the_model_by_distance(
     params, text, seen = tiny.variables(model)["params"], tiny.text(2 * L), []
     (_, before), (weights, _) = read(model, segments=2, clamp_len=2)
     stack, layers = params["stack"], params["stack"]["layers"]
-    codes = positions.sinusoids(positions.key_distances(M + L, clamp_len=2), tiny.D, jnp.float64)
+    codes = sinusoids(key_distances(M + L, clamp_len=2), tiny.D, jnp.float64)
     visibility = Visibility(before.valid, L, M, window)
     hidden = model.apply({"params": params}, text[:, L:], clamp_len=2, method=model.embed)
 

@@ -13,7 +13,7 @@ import pytest
 
 from support.cases import nightly_but
 from txl_jax.ops.attention import CachedVisibility, Implementation, Tile, cached_attention
-from txl_jax.ops.attention.positions import table_length
+from txl_jax.ops.attention.distances import table_length
 from txl_jax.ops.attention.problem import REFERENCE
 
 _attention = jax.jit(cached_attention, static_argnames="implementation")

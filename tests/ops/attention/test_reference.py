@@ -13,7 +13,8 @@ import pytest
 
 from support import oracles
 from support.attention_arrays import NAMES, draw, shapes
-from txl_jax.ops.attention import Dropout, Visibility, attention, positions
+from txl_jax.ops.attention import Dropout, Visibility, attention
+from txl_jax.ops.attention.distances import key_distances, sinusoids
 
 B, H, L, M, E = 3, 2, 5, 4, 3
 BOTH = {"causal": False}
@@ -149,7 +150,7 @@ def test_distances_count_down_to_the_query_itself_and_on_to_keys_ahead():
         (3, [3, 3, 2, 1, 0]),
         (9, [4, 3, 2, 1, 0]),
     ):
-        assert positions.key_distances(5, clamp_len=clamp_len).tolist() == expected
+        assert key_distances(5, clamp_len=clamp_len).tolist() == expected
         assert causal.distances(clamp_len=clamp_len).tolist() == expected
         assert both.distances(clamp_len=clamp_len).tolist() == [*expected, -1, -2]
     assert both.distances(clamp_len=1).tolist() == [1, 1, 1, 1, 0, -1, -1]
@@ -159,7 +160,7 @@ def test_sinusoids_in_bfloat16_come_from_wider_angles():
     # Negative: of keys ahead of a query.
     distances = np.array([0, 1, 2, -1, -2, *range(3000, 3010)])
     expected = np.stack([oracles.sinusoid(s, 8) for s in distances])
-    codes = positions.sinusoids(jnp.asarray(distances), 8, jnp.bfloat16)
+    codes = sinusoids(jnp.asarray(distances), 8, jnp.bfloat16)
     assert codes.dtype == jnp.bfloat16
     # Half a unit in bfloat16's last place, and what float32 loses of an angle of 3000.
     np.testing.assert_allclose(codes.astype(np.float32), expected, rtol=0, atol=2**-9 + 3e-4)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
-from txl_jax.ops.attention import positions
+from txl_jax.ops.attention.distances import key_distances
 from txl_jax.sharding import axes
 
 
@@ -146,7 +146,7 @@ class PositionEncoding:
         """
         if not self.config.encoding.is_learned:
             return None
-        return positions.key_distances(n_keys, clamp_len=self.config.clamp(clamp_len))
+        return key_distances(n_keys, clamp_len=self.config.clamp(clamp_len))
 
     def add_to_embedding(self, embedded: jax.Array, *, clamp_len: int | None) -> jax.Array:
         """Adds positions to the input of the first layer, [B, L, D]."""
@@ -189,7 +189,7 @@ class PositionEncoding:
         They are computed once, for segments of up to L tokens and a cache of R slots.
 
         `position_keys` belong to the P distances P - 1, .., 0, where P is
-        `ops.attention.positions.table_length(segment_len=, capacity=, clamp_len=)`. That applies
+        `ops.attention.distances.table_length(segment_len=, capacity=, clamp_len=)`. That applies
         the clamp: they end at `clamp_len`, and attention uses the largest distance for all beyond.
         A learned encoding passes `config.clamp(clamp_len)`. The distances of `position_vectors` are
         clamped by the encoding itself.

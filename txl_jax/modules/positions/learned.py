@@ -15,7 +15,7 @@ from txl_jax.modules.positions.encoding import (
     OriginalTensor,
     PositionEncoding,
 )
-from txl_jax.ops.attention import positions
+from txl_jax.ops.attention.distances import key_distances
 from txl_jax.sharding import axes
 
 
@@ -38,7 +38,7 @@ class LearnedPositions(PositionEncoding):
         self, layer: Any, shared: Any, *, segment_len: int, capacity: int, clamp_len: int | None
     ) -> DecodeTerms:
         """Takes the vectors of a segment's own positions."""
-        distances = positions.key_distances(segment_len, clamp_len=self.config.clamp(clamp_len))
+        distances = key_distances(segment_len, clamp_len=self.config.clamp(clamp_len))
         table = layer["positions"]["vector"].astype(jnp.dtype(self.config.dtype))
         return DecodeTerms(position_vectors=table[distances])
 

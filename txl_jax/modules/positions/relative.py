@@ -22,8 +22,7 @@ from txl_jax.modules.positions.encoding import (
     PositionTerms,
     Projections,
 )
-from txl_jax.ops.attention import positions
-from txl_jax.ops.attention.positions import table_length
+from txl_jax.ops.attention.distances import key_distances, sinusoids, table_length
 from txl_jax.sharding import axes
 
 
@@ -45,8 +44,8 @@ class RelativePositions(PositionEncoding):
     ) -> jax.Array | None:
         """Returns R of the distances K - 1, .., 0, with dropout: [K, D]."""
         c = self.config
-        distances = positions.key_distances(n_keys, clamp_len=clamp_len)
-        return drop(positions.sinusoids(distances, c.d_model, jnp.dtype(c.dtype)))
+        distances = key_distances(n_keys, clamp_len=clamp_len)
+        return drop(sinusoids(distances, c.d_model, jnp.dtype(c.dtype)))
 
     def shared_parameters(self) -> Any:
         """Creates u and v of all layers."""
@@ -89,7 +88,7 @@ class RelativePositions(PositionEncoding):
         c, attention, biases = self.config, layer["attention"], layer.get("biases", shared)
         scale, dtype = c.d_head**-0.5, jnp.dtype(c.dtype)
         n_position = table_length(segment_len=segment_len, capacity=capacity, clamp_len=clamp_len)
-        codes = positions.sinusoids(positions.key_distances(n_position), c.d_model, dtype)
+        codes = sinusoids(key_distances(n_position), c.d_model, dtype)
         if c.tie_positions:
             own = jnp.einsum("d,dhe->he", codes[-1], (attention["query"] * scale).astype(dtype))
             content_bias, position_bias, kernel = own, own, attention["key"]

@@ -20,8 +20,7 @@ from txl_jax.modules.positions.encoding import (
     PositionTerms,
     Projections,
 )
-from txl_jax.ops.attention import positions
-from txl_jax.ops.attention.positions import table_length
+from txl_jax.ops.attention.distances import key_distances, table_length
 from txl_jax.sharding import axes
 
 
@@ -72,7 +71,7 @@ class ShawPositions(PositionEncoding):
         n_position = table_length(
             segment_len=segment_len, capacity=capacity, clamp_len=c.clamp(clamp_len)
         )
-        distances = positions.key_distances(n_position)
+        distances = key_distances(n_position)
         table = {name: leaf.astype(dtype) for name, leaf in layer["attention"]["positions"].items()}
         key = table["key"][distances].transpose(1, 2, 0)
         if "score" not in table:  # As in the paper; else as the original has it.

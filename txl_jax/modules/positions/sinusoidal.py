@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.modules.positions.encoding import PositionEncoding
-from txl_jax.ops.attention import positions
+from txl_jax.ops.attention.distances import key_distances, sinusoids
 
 
 class SinusoidalPositions(PositionEncoding):
@@ -21,5 +21,5 @@ class SinusoidalPositions(PositionEncoding):
     def add_to_embedding(self, embedded: jax.Array, *, clamp_len: int | None) -> jax.Array:
         """Adds R(L - 1), .., R(0) to the input of the first layer, [B, L, D]."""
         c = self.config
-        distances = positions.key_distances(embedded.shape[1], clamp_len=clamp_len)
-        return embedded + positions.sinusoids(distances, c.d_model, jnp.dtype(c.dtype))[None]
+        distances = key_distances(embedded.shape[1], clamp_len=clamp_len)
+        return embedded + sinusoids(distances, c.d_model, jnp.dtype(c.dtype))[None]

@@ -16,15 +16,20 @@ from txl_jax.ops.attention.masks import CachedVisibility, Visibility
 from txl_jax.ops.attention.problem import CachedOperands, Operands
 from txl_jax.ops.matmul import Int8
 
-_AXES = {  # Of the arrays, by letters; P of a cache are the columns of its position keys or scores.
+# The letters of each array's axes (`txl_jax.ops.attention`).
+_AXES = {
     "query": "BHLE",
-    **dict.fromkeys(("key", "value"), "BHKE"),
+    "key": "BHKE",
+    "value": "BHKE",
     "position_key": "HPE",
-    **dict.fromkeys(("content_bias", "position_bias"), "HE"),
+    "content_bias": "HE",
+    "position_bias": "HE",
     "position_score": "HP",
 }
 _CACHED_AXES = {
-    **dict.fromkeys(("query", "key", "value"), "BHLE"),
+    "query": "BHLE",
+    "key": "BHLE",
+    "value": "BHLE",
     "ring key": "BHER",
     "ring value": "BHRE",
     "position query": "BHLE",
@@ -34,144 +39,208 @@ _CACHED_AXES = {
 
 
 def operands_fit(operands: Operands, visibility: Visibility) -> None:
-    """Raises `ValueError` for arrays that do not match each other or the visibility."""
-    given = _given(operands._asdict())
-    biases = [name for name in ("content_bias", "position_bias") if name in given]
-    if biases and "position_key" not in given:
+    """Checks the arrays of `attention`.
+
+    Raises:
+      ValueError: If they do not match each other or the visibility.
+    """
+    arrays = _present(operands._asdict())
+    biases = [name for name in ("content_bias", "position_bias") if name in arrays]
+    if biases and "position_key" not in arrays:
         raise ValueError(
             f"position_key must be an array [H, P, E] with {' and '.join(biases)}, got None"
         )
-    sizes = _sizes(given["query"].shape, visibility.segment_len)
+    sizes = _query_sizes(arrays["query"].shape, visibility.segment_len)
     if visibility.mem_len < 0:
         raise ValueError(
             "visibility.mem_len must be at least 0 (keys include the segment's), got "
             f"{visibility.mem_len}"
         )
-    sizes |= {"K": visibility.n_keys, "P": visibility.n_positions}
-    lengths = f"L {visibility.segment_len}, M {visibility.mem_len} and causal={visibility.causal}"
-    because = f"with query {given['query'].shape}, {lengths}"
-    _check_arrays(given, _AXES, sizes, because, free={"position_score"})
+    sizes["K"] = visibility.n_keys
+    sizes["P"] = visibility.n_positions
+
+    context = (
+        f"with query {arrays['query'].shape}, L {visibility.segment_len}, M {visibility.mem_len} "
+        f"and causal={visibility.causal}"
+    )
+    _check_arrays(arrays, _AXES, sizes, context, of_any_dtype={"position_score"})
     _check_visibility(visibility, sizes["B"])
     if visibility.lengths is not None:
         _check_integers("lengths", visibility.lengths, (sizes["B"],))
 
 
 def cached_operands_fit(operands: CachedOperands, visibility: CachedVisibility) -> None:
-    """Raises `ValueError` for arguments of `cached_attention` that do not match."""
+    """Checks the arrays of `cached_attention`.
+
+    Raises:
+      ValueError: If they do not match each other or the visibility.
+    """
     position_query, position_key, position_score = operands.position or (None, None, None)
     if operands.position is not None and position_key is None and position_score is None:
         raise ValueError("position must have keys [H, E, P], scores [H, P] or both, or be None")
-    arrays = *operands[:3], *operands.ring, position_query, position_key, position_score
-    given = _given(dict(zip(_CACHED_AXES, arrays, strict=True)))
-    table = position_score if position_key is None else position_key
-    sizes = _sizes(given["query"].shape, visibility.segment_len) | {"R": visibility.capacity}
-    sizes["P"] = 0 if table is None or not table.shape else table.shape[-1]
-    because = f"with query {given['query'].shape} and R {visibility.capacity}"
-    _check_arrays(
-        given, _CACHED_AXES, sizes, because, free={"ring key", "ring value", "position score"}
+    ring_key, ring_value = operands.ring
+    arrays = _present(
+        {
+            "query": operands.query,
+            "key": operands.key,
+            "value": operands.value,
+            "ring key": ring_key,
+            "ring value": ring_value,
+            "position query": position_query,
+            "position key": position_key,
+            "position score": position_score,
+        }
     )
+    sizes = _query_sizes(arrays["query"].shape, visibility.segment_len)
+    sizes["R"] = visibility.capacity
+    # P follows from the position keys or scores, whose last axis it is.
+    table = position_score if position_key is None else position_key
+    sizes["P"] = 0
+    if table is not None and table.shape:
+        sizes["P"] = table.shape[-1]
+
+    context = f"with query {arrays['query'].shape} and R {visibility.capacity}"
+    of_any_dtype = {"ring key", "ring value", "position score"}
+    _check_arrays(arrays, _CACHED_AXES, sizes, context, of_any_dtype=of_any_dtype)
     _check_visibility(visibility, sizes["B"])
     _check_integers("write_index", visibility.write_index, ())
 
 
-def _given(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arrays that are not None."""
-    given = {name: array for name, array in arrays.items() if array is not None}
-    for name, array in given.items():
+def _present(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arrays that are not None, and raises `ValueError` if one is not an array."""
+    present = {name: array for name, array in arrays.items() if array is not None}
+    for name, array in present.items():
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             raise ValueError(f"{name} must be an array, got {type(array).__name__}")
-    return given
+    return present
 
 
-def _sizes(query: tuple[int, ...], segment_len: int) -> dict[str, int]:
-    """Returns the lengths of the query's axes by letters."""
-    if len(query) != 4 or 0 in query:
-        raise ValueError(f"query must have shape [B, H, L, E], none of them 0, got {query}")
-    if query[2] != segment_len:
+def _query_sizes(shape: tuple[int, ...], segment_len: int) -> dict[str, int]:
+    """Checks the query's shape, and returns B, H, L and E by these letters."""
+    if len(shape) != 4 or 0 in shape:
+        raise ValueError(f"query must have shape [B, H, L, E], none of them 0, got {shape}")
+    if shape[2] != segment_len:
         raise ValueError(
-            f"query {query} must have L = visibility.segment_len ({segment_len}), got {query[2]}"
+            f"query {shape} must have L = visibility.segment_len ({segment_len}), got {shape[2]}"
         )
-    return dict(zip("BHLE", query, strict=True))
+    return dict(zip("BHLE", shape, strict=True))
 
 
 def _check_arrays(
-    given: Mapping[str, Any],
-    of_axes: Mapping[str, str],
+    arrays: Mapping[str, Any],
+    axes: Mapping[str, str],
     sizes: Mapping[str, int],
-    because: str,
+    context: str,
     *,
-    free: set[str],
+    of_any_dtype: set[str],
 ) -> None:
     """Checks the shapes and dtypes of arrays.
 
-    All arrays must have the query's dtype, except `Int8` and the arrays that are converted
-    (`free`).
+    Args:
+      arrays: Arrays by name, "query" among them.
+      axes: Letters of each array's axes, by name.
+      sizes: The size of each letter.
+      context: What the sizes follow from, for the error message.
+      of_any_dtype: Names of arrays that are converted. All others must have the query's dtype,
+        except `Int8`.
+
+    Raises:
+      ValueError: If a shape or dtype does not match, or a dtype is not a floating-point one.
     """
-    of_query = given["query"].dtype
-    for name, array in given.items():
-        expected = tuple(sizes[axis] for axis in of_axes[name])
+    query_dtype = arrays["query"].dtype
+    for name, array in arrays.items():
+        expected = tuple(sizes[axis] for axis in axes[name])
         if array.shape != expected:
-            raise ValueError(f"{name} must have shape {expected} {because}, got {array.shape}")
+            raise ValueError(f"{name} must have shape {expected} {context}, got {array.shape}")
         if isinstance(array, Int8):
             continue
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} must have a floating-point dtype, got {array.dtype.name}")
-        if array.dtype != of_query and name not in free:
-            wanted = f"{name} must have the query's dtype {of_query.name}"
-            raise ValueError(f"{wanted}, got {array.dtype.name}. Cast one with .astype.")
+        if array.dtype != query_dtype and name not in of_any_dtype:
+            raise ValueError(
+                f"{name} must have the query's dtype {query_dtype.name}, got {array.dtype.name}. "
+                "Cast one with .astype."
+            )
 
 
 def _check_visibility(visibility: Visibility | CachedVisibility, batch: int) -> None:
+    """Checks what the visibility of training and of a KV cache have in common."""
     if visibility.window is not None and visibility.window < 1:
         raise ValueError(
             f"visibility.window must be at least 1 (the query's own key), got {visibility.window}"
         )
     _check_integers("valid", visibility.valid, (batch,))
     if visibility.document_start is not None:
-        _check_integers(
-            "document_start", visibility.document_start, (batch, visibility.segment_len)
+        shape = (batch, visibility.segment_len)
+        _check_integers("document_start", visibility.document_start, shape)
+
+
+def _check_integers(name: str, array: Any, shape: tuple[int, ...]) -> None:
+    """Checks an array of the visibility.
+
+    `shape` is [] for one integer, [B] for one per row, or [B, L] for one per query.
+    """
+    if not _is_integers(array, shape):
+        extent = ("", ", one number for each row", ", one number for each query")[len(shape)]
+        raise ValueError(
+            f"visibility.{name} must be int32 {list(shape)}{extent}, got {_description(array)}"
         )
 
 
-def _check_integers(name: str, given: Any, shape: tuple[int, ...]) -> None:
-    """Checks an array of the visibility: one integer, or one for each row or query."""
-    found, dtype = getattr(given, "shape", None), getattr(given, "dtype", None)
-    if found != shape or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-        text = type(given).__name__ if dtype is None else f"{dtype.name} {list(found or ())}"
-        each = ("", ", one number for each row", ", one number for each query")[len(shape)]
-        raise ValueError(f"visibility.{name} must be int32 {list(shape)}{each}, got {text}")
+def _is_integers(array: Any, shape: tuple[int, ...]) -> bool:
+    """Returns whether something is an array of integers of a shape."""
+    if not hasattr(array, "dtype") or getattr(array, "shape", None) != shape:
+        return False
+    return bool(jnp.issubdtype(array.dtype, jnp.integer))
+
+
+def _description(array: Any) -> str:
+    """Returns an array's dtype and shape, or the type of something else, for an error message."""
+    if not hasattr(array, "dtype"):
+        return type(array).__name__
+    return f"{array.dtype.name} {list(array.shape)}"
 
 
 def dropout_of(dropout: Dropout | tuple[Any, Any] | None, n_head: int) -> Dropout | None:
-    """Checks and returns the description of dropout.
+    """Checks the description of dropout, and returns it as a `Dropout`, or None without dropout.
 
-    It is passed as a `Dropout`, or as (rate, seed) for `n_head` heads.
+    Args:
+      dropout: A `Dropout`, (rate, seed), or None.
+      n_head: The query's heads, on all devices.
+
+    Raises:
+      ValueError: If it is something else, the rate is not in [0, 1), the seed is not an integer, or
+        the dropout has fewer heads than the query.
     """
     if dropout is None:
         return None
     if isinstance(dropout, tuple) and len(dropout) == 2:
-        dropout = Dropout(dropout[0], _seed(dropout[1]), n_head=n_head)
+        rate, seed = dropout
+        dropout = Dropout(rate, _seed(seed), n_head=n_head)
     if not isinstance(dropout, Dropout):
         raise ValueError(
             f"dropout must be (rate, seed), such as (0.1, jnp.uint32(7)), or None, got {dropout!r}"
         )
     # A traced rate has no value yet.
-    if isinstance(dropout.rate, int | float | np.number) and not 0 <= dropout.rate < 1:
+    is_number = isinstance(dropout.rate, int | float | np.number)
+    if is_number and not 0 <= dropout.rate < 1:
         raise ValueError(f"the dropout rate must be at least 0 and below 1, got {dropout.rate}")
-    if dropout.n_head < n_head:  # Rows of the batch would share masks.
-        wanted = f"dropout.n_head must be at least the query's {n_head} heads (of all devices)"
-        raise ValueError(f"{wanted}, got {dropout.n_head}")
+    # With fewer heads, rows of the batch would share masks.
+    if dropout.n_head < n_head:
+        raise ValueError(
+            f"dropout.n_head must be at least the query's {n_head} heads (of all devices), "
+            f"got {dropout.n_head}"
+        )
     return dropout
 
 
 def _seed(seed: Any) -> jax.Array:
+    """Returns the seed as uint32 [], and raises `ValueError` if it is not one integer."""
     if isinstance(seed, int):
         return jnp.asarray(np.uint32(seed % 2**32))
-    dtype, shape = getattr(seed, "dtype", None), getattr(seed, "shape", None)
-    if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.integer):
-        found = type(seed).__name__ if dtype is None else f"{dtype} {list(shape or ())}"
-        wanted = (
-            "the dropout seed must be one integer, such as jax.random.bits(key, dtype=jnp.uint32)"
+    if not _is_integers(seed, ()):
+        raise ValueError(
+            "the dropout seed must be one integer, such as jax.random.bits(key, dtype=jnp.uint32), "
+            f"got {_description(seed)}"
         )
-        raise ValueError(f"{wanted}, got {found}")
     return jnp.asarray(seed).astype(jnp.uint32)

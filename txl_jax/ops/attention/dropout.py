@@ -1,16 +1,14 @@
 """Dropout on attention probabilities with a counter-based generator.
 
-A mask is a function of where it applies.
+A mask is a function of where it applies: whether a probability is kept depends on (seed, row of the
+batch, head, query, key) and on nothing else. So the forward and the backward pass, every tile size,
+every mesh and every platform draw the same mask, and none of them stores it. A generator with a
+state, or one keyed by the shape of the array like `jax.random.bernoulli`, has a mask per array: a
+kernel that never has the whole array cannot reproduce it.
 
-Whether a probability is kept depends on (seed, row of the batch, head, query, key) and on nothing
-else. So the forward and the backward pass, every tile size, every mesh and every platform draw the
-same mask, and none of them stores it. A generator with a state, or one keyed by the shape of the
-array as `jax.random.bernoulli`, has a mask per array: a kernel that never has the whole array
-cannot reproduce it.
-
-The hash finishes twice with the multiply-xorshift rounds of Wellons's lowbias32
-(https://nullprogram.com/blog/2018/07/31/):
-once for what a row of the scores shares, once per pair.
+The hash runs the multiply-xorshift rounds of Wellons's lowbias32
+(https://nullprogram.com/blog/2018/07/31/) twice: once for what a row of the scores shares, and once
+per pair.
 """
 
 from typing import Any
@@ -20,8 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Odd; 2^32 / golden ratio.
-_ROW_HEAD, _QUERY, _KEY = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77), np.uint32(0xC2B2AE3D)
+# Factors that spread neighbouring numbers over the 32 bits. They are odd, and the first one is
+# about 2^32 / golden ratio.
+_ROW_HEAD = np.uint32(0x9E3779B1)
+_QUERY = np.uint32(0x85EBCA77)
+_KEY = np.uint32(0xC2B2AE3D)
 _LARGEST = np.float32(2**32 - 2**8)  # The largest float32 below 2^32.
 
 
@@ -34,7 +35,7 @@ class Dropout(flax.struct.PyTreeNode):
     seed: jax.Array
     # Heads of all devices.
     n_head: int = flax.struct.field(pytree_node=False)
-    # int32 [], place of the first row in the batch of all devices.
+    # int32 [], index of the first row in the batch of all devices.
     first_row: int | jax.Array = 0
     # int32 [], index of the first head among all devices' heads.
     first_head: int | jax.Array = 0
@@ -49,17 +50,19 @@ class Dropout(flax.struct.PyTreeNode):
 
     def row_heads(self, batch: int, n_head: int) -> jax.Array:
         """Returns the number of each row and head of this device in `bits`: int32 [B, H]."""
-        rows, heads = jnp.arange(batch, dtype=jnp.int32), jnp.arange(n_head, dtype=jnp.int32)
+        rows = jnp.arange(batch, dtype=jnp.int32)
+        heads = jnp.arange(n_head, dtype=jnp.int32)
         return (self.first_row + rows[:, None]) * self.n_head + self.first_head + heads[None, :]
 
     def keep(self, row_head: Any, query: Any, key: Any) -> jax.Array:
-        """Returns which probabilities are kept, bool, of broadcasting integers."""
+        """Returns which probabilities are kept, bool. The arguments are integers that broadcast."""
         return bits(self.seed, row_head, query, key) >= self.threshold()
 
     def mask(self, batch: int, n_head: int, n_query: int, n_key: int) -> jax.Array:
         """Returns which of the whole probabilities of this device are kept: bool [B, H, L, K]."""
         row_head = self.row_heads(batch, n_head)[:, :, None, None]
-        query, key = jnp.arange(n_query, dtype=jnp.int32), jnp.arange(n_key, dtype=jnp.int32)
+        query = jnp.arange(n_query, dtype=jnp.int32)
+        key = jnp.arange(n_key, dtype=jnp.int32)
         return self.keep(row_head, query[None, None, :, None], key[None, None, None, :])
 
     def apply(self, probabilities: jax.Array) -> jax.Array:

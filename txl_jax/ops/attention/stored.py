@@ -14,7 +14,7 @@ them):
 - Where arrays have 16 bits, scores are stored in float16, which keeps 11 bits of a number where
   bfloat16 keeps 8. They are clipped to its range, as infinity would become nan.
 - Scores by distance have columns of zeros behind them, so that the relative shift reads the same
-  buffer with rows of another length (`positions.skew`).
+  buffer with rows of another length (`distances.skew`).
 - Arrays are heads first, [H, B, L, K], the order that the product of position keys has.
 
 Letters as in `txl_jax.ops.attention`, and W columns of the scores by distance.
@@ -25,9 +25,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from txl_jax.ops.attention.distances import skew, unskew
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import Visibility
-from txl_jax.ops.attention.positions import skew, unskew
 from txl_jax.ops.attention.problem import Operands
 from txl_jax.ops.matmul import product, wide_type
 

@@ -1,4 +1,4 @@
 """Attention over tiles of queries and keys in plain XLA, in training and over a KV cache.
 
-Scores are not written.
+The scores of all pairs are never written.
 """

@@ -6,10 +6,10 @@ The definition is `ops.attention.reference.attention`; tests/ops/attention/test_
 values and all gradients with it.
 
 A loop runs over groups of rows of one head. Its body cuts the scores into strips of queries
-(`Layout`), each with blocks of keys: a product for content, one for positions, the shift of the
-tile (`positions.skew`), an online softmax (Milakov and Gimelshein, 2018) over the blocks, the
-product with the values. Kept for the backward pass are the result and the logarithm of each query's
-sum. It computes the scores again (Dao et al., 2022).
+(`Layout`), each with blocks of keys. A block takes a product for content, one for positions, the
+shift of the tile (`distances.skew`), an online softmax (Milakov and Gimelshein, 2018) over the
+blocks, and the product with the values. Kept for the backward pass are the result and the logarithm
+of each query's sum. The backward pass computes the scores again (Dao et al., 2022).
 
 Tried on an AMD EPYC (2 cores), forward and backward in processor time, L = M = 512, B 2, H 8, E 64.
 The reference takes 290 ms, this 145, its products alone 110:
@@ -32,9 +32,9 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from txl_jax.ops.attention.distances import skew, unskew
 from txl_jax.ops.attention.dropout import Dropout
 from txl_jax.ops.attention.masks import Visibility
-from txl_jax.ops.attention.positions import skew, unskew
 from txl_jax.ops.attention.problem import Operands, Tile, default_device
 from txl_jax.ops.matmul import product, wide_type
 
@@ -53,197 +53,37 @@ def tiled_attention(
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E], or zeros for a query that sees no key."""
     layout = Layout(
-        visibility.segment_len, visibility.mem_len, visibility.window, visibility.causal, tile
+        segment_len=visibility.segment_len,
+        mem_len=visibility.mem_len,
+        window=visibility.window,
+        causal=visibility.causal,
+        tile=tile,
     )
-    row_head = None if dropout is None else dropout.row_heads(*operands.query.shape[:2])
+    row_head = None
+    if dropout is not None:
+        batch, n_head = operands.query.shape[:2]
+        row_head = dropout.row_heads(batch, n_head)
     return _attention(layout, operands, _Masking(visibility.key_range(), dropout, row_head))
 
 
-# `Operands` holds gradients too. While they are summed, those with an axis E after K or P' are
-# transposed, [.., E, K], as the matmuls that give them are fast that way (`_transposed`), and those
-# without an axis B are wide. Within a group all are wide, without the axes B and H but with G for
-# B, and the query's is None.
-
-
-class _Masking(NamedTuple):
-    """Conditions that hide a pair besides its distance."""
-
-    key_range: tuple[jax.Array, jax.Array]  # The first visible key and the end, int32 [B] each.
-    dropout: Dropout | None
-    row_head: jax.Array | None  # Numbers of rows and heads in the masks of dropout, int32 [B, H].
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(layout: "Layout", arrays: Operands, masking: _Masking) -> jax.Array:
-    return _forward(layout, arrays, masking)[0]
-
-
-def _forward(
-    layout: "Layout", arrays: Operands, masking: _Masking
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Returns the result [B, H, L, E], and the residuals.
-
-    The last one is each query's log sum, [B, H, L], wide.
-    """
-    padded = _pad_positions(arrays, layout)
-
-    def body(place: _Place, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        group = place.take(layout, padded, masking)
-        strips = [_forward_strip(group, strip) for strip in layout.strips()]
-        summed, log_total = (jnp.concatenate(parts, axis=1) for parts in zip(*strips, strict=True))
-        return place.write(results[0], summed), place.write(results[1], log_total)
-
-    result = jnp.zeros(arrays.query.shape, arrays.value.dtype)
-    log_total = jnp.zeros(arrays.query.shape[:3], wide_type(arrays.query))
-    result, log_total = _over_groups(arrays, layout, body, (result, log_total))
-    return result, (arrays, masking, result, log_total)
-
-
-class Softmax(NamedTuple):
-    """The state of an online softmax over blocks of keys, wide."""
-
-    summed: jax.Array  # [.., n, E], values weighted by exp(score - highest).
-    highest: jax.Array  # [.., n, 1], the highest score so far.
-    total: jax.Array  # [.., n, 1], the sum of exp(score - highest).
-
-    def add(self, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> "Softmax":
-        """Adds the scores [.., n, m] of a block.
-
-        `weigh` sums the block's values, with weights in the shape of the scores.
-        """
-        highest = jnp.maximum(self.highest, jnp.max(scores, axis=-1, keepdims=True))
-        weights, shrink = jnp.exp(scores - highest), jnp.exp(self.highest - highest)
-        summed, total = weigh(weights), jnp.sum(weights, axis=-1, keepdims=True)
-        return Softmax(self.summed * shrink + summed, highest, self.total * shrink + total)
-
-
-def _forward_strip(group: "_Group", strip: "Strip") -> tuple[jax.Array, jax.Array]:
-    """Returns the result [G, n, E] of a strip and its logarithms [G, n], wide."""
-    dropout, wide = group.dropout, group.wide
-
-    def add_block(index: Any, state: Softmax) -> Softmax:
-        block = _Block(group, strip, index)
-
-        def weigh(weights: jax.Array) -> jax.Array:
-            kept = weights if dropout is None else jnp.where(block.keep(dropout), weights, 0)
-            return product(
-                "gnm,gme->gne", kept.astype(group.value.dtype), block.rows_of(group.value)
-            )
-
-        return state.add(block.scores(), weigh)
-
-    shape = group.key.shape[0], strip.n_query
-    state = Softmax(
-        jnp.zeros((*shape, group.value.shape[-1]), wide),
-        jnp.full((*shape, 1), _LOWEST, wide),
-        jnp.zeros((*shape, 1), wide),
-    )
-    state = _over_blocks(strip, add_block, state)
-    total = jnp.where(state.total == 0, 1, state.total)
-    kept_part = 1 if dropout is None else 1 - jnp.asarray(dropout.rate, wide)
-    return state.summed / (total * kept_part), (state.highest + jnp.log(total))[..., 0]
-
-
-def _backward(layout: "Layout", saved: tuple[Any, ...], given: jax.Array) -> tuple[Operands, None]:
-    """Returns the gradients of the arrays."""
-    arrays, masking, result, log_total = saved
-    wide = wide_type(arrays.query)
-    delta = jnp.sum(given.astype(wide) * result.astype(wide), axis=-1)
-    padded = _pad_positions(arrays, layout)
-
-    def body(place: _Place, gradients: Operands) -> Operands:
-        group = place.take(layout, padded, masking)
-        rows = _Rows(
-            place.rows(given), place.rows(log_total)[..., None], place.rows(delta)[..., None]
-        )
-        of_group, of_strips = _zeros_of_group(gradients, place.n_rows), []
-        for strip in layout.strips():
-            of_strip, of_group = _backward_strip(group, strip, rows.of(strip), of_group)
-            of_strips.append(of_strip)
-        return place.put(gradients, of_group._replace(query=jnp.concatenate(of_strips, axis=1)))
-
-    gradients = _over_groups(arrays, layout, body, _zero_gradients(padded))
-    query, others = gradients.query, gradients._replace(query=None)
-    return jax.tree.map(_as_given, others, arrays._replace(query=None))._replace(query=query), None
-
-
-class _Rows(NamedTuple):
-    """Numbers of each query that the backward pass has."""
-
-    given: jax.Array  # [G, L, E], the gradient of the result.
-    log_total: jax.Array  # [G, L, 1], wide.
-    delta: jax.Array  # [G, L, 1], the sum of the result times its gradient, wide.
-
-    def of(self, strip: "Strip") -> "_Rows":
-        """Returns the rows of a strip."""
-        return _Rows(*(rows[:, strip.first : strip.first + strip.n_query] for rows in self))
-
-
-def _backward_strip(
-    group: "_Group", strip: "Strip", rows: _Rows, gradients: Operands
-) -> tuple[jax.Array, Operands]:
-    """Returns the gradient of a strip's queries, [G, n, E].
-
-    The function also adds to the other gradients of the group.
-    """
-    dropout, wide, dtype = group.dropout, group.wide, group.key.dtype
-
-    def add_block(
-        index: Any, state: tuple[jax.Array, jax.Array, Operands]
-    ) -> tuple[jax.Array, jax.Array, Operands]:
-        of_content, of_position, gradients = state
-        block = _Block(group, strip, index)
-        weights = jnp.exp(block.scores() - rows.log_total)
-        of_weights = product("gne,gme->gnm", rows.given, block.rows_of(group.value))
-        kept = weights
-        if dropout is not None:
-            keep, kept_part = block.keep(dropout), 1 - jnp.asarray(dropout.rate, wide)
-            kept, of_weights = (
-                jnp.where(keep, array / kept_part, 0) for array in (weights, of_weights)
-            )
-        of_scores = (weights * (of_weights - rows.delta)).astype(dtype)
-        of_value = product("gen,gnm->gem", _transposed(rows.given), kept.astype(rows.given.dtype))
-        of_key = product("gen,gnm->gem", _transposed(block.content_query), of_scores)
-        gradients = gradients._replace(
-            key=_add_at(gradients.key, of_key, block.first_key),
-            value=_add_at(gradients.value, of_value, block.first_key),
-        )
-        of_content += product("gnm,gme->gne", of_scores, block.rows_of(group.key))
-        part, gradients = block.add_position_gradients(gradients, of_scores)
-        return of_content, of_position if part is None else of_position + part, gradients
-
-    zeros = jnp.zeros((*rows.given.shape[:2], group.key.shape[-1]), wide)
-    of_content, of_position, gradients = _over_blocks(strip, add_block, (zeros, zeros, gradients))
-    of_content, of_position = of_content * group.scale, of_position * group.scale
-    if gradients.content_bias is not None:
-        gradients = gradients._replace(
-            content_bias=gradients.content_bias + jnp.sum(of_content, axis=(0, 1))
-        )
-    if gradients.position_bias is not None:
-        gradients = gradients._replace(
-            position_bias=gradients.position_bias + jnp.sum(of_position, axis=(0, 1))
-        )
-    return of_content + of_position, gradients
-
-
-_attention.defvjp(_forward, _backward)
+# Strips and blocks: static parts of one head's scores.
 
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """Neighbouring queries, and the keys that some of them may see."""
+    """Neighbouring queries, and the keys that some of them may attend to."""
 
     # The first query.
     first: int
-    # n, their number.
+    # n, the number of queries.
     n_query: int
     # The first key.
     begin: int
-    # Behind the last key.
+    # The end of the keys, behind the last one.
     end: int
     # m, keys of a block. The last block starts early enough to be whole, and hides what it repeats.
     n_key: int
-    # Columns of scores by distance that `skew` needs of a block.
+    # W, the columns of scores by distance that `skew` needs of a block.
     width: int
 
     @property
@@ -262,23 +102,30 @@ class Layout:
     segment_len: int  # L
     mem_len: int  # M
     window: int | None  # Maximum keys of a query, on each side, or None for no limit.
-    causal: bool
+    causal: bool  # Whether keys after the query are hidden.
     tile: Tile  # Maximum queries of a strip and keys of a block.
 
     def strips(self) -> list[Strip]:
         """Returns the strips, of nearly equal height."""
-        length, height = self.segment_len, _even(self.segment_len, self.tile.query)
-        return [
-            self._strip(first, min(height, length - first)) for first in range(0, length, height)
-        ]
+        height = _even(self.segment_len, self.tile.query)
+        strips = []
+        for first in range(0, self.segment_len, height):
+            n_query = min(height, self.segment_len - first)
+            strips.append(self._strip(first, n_query))
+        return strips
 
     def _strip(self, first: int, n_query: int) -> Strip:
-        begin, end = 0, self.mem_len + self.segment_len
+        """Returns the strip of `n_query` queries from `first` on."""
+        # The strip's keys begin with the first one of its first query, and end with the last one of
+        # its last query.
+        begin = 0
+        end = self.mem_len + self.segment_len
         if self.causal:
             end = self.mem_len + first + n_query
         if self.window is not None:
             begin = max(0, self.mem_len + first - self.window + 1)
             end = min(end, self.mem_len + first + n_query - 1 + self.window)
+
         n_key = _even(end - begin, self.tile.key)
         width = n_query + n_key - 1
         if self.causal and n_key == end - begin and n_query > 1:
@@ -296,115 +143,118 @@ class Layout:
 
     def n_columns(self, n_positions: int) -> int:
         """Returns P', the number of position keys that the blocks read: P and zeros behind."""
-        return max(
-            [n_positions, *(int(self.column(s, s.end - s.n_key)) + s.width for s in self.strips())]
-        )
+        n_columns = n_positions
+        for strip in self.strips():
+            first_of_last_block = strip.end - strip.n_key
+            end = int(self.column(strip, first_of_last_block)) + strip.width
+            n_columns = max(n_columns, end)
+        return n_columns
 
 
-def _even(length: int, most: int) -> int:
-    """Returns the least size that cuts a length into as few pieces as `most` does."""
-    n_pieces = -(-length // most)
+def _even(length: int, max_size: int) -> int:
+    """Returns the smallest size that cuts a length into as few pieces as `max_size` does."""
+    n_pieces = -(-length // max_size)
     return -(-length // n_pieces)
 
 
-def _over_blocks(strip: Strip, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
-    """Runs `body` over the blocks of a strip.
+# Groups: the rows of one head that are computed together.
 
-    If there is one block with fixed bounds, no loop is used.
-    """
-    return (
-        body(0, carry) if strip.n_blocks == 1 else jax.lax.fori_loop(0, strip.n_blocks, body, carry)
-    )
+
+class _Masking(NamedTuple):
+    """Conditions that hide a pair besides its distance."""
+
+    key_range: tuple[jax.Array, jax.Array]  # The first visible key and the end, int32 [B] each.
+    dropout: Dropout | None  # Dropout on the probabilities, if any.
+    row_head: jax.Array | None  # `Dropout.row_heads`, int32 [B, H], or None without dropout.
 
 
 class _Group(NamedTuple):
-    """G rows of one head."""
+    """The arrays of G rows of one head."""
 
     layout: Layout
-    dropout: Dropout | None
+    dropout: Dropout | None  # Dropout on the probabilities, if any.
     content_query: jax.Array  # [G, L, E], with u, divided by sqrt(E).
     position_query: jax.Array  # [G, L, E], with v, divided by sqrt(E).
     key: jax.Array  # [G, K, E]
     value: jax.Array  # [G, K, E]
     position_key: jax.Array | None  # [P', E], with zeros behind the P.
     position_score: jax.Array | None  # [P'], divided by sqrt(E), wide.
-    key_range: tuple[jax.Array, jax.Array]  # int32 [G] each.
-    row_head: Any  # int32 [G], or None without dropout.
+    key_range: tuple[jax.Array, jax.Array]  # As in `_Masking`, int32 [G] each.
+    row_head: Any  # As in `_Masking`, int32 [G], or None without dropout.
     scale: float  # 1 / sqrt(E).
-    wide: jnp.dtype  # Of scores and sums.
+    wide: jnp.dtype  # The dtype of scores and sums.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """The place of a group: rows [first_row, first_row + n_rows) of a head."""
+    """The place of a group in the arrays: rows [first_row, first_row + n_rows) of a head."""
 
-    n_rows: int
-    first_row: jax.Array
-    head: jax.Array
+    n_rows: int  # G
+    first_row: jax.Array  # int32 []
+    head: jax.Array  # int32 []
 
-    def rows(self, array: jax.Array) -> jax.Array:
-        """[B, H, ..] -> [G, ..]."""
-        part = jax.lax.dynamic_slice(array, self._start(array), (self.n_rows, 1, *array.shape[2:]))
-        return part.reshape(self.n_rows, *array.shape[2:])
+    def take(self, layout: Layout, padded: Operands, masking: _Masking) -> _Group:
+        """Returns the group's part of arrays whose positions were padded."""
+        scale = float(padded.query.shape[-1] ** -0.5)
+        wide = wide_type(padded.query)
 
-    def of_head(self, array: jax.Array) -> jax.Array:
-        """[H, ..] -> [..]."""
-        return jax.lax.dynamic_index_in_dim(array, self.head, 0, keepdims=False)
+        query = self.rows(padded.query)
+        content_query = query
+        if padded.content_bias is not None:
+            content_query = query + self.of_head(padded.content_bias)[None, None, :]
+        position_query = query
+        if padded.position_bias is not None:
+            position_query = query + self.of_head(padded.position_bias)[None, None, :]
 
-    def write(self, array: jax.Array, part: jax.Array) -> jax.Array:
-        """Returns [B, H, ..] with [G, ..] in place."""
-        return jax.lax.dynamic_update_slice(
-            array, part[:, None].astype(array.dtype), self._start(array)
-        )
+        position_key = None
+        if padded.position_key is not None:
+            position_key = self.of_head(padded.position_key)
+        position_score = None
+        if padded.position_score is not None:
+            position_score = self.of_head(padded.position_score).astype(wide) * scale
 
-    def put(self, everything: Operands, group: Operands) -> Operands:
-        """Returns the gradients of all groups, updated with the gradients of one group.
-
-        The group's gradients are put in their place, or added where they are shared within a head.
-        """
-
-        def one(array: jax.Array, part: jax.Array) -> jax.Array:
-            if array.ndim == 4:
-                return self.write(array, part)
-            return jax.lax.dynamic_update_index_in_dim(
-                array, self.of_head(array) + part, self.head, 0
-            )
-
-        return jax.tree.map(one, everything, group)
-
-    def take(self, layout: Layout, arrays: Operands, masking: _Masking) -> _Group:
-        """Returns a group of arrays whose positions were padded."""
-        start, stop = (
-            jax.lax.dynamic_slice_in_dim(x, self.first_row, self.n_rows) for x in masking.key_range
-        )
-        query, scale, wide = (
-            self.rows(arrays.query),
-            float(arrays.query.shape[-1] ** -0.5),
-            wide_type(arrays.query),
-        )
-        position_key, position_score = jax.tree.map(
-            self.of_head, (arrays.position_key, arrays.position_score)
-        )
-
-        def biased(bias: jax.Array | None) -> jax.Array:
-            return query if bias is None else query + self.of_head(bias)[None, None, :]
-
+        start, stop = masking.key_range
         return _Group(
             layout=layout,
             dropout=masking.dropout,
-            content_query=biased(arrays.content_bias) * scale,
-            position_query=biased(arrays.position_bias) * scale,
-            key=self.rows(arrays.key),
-            value=self.rows(arrays.value),
+            content_query=content_query * scale,
+            position_query=position_query * scale,
+            key=self.rows(padded.key),
+            value=self.rows(padded.value),
             position_key=position_key,
-            position_score=None if position_score is None else position_score.astype(wide) * scale,
-            key_range=(start, stop),
+            position_score=position_score,
+            key_range=(self._of_batch(start), self._of_batch(stop)),
             row_head=None if masking.row_head is None else self.rows(masking.row_head),
             scale=scale,
             wide=wide,
         )
 
+    def rows(self, array: jax.Array) -> jax.Array:
+        """Returns the group's rows of its head: [B, H, ..] -> [G, ..]."""
+        sizes = (self.n_rows, 1, *array.shape[2:])
+        part = jax.lax.dynamic_slice(array, self._start(array), sizes)
+        return part.reshape(self.n_rows, *array.shape[2:])
+
+    def of_head(self, array: jax.Array) -> jax.Array:
+        """Returns the group's head: [H, ..] -> [..]."""
+        return jax.lax.dynamic_index_in_dim(array, self.head, 0, keepdims=False)
+
+    def write(self, array: jax.Array, part: jax.Array) -> jax.Array:
+        """Returns [B, H, ..] with the group's rows replaced by [G, ..]."""
+        part = part[:, None].astype(array.dtype)
+        return jax.lax.dynamic_update_slice(array, part, self._start(array))
+
+    def add_to_head(self, array: jax.Array, part: jax.Array) -> jax.Array:
+        """Returns [H, ..] with [..] added to the group's head."""
+        total = self.of_head(array) + part
+        return jax.lax.dynamic_update_index_in_dim(array, total, self.head, 0)
+
+    def _of_batch(self, array: jax.Array) -> jax.Array:
+        """Returns the group's rows: [B] -> [G]."""
+        return jax.lax.dynamic_slice_in_dim(array, self.first_row, self.n_rows)
+
     def _start(self, array: jax.Array) -> list[Any]:
+        """Returns the index in an array [B, H, ..] at which the group begins."""
         return [self.first_row, self.head, *[0] * (array.ndim - 2)]
 
 
@@ -413,20 +263,27 @@ def _over_groups(
 ) -> Carry:
     """Runs `body` over all groups, the rows of one head one after the other."""
     batch, n_head = arrays.query.shape[:2]
-    n_rows = batch
-    if default_device().platform == "cpu":
-        largest = max(strip.n_query * strip.n_key for strip in layout.strips())
-        n_rows = max(
-            n
-            for n in range(1, batch + 1)
-            if batch % n == 0 and (n == 1 or n * largest <= _CPU_SCORES)
-        )
-    per_head = batch // n_rows
+    n_rows = _rows_of_group(batch, layout)
+    groups_per_head = batch // n_rows
 
     def step(index: Any, carry: Carry) -> Carry:
-        return body(_Place(n_rows, (index % per_head) * n_rows, index // per_head), carry)
+        first_row = (index % groups_per_head) * n_rows
+        return body(_Place(n_rows, first_row, head=index // groups_per_head), carry)
 
-    return jax.lax.fori_loop(0, n_head * per_head, step, carry)
+    return jax.lax.fori_loop(0, n_head * groups_per_head, step, carry)
+
+
+def _rows_of_group(batch: int, layout: Layout) -> int:
+    """Returns G, a divisor of B.
+
+    On a CPU a block has at most `_CPU_SCORES` scores, or those of a single row. On other devices a
+    group has all rows.
+    """
+    if default_device().platform != "cpu":
+        return batch
+    scores_per_row = max(strip.n_query * strip.n_key for strip in layout.strips())
+    max_rows = max(1, _CPU_SCORES // scores_per_row)
+    return max(n for n in range(1, batch + 1) if batch % n == 0 and n <= max_rows)
 
 
 def _pad_positions(arrays: Operands, layout: Layout) -> Operands:
@@ -436,61 +293,36 @@ def _pad_positions(arrays: Operands, layout: Layout) -> Operands:
     """
 
     def pad(table: jax.Array) -> jax.Array:
-        behind = layout.n_columns(table.shape[1]) - table.shape[1]
-        return jnp.pad(table, [(0, 0), (0, behind), *[(0, 0)] * (table.ndim - 2)])
+        n_padding = layout.n_columns(table.shape[1]) - table.shape[1]
+        return jnp.pad(table, [(0, 0), (0, n_padding), *[(0, 0)] * (table.ndim - 2)])
 
-    position_key, position_score = jax.tree.map(pad, (arrays.position_key, arrays.position_score))
+    position_key = arrays.position_key
+    if position_key is not None:
+        position_key = pad(position_key)
+    position_score = arrays.position_score
+    if position_score is not None:
+        position_score = pad(position_score)
     return arrays._replace(position_key=position_key, position_score=position_score)
 
 
-def _zero_gradients(arrays: Operands) -> Operands:
-    """Returns the gradients of all, before any group, of arrays whose positions were padded."""
-    wide = wide_type(arrays.query)
-
-    def zeros(array: jax.Array) -> jax.Array:
-        shape = (
-            array.shape
-            if array.ndim == 2
-            else (*array.shape[:-2], array.shape[-1], array.shape[-2])
-        )
-        return jnp.zeros(shape, array.dtype if array.ndim == 4 else wide)
-
-    return jax.tree.map(zeros, arrays._replace(query=None))._replace(
-        query=jnp.zeros_like(arrays.query)
-    )
-
-
-def _zeros_of_group(gradients: Operands, n_rows: int) -> Operands:
-    """Returns the gradients of a group, before any block."""
-    wide = wide_type(gradients.key)
-
-    def zeros(array: jax.Array) -> jax.Array:
-        return jnp.zeros((n_rows, *array.shape[2:]) if array.ndim == 4 else array.shape[1:], wide)
-
-    return jax.tree.map(zeros, gradients._replace(query=None))
-
-
-def _as_given(gradient: jax.Array, array: jax.Array) -> jax.Array:
-    """Returns a gradient in the shape and type of the array, the query aside."""
-    gradient = gradient if array.ndim == 2 else gradient.swapaxes(-1, -2)
-    return gradient[:, : array.shape[1]].astype(array.dtype) if array.ndim < 4 else gradient
-
-
-class _Block:
-    """A strip's queries with neighbouring keys, for a group."""
+class _ScoreBlock:
+    """The scores of a strip's queries and neighbouring keys, for a group."""
 
     def __init__(self, group: _Group, strip: Strip, index: Any) -> None:
-        self._group, self._strip = group, strip
-        rows = slice(strip.first, strip.first + strip.n_query)
-        last = strip.end - strip.n_key
-        # Keys before it belong to the block before.
+        """Makes block number `index` of a strip."""
+        self.group = group
+        self._strip = strip
+
+        # The last block may repeat keys of the block before, which are those before `_begin`.
         self._begin = strip.begin + index * strip.n_key
-        self.first_key = strip.begin if strip.n_blocks == 1 else jnp.minimum(self._begin, last)
+        self.first_key: Any = strip.begin
+        if strip.n_blocks > 1:
+            self.first_key = jnp.minimum(self._begin, strip.end - strip.n_key)
         self._first_column = group.layout.column(strip, self.first_key)
-        self.content_query, self._position_query = (
-            group.content_query[:, rows],
-            group.position_query[:, rows],
-        )
+
+        queries = slice(strip.first, strip.first + strip.n_query)
+        self.content_query = group.content_query[:, queries]
+        self._position_query = group.position_query[:, queries]
 
     def rows_of(self, array: jax.Array) -> jax.Array:
         """Returns the block's rows [G, m, E] of keys or values [G, K, E]."""
@@ -498,50 +330,53 @@ class _Block:
 
     def scores(self) -> jax.Array:
         """Returns the scores [G, n, m], wide, minus infinity where hidden."""
-        group, strip = self._group, self._strip
+        group = self.group
+        strip = self._strip
         scores = product("gne,gme->gnm", self.content_query, self.rows_of(group.key))
         if group.position_key is not None:
             # Position keys are the same for all rows: one product for the group.
-            by_distance = product(
-                "ne,we->nw", _flat(self._position_query), self._columns_of(group.position_key)
-            )
-            scores += skew(by_distance.reshape(*scores.shape[:2], strip.width), strip.n_key)
+            position_key = self._columns_of(group.position_key)
+            by_distance = product("ne,we->nw", _flat(self._position_query), position_key)
+            by_distance = by_distance.reshape(*scores.shape[:2], strip.width)
+            scores += skew(by_distance, strip.n_key)
         if group.position_score is not None:
-            by_distance = jnp.broadcast_to(
-                self._columns_of(group.position_score), (strip.n_query, strip.width)
-            )
+            position_score = self._columns_of(group.position_score)
+            by_distance = jnp.broadcast_to(position_score, (strip.n_query, strip.width))
             scores += skew(by_distance, strip.n_key)[None]
         return jnp.where(self._visible(), scores, -jnp.inf)
 
     def keep(self, dropout: Dropout) -> jax.Array:
-        """Returns which probabilities are kept, bool [G, n, m]."""
+        """Returns which probabilities dropout keeps, bool [G, n, m]."""
         query, key = self._pairs()
-        return dropout.keep(self._group.row_head[:, None, None], query[None], key[None])
+        return dropout.keep(self.group.row_head[:, None, None], query[None], key[None])
 
     def add_position_gradients(
-        self, gradients: Operands, of_scores: jax.Array
-    ) -> tuple[jax.Array | None, Operands]:
-        """Returns the block's part of the position queries' gradient.
+        self, by_head: "_ByHead", score_gradient: jax.Array
+    ) -> tuple[jax.Array | None, "_ByHead"]:
+        """Computes the gradients of positions from the scores' gradient [G, n, m].
 
-        The part is [G, n, E], or None. The method also adds to the group's gradients.
+        Returns:
+          The gradient of the position queries [G, n, E], or None without position keys, and
+          `by_head` with the block's gradients of position keys and scores added.
         """
-        group = self._group
+        group = self.group
         if group.position_key is None and group.position_score is None:
-            return None, gradients
-        by_distance = unskew(of_scores, self._strip.width)
+            return None, by_head
+        by_distance = unskew(score_gradient, self._strip.width)
+
         if group.position_score is not None:
-            of_score = jnp.sum(by_distance.astype(group.wide), axis=(0, 1)) * group.scale
-            added = _add_at(gradients.position_score, of_score, self._first_column)
-            gradients = gradients._replace(position_score=added)
+            gradient = jnp.sum(by_distance.astype(group.wide), axis=(0, 1)) * group.scale
+            total = _add_at(by_head.position_score, gradient, self._first_column)
+            by_head = by_head._replace(position_score=total)
         if group.position_key is None:
-            return None, gradients
+            return None, by_head
+
         flat = _flat(by_distance)
-        of_query = product("nw,we->ne", flat, self._columns_of(group.position_key))
-        of_key = product("en,nw->ew", _transposed(_flat(self._position_query)), flat)
-        gradients = gradients._replace(
-            position_key=_add_at(gradients.position_key, of_key, self._first_column)
-        )
-        return of_query.reshape(self._position_query.shape), gradients
+        query_gradient = product("nw,we->ne", flat, self._columns_of(group.position_key))
+        gradient = product("en,nw->ew", _transposed(_flat(self._position_query)), flat)
+        total = _add_at(by_head.position_key, gradient, self._first_column)
+        by_head = by_head._replace(position_key=total)
+        return query_gradient.reshape(self._position_query.shape), by_head
 
     def _columns_of(self, table: jax.Array) -> jax.Array:
         """Returns the block's rows [W, ..] of a table of distances [P', ..]."""
@@ -555,39 +390,384 @@ class _Block:
 
     def _visible(self) -> jax.Array:
         """Returns the visible pairs, bool [G, n, m]."""
-        layout, (query, key), (start, stop) = (
-            self._group.layout,
-            self._pairs(),
-            self._group.key_range,
-        )
-        seen = (key >= start[:, None]) & (key < stop[:, None])
+        layout = self.group.layout
+        query, key = self._pairs()
+
+        # Empty slots and padding are hidden from all queries of a row, and so are keys that the
+        # block before has had.
+        start, stop = self.group.key_range
+        in_range = (key >= start[:, None]) & (key < stop[:, None])
         if self._strip.n_blocks > 1:
-            seen &= key >= self._begin
+            in_range &= key >= self._begin
+
+        # The order and the window hide pairs by their distance, in all rows alike.
         distance = layout.mem_len + query - key
         near = jnp.ones_like(distance, bool)
         if layout.causal:
             near &= distance >= 0
         if layout.window is not None:
             near &= jnp.abs(distance) < layout.window
-        return seen[:, None, :] & near[None]
+        return in_range[:, None, :] & near[None]
+
+
+def _over_blocks(strip: Strip, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
+    """Runs `body` over the blocks of a strip.
+
+    If there is one block with fixed bounds, no loop is used.
+    """
+    if strip.n_blocks == 1:
+        return body(0, carry)
+    return jax.lax.fori_loop(0, strip.n_blocks, body, carry)
+
+
+# The forward pass.
+
+
+class _Results(NamedTuple):
+    """Results of the forward pass for all queries, or for a strip of a group, [G, n, ..]."""
+
+    attended: jax.Array  # [B, H, L, E], weighted sums of the values.
+    log_total: jax.Array  # [B, H, L], logarithm of each query's sum of exp(score), wide.
+
+
+class _Residuals(NamedTuple):
+    """Arrays that the forward pass keeps for the backward pass."""
+
+    arrays: Operands
+    masking: _Masking
+    results: _Results
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(layout: Layout, arrays: Operands, masking: _Masking) -> jax.Array:
+    attended, _ = _forward(layout, arrays, masking)
+    return attended
+
+
+def _forward(layout: Layout, arrays: Operands, masking: _Masking) -> tuple[jax.Array, _Residuals]:
+    """Returns the weighted sums of the values [B, H, L, E], and the residuals."""
+    padded = _pad_positions(arrays, layout)
+
+    def write_group(place: _Place, results: _Results) -> _Results:
+        group = place.take(layout, padded, masking)
+        strips = [_forward_strip(group, strip) for strip in layout.strips()]
+        of_group = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *strips)
+        return jax.tree.map(place.write, results, of_group)
+
+    results = _Results(
+        attended=jnp.zeros(arrays.query.shape, arrays.value.dtype),
+        log_total=jnp.zeros(arrays.query.shape[:3], wide_type(arrays.query)),
+    )
+    results = _over_groups(arrays, layout, write_group, results)
+    return results.attended, _Residuals(arrays, masking, results)
+
+
+class OnlineSoftmax(NamedTuple):
+    """The state of a softmax over blocks of keys, which are added one after the other. Wide.
+
+    exp(score - highest) takes the place of exp(score), which may overflow. Sums of earlier blocks
+    are rescaled when a block has a higher score.
+    """
+
+    summed: jax.Array  # [.., n, E], the sum of exp(score - highest) times the value.
+    highest: jax.Array  # [.., n, 1], the highest score so far.
+    total: jax.Array  # [.., n, 1], the sum of exp(score - highest).
+
+    def highest_with(self, scores: jax.Array) -> jax.Array:
+        """Returns the highest score [.., n, 1] so far and in a block of scores [.., n, m]."""
+        return jnp.maximum(self.highest, jnp.max(scores, axis=-1, keepdims=True))
+
+    def add(self, highest: jax.Array, exp_scores: jax.Array, summed: jax.Array) -> "OnlineSoftmax":
+        """Adds a block of keys.
+
+        Args:
+          highest: `highest_with` of the block's scores.
+          exp_scores: exp(score - highest) of the block, [.., n, m].
+          summed: The sum of exp(score - highest) times the value over the block, [.., n, E].
+        """
+        shrink = jnp.exp(self.highest - highest)
+        return OnlineSoftmax(
+            summed=self.summed * shrink + summed,
+            highest=highest,
+            total=self.total * shrink + jnp.sum(exp_scores, axis=-1, keepdims=True),
+        )
+
+
+def _forward_strip(group: _Group, strip: Strip) -> _Results:
+    """Returns the results of a strip's queries, wide: [G, n, E] and [G, n]."""
+    dropout = group.dropout
+    wide = group.wide
+
+    def add_block(index: Any, softmax: OnlineSoftmax) -> OnlineSoftmax:
+        block = _ScoreBlock(group, strip, index)
+        scores = block.scores()
+        highest = softmax.highest_with(scores)
+        exp_scores = jnp.exp(scores - highest)
+
+        # Dropout is on the probabilities: the total includes what it drops.
+        kept = exp_scores
+        if dropout is not None:
+            kept = jnp.where(block.keep(dropout), exp_scores, 0)
+        kept = kept.astype(group.value.dtype)
+        summed = product("gnm,gme->gne", kept, block.rows_of(group.value))
+        return softmax.add(highest, exp_scores, summed)
+
+    shape = (group.key.shape[0], strip.n_query)
+    softmax = OnlineSoftmax(
+        summed=jnp.zeros((*shape, group.value.shape[-1]), wide),
+        highest=jnp.full((*shape, 1), _LOWEST, wide),
+        total=jnp.zeros((*shape, 1), wide),
+    )
+    softmax = _over_blocks(strip, add_block, softmax)
+
+    # A query that sees no key has the total 0, and gets zeros.
+    total = jnp.where(softmax.total == 0, 1, softmax.total)
+    kept_fraction = 1 if dropout is None else 1 - jnp.asarray(dropout.rate, wide)
+    attended = softmax.summed / (total * kept_fraction)
+    log_total = softmax.highest + jnp.log(total)
+    return _Results(attended, log_total[..., 0])
+
+
+# The backward pass. Gradients of keys, values and position keys are summed transposed, [.., E, n]
+# for [.., n, E], because the products that compute them are fast that way (`_transposed`).
+
+
+class _ByHead(NamedTuple):
+    """Arrays that all rows of a head share, or their gradients. Missing arrays are None.
+
+    A gradient is wide and summed over rows. Shapes are given for all heads; those of a group are
+    for its head, without H.
+    """
+
+    position_key: Any  # [H, P', E], a gradient [H, E, P'].
+    content_bias: Any  # [H, E]
+    position_bias: Any  # [H, E]
+    position_score: Any  # [H, P']
+
+    @classmethod
+    def from_operands(cls, arrays: Operands) -> "_ByHead":
+        """Returns the arrays of attention that rows share."""
+        return cls(
+            position_key=arrays.position_key,
+            content_bias=arrays.content_bias,
+            position_bias=arrays.position_bias,
+            position_score=arrays.position_score,
+        )
+
+
+class _GroupGradients(NamedTuple):
+    """Gradients of a group's arrays except the queries, summed over the blocks so far. Wide."""
+
+    key: jax.Array  # [G, E, K]
+    value: jax.Array  # [G, E, K]
+    by_head: _ByHead  # Of the group's head.
+
+
+class _Gradients(NamedTuple):
+    """Gradients of all arrays, with the groups so far. The rest is zeros."""
+
+    query: jax.Array  # [B, H, L, E], in the query's dtype.
+    key: jax.Array  # [B, H, E, K], in the key's dtype.
+    value: jax.Array  # [B, H, E, K], in the value's dtype.
+    by_head: _ByHead  # Of all heads.
+
+    @classmethod
+    def zeros(cls, padded: Operands) -> "_Gradients":
+        """Returns the gradients before any group, of arrays whose positions were padded."""
+        wide = wide_type(padded.query)
+        by_head = jax.tree.map(
+            lambda array: jnp.zeros(array.shape, wide), _ByHead.from_operands(padded)
+        )
+        if by_head.position_key is not None:
+            by_head = by_head._replace(position_key=_zeros_transposed(padded.position_key, wide))
+        return cls(
+            query=jnp.zeros_like(padded.query),
+            key=_zeros_transposed(padded.key, padded.key.dtype),
+            value=_zeros_transposed(padded.value, padded.value.dtype),
+            by_head=by_head,
+        )
+
+    def zeros_of_group(self, n_rows: int, wide: jnp.dtype) -> _GroupGradients:
+        """Returns the gradients of a group with G rows, before any block."""
+        return _GroupGradients(
+            key=jnp.zeros((n_rows, *self.key.shape[2:]), wide),
+            value=jnp.zeros((n_rows, *self.value.shape[2:]), wide),
+            by_head=jax.tree.map(lambda array: jnp.zeros(array.shape[1:], wide), self.by_head),
+        )
+
+    def add_group(self, place: _Place, query: jax.Array, group: _GroupGradients) -> "_Gradients":
+        """Returns the gradients with a group's gradients, of which `query` is [G, L, E].
+
+        Gradients of a row are written to their place, and those that rows share are added.
+        """
+        return _Gradients(
+            query=place.write(self.query, query),
+            key=place.write(self.key, group.key),
+            value=place.write(self.value, group.value),
+            by_head=jax.tree.map(place.add_to_head, self.by_head, group.by_head),
+        )
+
+    def as_operands(self, arrays: Operands) -> Operands:
+        """Returns the gradients in the shapes and dtypes of the arrays."""
+        by_head = self.by_head
+        if by_head.position_key is not None:
+            by_head = by_head._replace(position_key=by_head.position_key.swapaxes(-1, -2))
+
+        def like(gradient: jax.Array, array: jax.Array) -> jax.Array:
+            # Position keys and scores lose their padding.
+            return gradient[:, : array.shape[1]].astype(array.dtype)
+
+        by_head = jax.tree.map(like, by_head, _ByHead.from_operands(arrays))
+        return Operands(
+            query=self.query,
+            key=self.key.swapaxes(-1, -2),
+            value=self.value.swapaxes(-1, -2),
+            position_key=by_head.position_key,
+            content_bias=by_head.content_bias,
+            position_bias=by_head.position_bias,
+            position_score=by_head.position_score,
+        )
+
+
+class _BackwardRows(NamedTuple):
+    """Arrays per query that the backward pass reads, of a group, or of a strip with n for L."""
+
+    gradient: jax.Array  # [G, L, E], the gradient of the result.
+    log_total: jax.Array  # [G, L, 1], as in `_Results`.
+    delta: jax.Array  # [G, L, 1], the sum of the result times its gradient, wide.
+
+    def in_strip(self, strip: Strip) -> "_BackwardRows":
+        """Returns the rows of a strip."""
+        queries = slice(strip.first, strip.first + strip.n_query)
+        return _BackwardRows(
+            gradient=self.gradient[:, queries],
+            log_total=self.log_total[:, queries],
+            delta=self.delta[:, queries],
+        )
+
+
+def _backward(layout: Layout, residuals: _Residuals, gradient: jax.Array) -> tuple[Operands, None]:
+    """Returns the gradients of the arrays, from the result's gradient [B, H, L, E]."""
+    arrays, masking, results = residuals
+    wide = wide_type(arrays.query)
+    delta = jnp.sum(gradient.astype(wide) * results.attended.astype(wide), axis=-1)
+    padded = _pad_positions(arrays, layout)
+
+    def add_group(place: _Place, gradients: _Gradients) -> _Gradients:
+        group = place.take(layout, padded, masking)
+        rows = _BackwardRows(
+            gradient=place.rows(gradient),
+            log_total=place.rows(results.log_total)[..., None],
+            delta=place.rows(delta)[..., None],
+        )
+        of_group = gradients.zeros_of_group(place.n_rows, wide)
+        query_gradients = []
+        for strip in layout.strips():
+            query_gradient, of_group = _backward_strip(group, strip, rows.in_strip(strip), of_group)
+            query_gradients.append(query_gradient)
+        return gradients.add_group(place, jnp.concatenate(query_gradients, axis=1), of_group)
+
+    gradients = _over_groups(arrays, layout, add_group, _Gradients.zeros(padded))
+    return gradients.as_operands(arrays), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+class _StripGradients(NamedTuple):
+    """Gradients that one block of a strip hands to the next."""
+
+    content_query: jax.Array  # [G, n, E], wide, not yet divided by sqrt(E).
+    position_query: jax.Array  # [G, n, E], wide, not yet divided by sqrt(E).
+    group: _GroupGradients
+
+
+def _backward_strip(
+    group: _Group, strip: Strip, rows: _BackwardRows, of_group: _GroupGradients
+) -> tuple[jax.Array, _GroupGradients]:
+    """Returns the gradient of a strip's queries [G, n, E], and the group's with the strip added."""
+
+    def add_block(index: Any, gradients: _StripGradients) -> _StripGradients:
+        return _backward_block(_ScoreBlock(group, strip, index), rows, gradients)
+
+    zeros = jnp.zeros((*rows.gradient.shape[:2], group.key.shape[-1]), group.wide)
+    gradients = _over_blocks(strip, add_block, _StripGradients(zeros, zeros, of_group))
+    content_query = gradients.content_query * group.scale
+    position_query = gradients.position_query * group.scale
+
+    # A bias is added to every query of its head.
+    by_head = gradients.group.by_head
+    if by_head.content_bias is not None:
+        total = by_head.content_bias + jnp.sum(content_query, axis=(0, 1))
+        by_head = by_head._replace(content_bias=total)
+    if by_head.position_bias is not None:
+        total = by_head.position_bias + jnp.sum(position_query, axis=(0, 1))
+        by_head = by_head._replace(position_bias=total)
+    return content_query + position_query, gradients.group._replace(by_head=by_head)
+
+
+def _backward_block(
+    block: _ScoreBlock, rows: _BackwardRows, gradients: _StripGradients
+) -> _StripGradients:
+    """Adds the gradients of one block to those of the blocks before it."""
+    group = block.group
+    probabilities = jnp.exp(block.scores() - rows.log_total)
+    probability_gradient = product("gne,gme->gnm", rows.gradient, block.rows_of(group.value))
+    kept = probabilities
+    if group.dropout is not None:
+        is_kept = block.keep(group.dropout)
+        kept_fraction = 1 - jnp.asarray(group.dropout.rate, group.wide)
+        kept = jnp.where(is_kept, probabilities / kept_fraction, 0)
+        probability_gradient = jnp.where(is_kept, probability_gradient / kept_fraction, 0)
+
+    # Through the softmax: `delta` has the contributions of all keys of a query.
+    score_gradient = probabilities * (probability_gradient - rows.delta)
+    score_gradient = score_gradient.astype(group.key.dtype)
+
+    # Through the products of values, keys and position keys.
+    kept = kept.astype(rows.gradient.dtype)
+    value = product("gen,gnm->gem", _transposed(rows.gradient), kept)
+    key = product("gen,gnm->gem", _transposed(block.content_query), score_gradient)
+    content_query = product("gnm,gme->gne", score_gradient, block.rows_of(group.key))
+    position_query, by_head = block.add_position_gradients(gradients.group.by_head, score_gradient)
+
+    total_position_query = gradients.position_query
+    if position_query is not None:
+        total_position_query = total_position_query + position_query
+    return _StripGradients(
+        content_query=gradients.content_query + content_query,
+        position_query=total_position_query,
+        group=_GroupGradients(
+            key=_add_at(gradients.group.key, key, block.first_key),
+            value=_add_at(gradients.group.value, value, block.first_key),
+            by_head=by_head,
+        ),
+    )
 
 
 def _transposed(rows: jax.Array) -> jax.Array:
-    """[.., n, E] -> [.., E, n], as a separate array.
+    """Returns [.., E, n] for [.., n, E], as a separate array.
 
     Without the barrier XLA makes the transposition part of the product, for which its CPU backend
-    has no fast routine:
-    64 x 128 times 128 x 1024 takes 297 us with it and 116 us without (AMD EPYC, 2 cores).
+    has no fast routine: 64 x 128 times 128 x 1024 takes 297 us as one product and 116 us with the
+    barrier (AMD EPYC, 2 cores).
     """
     return jax.lax.optimization_barrier(rows.swapaxes(-1, -2))
 
 
+def _zeros_transposed(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns zeros [.., E, n] for an array [.., n, E]."""
+    *lead, n_row, width = array.shape
+    return jnp.zeros((*lead, width, n_row), dtype)
+
+
 def _flat(rows: jax.Array) -> jax.Array:
-    """[G, n, x] -> [G n, x]."""
+    """Joins the rows of a group: [G, n, x] -> [G n, x]."""
     return rows.reshape(-1, rows.shape[-1])
 
 
 def _add_at(total: jax.Array, part: jax.Array, first: Any) -> jax.Array:
-    """Adds to the columns [first, ..) of the last axis."""
-    here = jax.lax.dynamic_slice_in_dim(total, first, part.shape[-1], total.ndim - 1)
-    return jax.lax.dynamic_update_slice_in_dim(total, here + part, first, total.ndim - 1)
+    """Adds `part` to the columns of the last axis from `first` on."""
+    last_axis = total.ndim - 1
+    columns = jax.lax.dynamic_slice_in_dim(total, first, part.shape[-1], last_axis)
+    return jax.lax.dynamic_update_slice_in_dim(total, columns + part, first, last_axis)
