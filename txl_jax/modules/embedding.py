@@ -28,9 +28,10 @@ class Embedding(nn.Module):
 
     With div_val 1 all clusters share one table.
 
-    Parameters: `table_c` [rows, width of c] and, where a projection exists, `projection_c` [width,
-    D]. A projection exists for every cluster if div_val > 1, even where its width is D, and for the
-    single table if d_embed is not d_model. Both are public: a tied softmax uses them.
+    Cluster c has the parameters `table_c` [rows, width of c] and, where a projection exists,
+    `projection_c` [width, D]. A projection exists for every cluster if div_val > 1, even where its
+    width is D, and for the single table if d_embed is not d_model. `tables` and `projections` are
+    public, because a tied softmax uses them.
     """
 
     config: ModelConfig
@@ -83,10 +84,14 @@ class Embedding(nn.Module):
 class Softmax(nn.Module):
     """Adaptive softmax, with the parameters that are not tied to the embedding.
 
-    Parameters: `bias` [V]; `table_c` as the embedding's unless `tie_weight`; `projection_c` [width,
-    D] for each cluster, laid out as the embedding's and applied transposed, unless `tie_projs[c]`,
-    and only where div_val > 1 or d_embed is not d_model; with cutoffs `tail_table` [C - 1, d_embed]
-    and `tail_bias` [C - 1].
+    Its parameters are:
+
+    - `bias` [V].
+    - `table_c` like the embedding's, unless `tie_weight`.
+    - `projection_c` [width, D] for each cluster c, unless `tie_projs[c]`, and only where
+      div_val > 1 or d_embed is not d_model. It is laid out like the embedding's and applied
+      transposed.
+    - With cutoffs, `tail_table` [C - 1, d_embed] and `tail_bias` [C - 1].
     """
 
     config: ModelConfig

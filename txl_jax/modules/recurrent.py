@@ -69,19 +69,20 @@ class RecurrentModel(nn.Module):
         `clamp_len` and `same_length` have no effect. Dropout needs an rng named "dropout".
         """
         del clamp_len, same_length
-        # A row whose memory is still empty starts from zeros.
+        # The layers' states at the end of the last segment, [N, B, 2, D]. A row whose memory is
+        # still empty starts from zeros.
         is_filled = memory.valid[None, :, None, None] > 0
         states = jnp.where(is_filled, memory.hidden, 0)
 
         embedded = self.embedding(tokens, deterministic=deterministic)
         hidden = self.drop_input(embedded, deterministic=deterministic)
         end_states = []
-        for number, layer in enumerate(self.layers):
-            # The first layer's inputs have had the input dropout.
-            if number > 0:
+        for layer, state in zip(self.layers, states, strict=True):
+            # The inputs of the first layer have had the input dropout.
+            is_first = not end_states
+            if not is_first:
                 hidden = self.drop(hidden, deterministic=deterministic)
-            start = (states[number, :, 0], states[number, :, 1])
-            end, hidden = layer(hidden, initial_carry=start)
+            end, hidden = layer(hidden, initial_carry=(state[:, 0], state[:, 1]))
             end_states.append(jnp.stack(end, axis=1))
         sow_if_asked(self, "activations", "last", hidden)
         hidden = self.drop_output(hidden, deterministic=deterministic)
@@ -164,6 +165,7 @@ class QRNNLayer(nn.Module):
             3 * self.features, dtype=self.dtype, param_dtype=self.param_dtype, name="gates"
         )(gate_inputs)
 
+        # Candidates z, forget gates f and output gates o, [B, L, D] each.
         pooling_dtype = jnp.promote_types(gates.dtype, jnp.float32)
         z, f, o = jnp.split(gates.astype(pooling_dtype), 3, axis=-1)
         cells = fo_pool(nn.tanh(z), nn.sigmoid(f), cell.astype(pooling_dtype))

@@ -103,11 +103,7 @@ class TransformerXL(nn.Module):
         documents = memory_lib.documents(tokens, self.end_token)
         document_start = None if documents is None else documents.start
         visibility = Visibility(
-            memory.valid,
-            segment_len,
-            mem_len,
-            window,
-            document_start=document_start,
+            memory.valid, segment_len, mem_len, window, document_start=document_start
         )
 
         # The input dropout samples two masks: first for the codes, then for the embeddings.

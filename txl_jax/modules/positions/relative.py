@@ -97,7 +97,9 @@ class RelativePositions(PositionEncoding):
         dtype = jnp.dtype(c.dtype)
         attention = layer["attention"]
         n_position = table_length(segment_len=segment_len, capacity=capacity, clamp_len=clamp_len)
-        codes = positions.sinusoids(positions.key_distances(n_position), c.d_model, dtype)
+        # The distances P - 1, .., 0 end at the clamp already.
+        distances = positions.key_distances(n_position)
+        codes = positions.sinusoids(distances, c.d_model, dtype)
 
         # u and v are divided by sqrt(E) before they are cast.
         scale = c.d_head**-0.5
@@ -105,15 +107,15 @@ class RelativePositions(PositionEncoding):
             w_query = (attention["query"] * scale).astype(dtype)
             content_bias = jnp.einsum("d,dhe->he", codes[-1], w_query)
             position_bias = content_bias
-            w_key = attention["key"]
+            w_position_key = attention["key"]
         else:
             # With `untie_r` a layer has its own biases.
             biases = layer.get("biases", shared)
             content_bias = (biases["content"] * scale).astype(dtype)
             position_bias = (biases["position"] * scale).astype(dtype)
-            w_key = attention["position_key"]
+            w_position_key = attention["position_key"]
 
-        key = jnp.einsum("pd,dhe->hep", codes, w_key.astype(dtype))
+        key = jnp.einsum("pd,dhe->hep", codes, w_position_key.astype(dtype))
         return DecodeTerms(
             content_bias=content_bias,
             position_keys=PositionKeys(bias=position_bias, key=key, score=None),

@@ -56,7 +56,7 @@ class ShawPositions(PositionEncoding):
             arrays["content"] = (heads, head_dim)
         table = Learned(c, arrays, name="positions")()
 
-        # Term (b) is the product of query and key: [K, H, E] -> [H, K, E].
+        # Term (b) is the product of the query with this key: [K, H, E] -> [H, K, E].
         position_key = table["key"].astype(dtype)[codes].swapaxes(0, 1)
         if not self.has_position_score:
             return PositionTerms(position_key)
@@ -64,7 +64,7 @@ class ShawPositions(PositionEncoding):
             position_key,
             # u of term (c).
             content_bias=table["content"].astype(dtype),
-            # A number per distance instead of term (d).
+            # A number per distance instead of term (d), in the dtype of the parameters.
             position_score=table["score"][codes].T,
         )
 
