@@ -38,7 +38,7 @@ class Embedding(nn.Module):
     vocab_size: int
 
     def setup(self) -> None:
-        """Creates the parameters."""
+        """Creates the parameters. Their order determines their initial values."""
         table_sizes = _table_sizes(self.config, self.vocab_size)
         self.tables = [_create_table(self, i, size) for i, size in enumerate(table_sizes)]
         projections: list[jax.Array | None] = [None] * len(table_sizes)
@@ -98,7 +98,7 @@ class Softmax(nn.Module):
     vocab_size: int
 
     def setup(self) -> None:
-        """Creates the parameters."""
+        """Creates the parameters. Their order determines their initial values."""
         c = self.config
         self.bias = self.param("bias", axes.zeros(axes.VOCAB), (self.vocab_size,))
 
@@ -125,14 +125,14 @@ class Softmax(nn.Module):
             self.tail_bias = self.param("tail_bias", axes.zeros(axes.CLUSTERS), (n_tail,))
 
     def nll(self, hidden: jax.Array, targets: jax.Array, embedding: Embedding) -> jax.Array:
-        """Computes each target's loss in nats, [B, L]."""
+        """Computes each target's loss in nats: [B, L, D] and int [B, L] -> [B, L]."""
         clusters, tails = self._clusters_and_tails(embedding)
         return adaptive_softmax.negative_log_likelihood(
             hidden, targets, clusters, tails, self.config.cutoffs
         )
 
     def log_probabilities(self, hidden: jax.Array, embedding: Embedding) -> jax.Array:
-        """Computes the log probabilities (logprobs) of all tokens, [B, L, V]."""
+        """Computes the log probabilities (logprobs) of all tokens: [B, L, D] -> [B, L, V]."""
         clusters, tails = self._clusters_and_tails(embedding)
         return adaptive_softmax.log_probabilities(hidden, clusters, tails)
 
@@ -175,7 +175,8 @@ class Softmax(nn.Module):
         projection = self.untied_projections[cluster]
         if projection is None:
             # With div_val 1 the embedding has a single table, and a single projection.
-            projection = embedding.projections[cluster if c.div_val > 1 else 0]
+            number = cluster if c.div_val > 1 else 0
+            projection = embedding.projections[number]
         return jnp.asarray(projection, c.dtype)
 
 
