@@ -76,7 +76,7 @@ class RecurrentModel(nn.Module):
 
         embedded = self.embedding(tokens, deterministic=deterministic)
         hidden = self.drop_input(embedded, deterministic=deterministic)
-        end_states = []
+        end_states: list[jax.Array] = []
         for layer, state in zip(self.layers, states, strict=True):
             # The inputs of the first layer have had the input dropout.
             is_first = not end_states
