@@ -1,7 +1,11 @@
 """Multi-head attention over [memory; segment]: projections and dropout.
 
-The scores are computed by `ops.attention.attention`. Terms that depend on positions are the
-encoding's (`modules.positions`). Inference does the same with a KV cache in `inference.forward`.
+`ops.attention.attention` computes scores, softmax and the weighted sums. The encoding
+(`modules.positions`) supplies the terms that depend on positions. `inference.forward` computes the
+same with a KV cache.
+
+Letters: B batch size, L segment length, M memory length, K = M + L keys, D model size, H heads,
+E head size.
 """
 
 from collections.abc import Sequence
@@ -20,22 +24,23 @@ from txl_jax.ops.attention import Implementation, Visibility, attention
 from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
 
-# Arguments of `ops.attention.score_terms`, by their names in the collection "attention" (`keep`).
+# Arguments of `ops.attention.score_terms`, in order. Attention sows them under these names in the
+# collection "attention".
 SCORE_PARTS = ("query", "key", "position_key", "content_bias", "position_bias")
 
 
 class LayerContext(flax.struct.PyTreeNode):
     """Inputs shared by all layers."""
 
-    # Of the distances K - 1, .., 0; the encoding's `shared_codes`.
+    # Codes of the distances K - 1, .., 0 (the encoding's `shared_codes`), or None.
     codes: jax.Array | None
-    # Which keys a query sees.
+    # Which keys each query attends to.
     visibility: Visibility
-    # The encoding's `shared_parameters`; within a layer its `layer_parameters`.
+    # The encoding's `shared_parameters`, and within a layer its `layer_parameters`.
     parameters: Any = None
-    # Of attention.
+    # Implementation of attention, or the name of its path.
     implementation: Implementation | str = flax.struct.field(pytree_node=False, default="auto")
-    # No dropout.
+    # Whether dropout is off.
     deterministic: bool = flax.struct.field(pytree_node=False, default=True)
 
 
@@ -53,81 +58,108 @@ class Attention(nn.Module):
     ) -> jax.Array:
         """Computes the attention outputs [B, L, D] of a segment.
 
-        Keys and values come from `states`, which contains the memory and the segment.
+        Args:
+          segment: [B, L, D], from which queries are projected.
+          states: The memory [B, M, D] and the segment, from which keys and values are projected.
+          context: Inputs shared by all layers.
         """
-        c, dtype, deterministic = self.config, segment.dtype, context.deterministic
+        c = self.config
+        dtype = segment.dtype
+        deterministic = context.deterministic
         inward = axes.normal(c.init_std, axes.EMBED, axes.HEADS, axes.HEAD_DIM)
 
         def matrix(name: str) -> jax.Array:
-            """Creates a matrix [D, H, E]."""
+            """Creates the parameter of a projection, [D, H, E]."""
             return self.param(name, inward, (c.d_model, c.n_head, c.d_head)).astype(dtype)
 
-        # Heads before positions: the products over E and K then run on contiguous matrices, which
-        # on CPU halves the time of the forward pass.
-        w_query, w_key, w_value = (matrix(name) for name in ("query", "key", "value"))
+        def drop(heads: jax.Array, name: str) -> jax.Array:
+            """Applies the dropout on queries, keys and values to [..., H, positions, E]."""
+            if not is_on(c.dropout.qkv):
+                return heads
+            # Flax numbers dropouts without a name, and masks depend on the number. This one has a
+            # name, so that switching it on leaves the masks of the others as they are.
+            module = dropout(c, c.dropout.qkv, deterministic=deterministic, name=f"drop_{name}")
+            return module(heads)
 
-        def drop(states: jax.Array, name: str) -> jax.Array:
-            """Applies dropout to [..., H, positions, E].
+        # Initial values depend on the order in which parameters are created: these three, then the
+        # encoding's, then "output".
+        w_query = matrix("query")
+        w_key = matrix("key")
+        w_value = matrix("value")
 
-            By names, so that with or without it the other dropouts, which are numbered, draw what
-            they draw.
-            """
-            rate = c.dropout.qkv
-            return (
-                dropout(c, rate, deterministic=deterministic, name=f"drop_{name}")(states)
-                if is_on(rate)
-                else states
-            )
+        query = _shard_heads(_project(segment, w_query))
+        # Memory and segment are projected apart. No gradient goes into the memory, but a single
+        # product would compute a gradient of all K rows.
+        key = _shard_heads(_project_apart(states, w_key))
+        value = _shard_heads(_project_apart(states, w_value))
 
-        query = drop(self._heads(_project(segment, w_query)), "query")
-        key, value = (
-            # Memory and segment apart: no gradient goes into the memory, and one product would
-            # compute that of K rows.
-            drop(
-                self._heads(jnp.concatenate([_project(part, kernel) for part in states], axis=-2)),
-                name,
-            )
-            for name, kernel in (("key", w_key), ("value", w_value))
-        )
-        on_probabilities = Dropout(c.dropout.attention, deterministic=deterministic)
+        query = drop(query, "query")
+        key = drop(key, "key")
+        value = drop(value, "value")
+
+        # It is made at rate 0 too, because the output's dropout below gets the next number.
+        probability_dropout = Dropout(c.dropout.attention, deterministic=deterministic)
+
         encoding = encoding_of(c)
-        terms = encoding.position_terms(
-            context.codes,
-            context.parameters,
-            Projections(
-                query=lambda codes, name: drop(_project(codes, w_query), name),
-                key=lambda codes, name: drop(_project(codes, w_key), name),
-                own=lambda codes, name: _project(codes, matrix(name)),
-            ),
-            dtype,
+        projections = Projections(
+            query=lambda codes, name: drop(_project(codes, w_query), name),
+            key=lambda codes, name: drop(_project(codes, w_key), name),
+            new_matrix=lambda codes, name: _project(codes, matrix(name)),
         )
+        terms = encoding.position_terms(context.codes, context.parameters, projections, dtype)
+
+        # `ops.attention.score_terms` computes the terms (a) to (d) of the scores from these arrays.
         if encoding.has_four_terms:
-            parts = query, key, terms.position_key, terms.content_bias, terms.position_bias
+            parts = (query, key, terms.position_key, terms.content_bias, terms.position_bias)
             for name, part in zip(SCORE_PARTS, parts, strict=True):
-                keep(self, "attention", name, part)
+                sow_if_asked(self, "attention", name, part)
+
         attended_BxHxLxE = attention(
-            *(query, key, value),
-            **terms._asdict(),
+            query,
+            key,
+            value,
+            position_key=terms.position_key,
+            content_bias=terms.content_bias,
+            position_bias=terms.position_bias,
+            position_score=terms.position_score,
             visibility=context.visibility,
-            dropout=on_probabilities.draw_seed(c.n_head),
+            dropout=probability_dropout.draw_seed(c.n_head),
             implementation=context.implementation,
         )
+        attended_BxHxLxE = _shard_heads(attended_BxHxLxE)
+
         outward = axes.normal(c.init_std, axes.HEADS, axes.HEAD_DIM, axes.EMBED)
-        kernel = self.param("output", outward, (c.n_head, c.d_head, c.d_model))
-        output = jnp.einsum("bhle,hed->bld", self._heads(attended_BxHxLxE), kernel.astype(dtype))
+        w_output = self.param("output", outward, (c.n_head, c.d_head, c.d_model)).astype(dtype)
+        output = jnp.einsum("bhle,hed->bld", attended_BxHxLxE, w_output)
         return dropout(c, c.dropout.rate, deterministic=deterministic)(output)
 
-    def _heads(self, states: jax.Array) -> jax.Array:
-        """Constrains the sharding of [B, H, positions, E]."""
-        return constrain(states, axes.BATCH, axes.HEADS, axes.LENGTH, axes.HEAD_DIM)
+
+def sow_if_asked(module: nn.Module, collection: str, name: str, array: jax.Array | None) -> None:
+    """Stores an array for callers that pass mutable=[collection].
+
+    Flax returns it in that collection, under `name`. Without such a caller nothing is stored.
+    """
+    # `init` makes every collection mutable, and would return the arrays with the parameters.
+    if module.is_initializing():
+        return
+    # The array itself, where flax's default is a tuple of all arrays sown under this name.
+    module.sow(collection, name, array, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 
-def keep(module: nn.Module, collection: str, name: str, array: jax.Array | None) -> None:
-    """Keeps an array for callers that ask for it with mutable=[collection]."""
-    if not module.is_initializing():
-        module.sow(collection, name, array, reduce_fn=lambda _, new: new, init_fn=lambda: None)
+def _shard_heads(states: jax.Array) -> jax.Array:
+    """Constrains the sharding of [B, H, positions, E]."""
+    return constrain(states, axes.BATCH, axes.HEADS, axes.LENGTH, axes.HEAD_DIM)
 
 
 def _project(states: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Multiplies [..., positions, D] and [D, H, E] -> [..., H, positions, E]."""
+    """Multiplies [..., positions, D] and [D, H, E] -> [..., H, positions, E].
+
+    Heads come before positions. The products over E and K then run on contiguous matrices, which on
+    CPU halves the time of the forward pass.
+    """
     return jnp.einsum("...d,dhe->...he", states, kernel).swapaxes(-3, -2)
+
+
+def _project_apart(states: Sequence[jax.Array], kernel: jax.Array) -> jax.Array:
+    """Projects each array as `_project` does, and joins the results along their positions."""
+    return jnp.concatenate([_project(part, kernel) for part in states], axis=-2)

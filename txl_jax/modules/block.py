@@ -1,4 +1,8 @@
-"""One layer with its feed-forward network, and the stack of N layers as one `nn.scan`."""
+"""One layer with its feed-forward network, and the stack of N layers as one `nn.scan`.
+
+Letters: B batch size, L segment length, M memory length, N layers, D model size, F inner size of
+the feed-forward network.
+"""
 
 import functools
 from collections.abc import Callable
@@ -18,15 +22,15 @@ from txl_jax.sharding.activations import constrain
 
 
 def layer_norm(name: str, config: ModelConfig) -> nn.LayerNorm:
-    """Returns a layer norm over D, computed in at least float32, with outputs in the compute type.
+    """Returns a layer norm over D, computed in at least float32, with outputs in the compute dtype.
 
-    The variance is taken of the centred values, because flax's default, E[x^2] - E[x]^2, cancels in
-    float32.
+    The variance is computed from the centred values, because flax's default, E[x^2] - E[x]^2,
+    cancels in float32.
     """
     return nn.LayerNorm(
         epsilon=config.compat.layer_norm_eps,
         dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.result_type(float),  # As every other parameter: float64 in a float64 run.
+        param_dtype=jnp.result_type(float),  # Like all parameters: float64 in a float64 run.
         use_fast_variance=False,
         scale_init=axes.ones(axes.NORM),
         bias_init=axes.zeros(axes.NORM),
@@ -37,8 +41,8 @@ def layer_norm(name: str, config: ModelConfig) -> nn.LayerNorm:
 class Dense(NamedTuple):
     """Parameters of x W + b."""
 
-    kernel: Any  # [n, m], an array; at inference perhaps `Int8` or `Transposed`.
-    bias: jax.Array  # [m]
+    kernel: Any  # W [n, m], an array, or at inference an `Int8` or `Transposed`.
+    bias: jax.Array  # b [m].
 
 
 def feed_forward(
@@ -47,10 +51,21 @@ def feed_forward(
     outer: Dense,
     drop: Callable[[jax.Array], jax.Array] = lambda states: states,
 ) -> jax.Array:
-    """Computes drop(drop(ReLU(x W + b)) W' + b'): [B, L, D] -> [B, L, D]."""
-    # Sharding: changes no number.
-    hidden = constrain(_dense(inputs, inner), axes.BATCH, axes.LENGTH, axes.INNER)
-    return drop(_dense(drop(nn.relu(hidden)), outer))
+    """Computes drop(drop(ReLU(x W + b)) W' + b'): [B, L, D] -> [B, L, D].
+
+    `inner` contains W [D, F] and b, `outer` W' [F, D] and b'. Inference calls it without `drop`.
+    """
+    hidden = _apply_dense(inputs, inner)
+    # The constraint only places the array on the devices, and changes no number.
+    hidden = constrain(hidden, axes.BATCH, axes.LENGTH, axes.INNER)
+    hidden = drop(nn.relu(hidden))
+    return drop(_apply_dense(hidden, outer))
+
+
+def _apply_dense(inputs: jax.Array, parameters: Dense) -> jax.Array:
+    """Computes x W + b: [..., n] -> [..., m]."""
+    outputs = project(inputs, parameters.kernel)
+    return outputs + jnp.broadcast_to(parameters.bias, outputs.shape)
 
 
 class FeedForward(nn.Module):
@@ -62,35 +77,32 @@ class FeedForward(nn.Module):
     def __call__(self, inputs: jax.Array, *, deterministic: bool) -> jax.Array:
         """Applies the network: [B, L, D] -> [B, L, D]."""
         c = self.config
-        inner = self._parameters(
-            "inner", inputs.dtype, (c.d_model, axes.EMBED), (c.d_inner, axes.INNER)
+        dtype = inputs.dtype
+        inner = self._create_dense(
+            "inner", (c.d_model, c.d_inner), (axes.EMBED, axes.INNER), dtype=dtype
         )
-        outer = self._parameters(
-            "outer", inputs.dtype, (c.d_inner, axes.INNER), (c.d_model, axes.EMBED)
-        )
-        # Two modules, each with a random stream of its own.
-        return feed_forward(
-            inputs,
-            inner,
-            outer,
-            lambda states: dropout(c, c.dropout.rate, deterministic=deterministic)(states),
+        outer = self._create_dense(
+            "outer", (c.d_inner, c.d_model), (axes.INNER, axes.EMBED), dtype=dtype
         )
 
-    def _parameters(
-        self, name: str, dtype: jnp.dtype, rows: tuple[int, str], columns: tuple[int, str]
+        def drop(states: jax.Array) -> jax.Array:
+            """Applies a dropout that is made by this call, so that its masks are its own."""
+            return dropout(c, c.dropout.rate, deterministic=deterministic)(states)
+
+        return feed_forward(inputs, inner, outer, drop)
+
+    def _create_dense(
+        self, name: str, shape: tuple[int, int], logical_axes: tuple[str, str], *, dtype: jnp.dtype
     ) -> Dense:
-        """Creates `name`_kernel and `name`_bias. `rows` and `columns` are (size, logical axis)."""
-        (n_row, row_axis), (n_column, column_axis) = rows, columns
-        init = axes.normal(self.config.init_std, row_axis, column_axis)
-        kernel = self.param(f"{name}_kernel", init, (n_row, n_column)).astype(dtype)
-        bias = self.param(f"{name}_bias", axes.zeros(column_axis), (n_column,)).astype(dtype)
-        return Dense(kernel, bias)
+        """Creates the parameters `name`_kernel and `name`_bias, and casts them to `dtype`.
 
-
-def _dense(inputs: jax.Array, parameters: Dense) -> jax.Array:
-    """Computes x W + b: [..., n] -> [..., m]."""
-    outputs = project(inputs, parameters.kernel)
-    return outputs + jnp.broadcast_to(parameters.bias, outputs.shape)
+        `shape` and `logical_axes` are the kernel's. The bias has the second of each.
+        """
+        kernel_init = axes.normal(self.config.init_std, *logical_axes)
+        kernel = self.param(f"{name}_kernel", kernel_init, shape)
+        bias_init = axes.zeros(logical_axes[1])
+        bias = self.param(f"{name}_bias", bias_init, (shape[1],))
+        return Dense(kernel.astype(dtype), bias.astype(dtype))
 
 
 class Block(nn.Module):
@@ -102,35 +114,41 @@ class Block(nn.Module):
     def __call__(
         self, inputs: jax.Array, memory: jax.Array, context: LayerContext
     ) -> tuple[jax.Array, jax.Array]:
-        """Applies one layer: inputs [B, L, D] and memory [B, M, D] -> outputs [B, L, D].
+        """Applies one layer to a segment.
 
-        Returns the inputs again as a second result.
+        Args:
+          inputs: [B, L, D].
+          memory: [B, M, D], the layer's inputs at the M positions before the segment.
+          context: Inputs shared by all layers.
 
-        The second result, with positions that the encoding adds in each layer, goes into the
-        memory. Only this segment's rows leave the layer: passing the whole memory through the scan
-        would copy it once per layer.
+        Returns:
+          The outputs [B, L, D], and the rows [B, L, D] that the memory stores for this segment: the
+          inputs, with positions if the encoding adds them in each layer. The layer does not return
+          the whole memory, because the scan over layers would copy it once per layer.
         """
         c = self.config
-        attention, feed_forward = (
-            Attention(c, name="attention"),
-            FeedForward(c, name="feed_forward"),
-        )
-        attention_norm, feed_forward_norm = (
-            layer_norm("attention_norm", c),
-            layer_norm("feed_forward_norm", c),
-        )
         encoding = encoding_of(c)
         context = context.replace(parameters=encoding.layer_parameters(context.parameters))
-        feed = functools.partial(feed_forward, deterministic=context.deterministic)
+        attention = Attention(c, name="attention")
+        attention_norm = layer_norm("attention_norm", c)
+        feed = functools.partial(
+            FeedForward(c, name="feed_forward"), deterministic=context.deterministic
+        )
+        feed_norm = layer_norm("feed_forward_norm", c)
+
         inputs = encoding.add_to_layer_inputs(inputs, context.codes)
         if c.layer_norm is NormPlace.POST:
             middle = attention_norm(inputs + attention(inputs, (memory, inputs), context))
-            outputs = feed_forward_norm(middle + feed(middle))
-        else:  # The memory holds values before the norm and is normalised with the segment.
+            outputs = feed_norm(middle + feed(middle))
+        else:
+            # The memory contains values before the norm, and is normalised with the segment.
             normed = attention_norm(jnp.concatenate([memory, inputs], axis=1))
-            memory, segment = normed[:, : memory.shape[1]], normed[:, memory.shape[1] :]
-            middle = inputs + attention(segment, (memory, segment), context)
-            outputs = middle + feed(feed_forward_norm(middle))
+            mem_len = memory.shape[1]
+            normed_memory = normed[:, :mem_len]
+            normed_segment = normed[:, mem_len:]
+            attended = attention(normed_segment, (normed_memory, normed_segment), context)
+            middle = inputs + attended
+            outputs = middle + feed(feed_norm(middle))
         return constrain(outputs, axes.BATCH, axes.LENGTH, None), inputs
 
 
@@ -143,20 +161,31 @@ class Stack(nn.Module):
     def __call__(
         self, inputs: jax.Array, memory: jax.Array, context: LayerContext
     ) -> tuple[jax.Array, jax.Array]:
-        """Applies all layers: [B, L, D] and memory [N, B, M, D] -> outputs [B, L, D].
+        """Applies all layers to a segment.
 
-        Returns the layer inputs [N, B, L, D] as a second result.
+        Args:
+          inputs: [B, L, D], inputs of the first layer.
+          memory: [N, B, M, D].
+          context: Inputs shared by all layers.
+
+        Returns:
+          The last layer's outputs [B, L, D], and what the memory stores for this segment: the
+          inputs of all layers, [N, B, L, D].
         """
-        context = context.replace(parameters=encoding_of(self.config).shared_parameters())
+        c = self.config
+        context = context.replace(parameters=encoding_of(c).shared_parameters())
         layers = nn.scan(
-            _with_remat(Block, self.config.remat),
+            _with_remat(Block, c.remat),
+            # Parameters, and arrays sown by attention, are stacked along a first axis of layers.
             variable_axes={"params": 0, "attention": 0},
+            # Each layer has initial values and dropout masks of its own.
             split_rngs={"params": True, "dropout": True},
+            # A layer gets its slice of the memory and the whole context.
             in_axes=(0, nn.broadcast),
-            length=self.config.n_layer,
+            length=c.n_layer,
             metadata_params={nn.PARTITION_NAME: axes.LAYERS},
         )
-        return layers(self.config, name="layers")(inputs, memory, context)
+        return layers(c, name="layers")(inputs, memory, context)
 
 
 def _with_remat(block: type[nn.Module], remat: Remat) -> type[nn.Module]:
@@ -167,7 +196,7 @@ def _with_remat(block: type[nn.Module], remat: Remat) -> type[nn.Module]:
     if remat is Remat.NONE:
         return block
     policies = {
-        Remat.FULL: None,
+        Remat.FULL: None,  # Recomputes all but the layer's inputs.
         Remat.DOTS: jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     }
     # Inside a scan the compiler cannot merge the recomputation with the forward pass, so the

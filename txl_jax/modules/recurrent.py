@@ -15,9 +15,11 @@ is linear:
     h_t = o_t * c_t
 
 A linear recurrence is an associative scan: log2(L) steps instead of L.
+
+Letters: N layers, B batch size, L segment length, D model size, V vocabulary size.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -26,11 +28,12 @@ import jax.numpy as jnp
 from txl_jax import memory as memory_lib
 from txl_jax.config import MemoryStart, ModelConfig, Network
 from txl_jax.memory import Memory
-from txl_jax.modules.attention import keep
+from txl_jax.modules.attention import sow_if_asked
 from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding, Softmax
 
-# Of a layer: cells [B, D], and outputs [B, D] (LSTM) or the latest input (QRNN).
+# A layer's cells [B, D], and its outputs [B, D] (LSTM) or latest input [B, D] (QRNN). The order is
+# flax's: `nn.RNN` takes it as the carry of an LSTM cell.
 State = tuple[jax.Array, jax.Array]
 
 
@@ -61,24 +64,33 @@ class RecurrentModel(nn.Module):
     ) -> tuple[jax.Array, Memory]:
         """Computes the last layer's outputs [B, L, D] and the states at the segment's end.
 
-        The segment is tokens [B, L].
+        The segment is tokens, int [B, L].
 
         `clamp_len` and `same_length` have no effect. Dropout needs an rng named "dropout".
         """
         del clamp_len, same_length
-        states = jnp.where(memory.valid[None, :, None, None] > 0, memory.hidden, 0)
+        # The layers' states at the end of the last segment, [N, B, 2, D]. A row whose memory is
+        # still empty starts from zeros.
+        is_filled = memory.valid[None, :, None, None] > 0
+        states = jnp.where(is_filled, memory.hidden, 0)
+
         embedded = self.embedding(tokens, deterministic=deterministic)
-        hidden, ends = self.drop_input(embedded, deterministic=deterministic), []
-        for i, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
-            if i:
+        hidden = self.drop_input(embedded, deterministic=deterministic)
+        end_states: list[jax.Array] = []
+        for layer, state in zip(self.layers, states, strict=True):
+            # The inputs of the first layer have had the input dropout.
+            is_first = not end_states
+            if not is_first:
                 hidden = self.drop(hidden, deterministic=deterministic)
             end, hidden = layer(hidden, initial_carry=(state[:, 0], state[:, 1]))
-            ends.append(jnp.stack(end, axis=1))
-        keep(self, "activations", "last", hidden)
+            end_states.append(jnp.stack(end, axis=1))
+        sow_if_asked(self, "activations", "last", hidden)
         hidden = self.drop_output(hidden, deterministic=deterministic)
+
         if self.is_initializing():
             self.nll(hidden, tokens)  # Creates the softmax's parameters.
-        return hidden, memory_lib.update(memory, jnp.stack(ends))
+        # The memory has two positions, which the two slots of a state replace.
+        return hidden, memory_lib.update(memory, jnp.stack(end_states))
 
     def nll(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         """Computes each target's loss in nats: [B, L, D] and int [B, L] -> [B, L].
@@ -95,37 +107,43 @@ class RecurrentModel(nn.Module):
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
         """Returns an empty memory. `mem_len` has no effect."""
         del mem_len
-        c = self.config
-        shape = {"n_layer": c.n_layer, "batch_size": batch_size, "mem_len": 2, "d_model": c.d_model}
-        return memory_lib.init(**shape, dtype=jnp.dtype(c.dtype), start=MemoryStart.MASKED)
+        return memory_lib.init(
+            n_layer=self.config.n_layer,
+            batch_size=batch_size,
+            mem_len=2,  # The two slots of a state.
+            d_model=self.config.d_model,
+            dtype=jnp.dtype(self.config.dtype),
+            start=MemoryStart.MASKED,
+        )
 
 
 def _make_layer(config: ModelConfig, number: int) -> nn.Module:
-    """Returns one recurrent layer, with inputs and outputs [B, L, D].
+    """Returns one recurrent layer.
 
-    The layer maps the inputs and a state of two arrays [B, D] to the state after the inputs and the
-    outputs.
+    The layer maps inputs [B, L, D] and a `State` to the state after the inputs, and outputs
+    [B, L, D].
     """
-    types: dict[str, Any] = {
-        "dtype": jnp.dtype(config.dtype),
-        "param_dtype": jnp.result_type(float),
-    }
+    dtype = jnp.dtype(config.dtype)
+    param_dtype = jnp.result_type(float)  # Like all parameters: float64 in a float64 run.
     if config.network is Network.QRNN:
-        # A window of 2 in the first layer and of 1 in the others, as Merity et al. (2018) use it
-        # for word models.
-        return QRNNLayer(config.d_model, window=1 if number else 2, **types)
-    return nn.RNN(nn.OptimizedLSTMCell(config.d_model, **types), return_carry=True)
+        # A window of 2 in the first layer and of 1 in the others, like Merity et al. (2018) for
+        # word models.
+        window = 2 if number == 0 else 1
+        return QRNNLayer(config.d_model, window=window, dtype=dtype, param_dtype=param_dtype)
+    cell = nn.OptimizedLSTMCell(config.d_model, dtype=dtype, param_dtype=param_dtype)
+    return nn.RNN(cell, return_carry=True)
 
 
 class QRNNLayer(nn.Module):
     """Convolution over the latest `window` inputs, then fo-pooling."""
 
-    # D, cells; the inputs are as wide.
+    # D, the number of cells and the size of an input.
     features: int
     # Positions that a gate reads, 1 or 2.
     window: int
-    # Of the convolution. The pooling has float32 at least, as a cell sums over a whole text.
+    # Dtype of the convolution. Pooling has at least float32, because a cell sums over a whole text.
     dtype: jnp.dtype
+    # Dtype of the parameters.
     param_dtype: jnp.dtype
 
     @nn.compact
@@ -134,33 +152,51 @@ class QRNNLayer(nn.Module):
 
         Same interface as `nn.RNN`.
         """
-        cell, newest = (part.astype(inputs.dtype) for part in initial_carry)
-        seen = inputs
+        cell, latest_input = initial_carry
+        cell = cell.astype(inputs.dtype)
+        latest_input = latest_input.astype(inputs.dtype)
+
+        # A convolution of width 2 is a matmul with each input and the one before it.
+        gate_inputs = inputs
         if self.window == 2:
-            before = jnp.concatenate([newest[:, None], inputs[:, :-1]], axis=1)
-            seen = jnp.concatenate([before, inputs], axis=-1)
+            previous_inputs = jnp.concatenate([latest_input[:, None], inputs[:, :-1]], axis=1)
+            gate_inputs = jnp.concatenate([previous_inputs, inputs], axis=-1)
         gates = nn.Dense(
             3 * self.features, dtype=self.dtype, param_dtype=self.param_dtype, name="gates"
-        )(seen)
-        z, f, o = jnp.split(gates.astype(jnp.promote_types(gates.dtype, jnp.float32)), 3, axis=-1)
-        cells = fo_pool(nn.tanh(z), nn.sigmoid(f), cell.astype(z.dtype))
+        )(gate_inputs)
+
+        # Candidates z, forget gates f and output gates o, [B, L, D] each.
+        pooling_dtype = jnp.promote_types(gates.dtype, jnp.float32)
+        z, f, o = jnp.split(gates.astype(pooling_dtype), 3, axis=-1)
+        cells = fo_pool(nn.tanh(z), nn.sigmoid(f), cell.astype(pooling_dtype))
         outputs = (nn.sigmoid(o) * cells).astype(inputs.dtype)
-        return (cells[:, -1].astype(inputs.dtype), inputs[:, -1]), outputs
+
+        end_state = (cells[:, -1].astype(inputs.dtype), inputs[:, -1])
+        return end_state, outputs
+
+
+class _LinearStep(NamedTuple):
+    """The step c -> factor * c + term, from one position to a later one."""
+
+    factor: jax.Array
+    term: jax.Array
 
 
 def fo_pool(candidates: jax.Array, forget: jax.Array, cell: jax.Array) -> jax.Array:
     """Computes c_t = f_t c_{t-1} + (1 - f_t) z_t for all positions of a segment.
 
-    z and f are [B, L, D], and c_0 is [B, D]. The result is c_1 to c_L, [B, L, D].
+    The candidates z and forget gates f are [B, L, D], and `cell`, c_0, is [B, D]. The result is c_1
+    to c_L, [B, L, D].
     """
+    steps = _LinearStep(factor=forget, term=(1 - forget) * candidates)
+    # The step from the segment's start to each position.
+    from_start = jax.lax.associative_scan(_compose, steps, axis=1)
+    return from_start.factor * cell[:, None] + from_start.term
 
-    def after(first: State, second: State) -> State:
-        """Joins the steps c -> a c + b of two parts of the segment.
 
-        The first part's steps come before the second part's.
-        """
-        (a, b), (c, d) = first, second
-        return a * c, c * b + d
-
-    kept, added = jax.lax.associative_scan(after, (forget, (1 - forget) * candidates), axis=1)
-    return kept * cell[:, None] + added
+def _compose(first: _LinearStep, second: _LinearStep) -> _LinearStep:
+    """Returns the step that does what `first` and then `second` do."""
+    return _LinearStep(
+        factor=first.factor * second.factor,
+        term=second.factor * first.term + second.term,
+    )

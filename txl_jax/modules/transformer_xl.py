@@ -1,12 +1,20 @@
 """Transformer-XL: embedding, N layers that read the memory, softmax (Dai et al., 2019).
 
-    variables = model.init(key, tokens, memory) hidden, memory = model.apply(variables, tokens,
-    memory, clamp_len=None, same_length=False, deterministic=True) nll = model.apply(variables,
-    hidden, targets, method=model.nll)
+    >>> config = ModelConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=16)
+    >>> model = TransformerXL(config, vocab_size=10)
+    >>> tokens = jnp.zeros((3, 5), jnp.int32)
+    >>> memory = model.init_memory(batch_size=3, mem_len=4)
+    >>> variables = model.init(jax.random.key(0), tokens, memory)
+    >>> hidden, memory = model.apply(variables, tokens, memory)
+    >>> nll = model.apply(variables, hidden, tokens, method=model.nll)
+    >>> hidden.shape, nll.shape
+    ((3, 5, 8), (3, 5))
 
 Parameters do not depend on lengths: L is `tokens.shape[1]`, M the memory's, and both may differ
 from call to call. Inference computes the same with prepared parameters and a KV cache:
 `txl_jax.inference.forward`.
+
+Letters: B batch size, L segment length, M memory length, N layers, D model size, V vocabulary size.
 """
 
 import functools
@@ -18,7 +26,7 @@ import jax.numpy as jnp
 from txl_jax import memory as memory_lib
 from txl_jax.config import ModelConfig, NormPlace
 from txl_jax.memory import Memory
-from txl_jax.modules.attention import LayerContext, keep
+from txl_jax.modules.attention import LayerContext, sow_if_asked
 from txl_jax.modules.block import Stack, layer_norm
 from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding, Softmax
@@ -35,13 +43,13 @@ class TransformerXL(nn.Module):
 
     config: ModelConfig
     vocab_size: int
-    # Ends a document and resets the memory. None if documents are not kept apart.
+    # The token that ends a document and resets the memory, or None if documents are not kept apart.
     end_token: int | None = None
-    # None: chosen in each call by `config.attention`.
+    # Implementations of attention, or None if each call chooses by `config.attention`.
     attention: AttentionPaths[Implementation | str] | None = None
 
     def setup(self) -> None:
-        """Creates the parts."""
+        """Creates the submodules."""
         c = self.config
         self.embedding = Embedding(c, self.vocab_size)
         self.stack = Stack(c)
@@ -54,8 +62,10 @@ class TransformerXL(nn.Module):
     @property
     def implementations(self) -> AttentionPaths[Implementation | str]:
         """The implementations of attention, chosen or to be chosen."""
+        if self.attention is not None:
+            return self.attention
         path = str(self.config.attention)
-        return self.attention or AttentionPaths(path, path)
+        return AttentionPaths(training=path, cached=path)
 
     def __call__(
         self,
@@ -71,11 +81,12 @@ class TransformerXL(nn.Module):
         The hidden states are the last layer's outputs. The memory is advanced by L positions.
 
         Args:
-          tokens: int [B, L], below the vocabulary's size. As usual in JAX, larger ids are clipped,
-            not rejected. Or floats [B, L, D] instead of their embeddings (`embed_tokens`). `init`
-            with floats creates only the layers, without embedding and softmax.
-          clamp_len: Distances above this share one position code, or None to tell all apart.
-          same_length: Whether every query sees the same number of keys, M (or M + 1, see
+          tokens: int [B, L], below V. As usual in JAX, larger ids are clipped, not rejected. Or
+            floats [B, L, D] instead of their embeddings (`embed_tokens`). `init` with floats
+            creates only the layers, without embedding and softmax.
+          memory: The memory before the segment, from `init_memory` or from the call before.
+          clamp_len: Distances above this share one code, or None to tell all apart.
+          same_length: Whether every query attends to the same number of keys, M (or M + 1, see
             `model.compat`).
           deterministic: Whether dropout is off. Dropout needs an rng named "dropout".
 
@@ -83,16 +94,22 @@ class TransformerXL(nn.Module):
           UserError: If tokens or embeddings have another shape, or the memory other layers or rows.
         """
         memory.check(tokens, self.config.n_layer)
-        segment_len, mem_len = tokens.shape[1], memory.mem_len
-        drop = functools.partial(self.drop_input, deterministic=deterministic)
-        codes = encoding_of(self.config).shared_codes(
-            mem_len + segment_len, clamp_len=clamp_len, drop=drop
-        )
+        segment_len = tokens.shape[1]
+        mem_len = memory.mem_len
+
+        # Which keys each query attends to.
         window = self.config.compat.window(mem_len, same_length=same_length)
         # None unless data.reset_at keeps documents apart.
         documents = memory_lib.documents(tokens, self.end_token)
-        start = None if documents is None else documents.start
-        visibility = Visibility(memory.valid, segment_len, mem_len, window, document_start=start)
+        document_start = None if documents is None else documents.start
+        visibility = Visibility(
+            memory.valid, segment_len, mem_len, window, document_start=document_start
+        )
+
+        # The input dropout samples two masks: first for the codes, then for the embeddings.
+        drop = functools.partial(self.drop_input, deterministic=deterministic)
+        n_keys = mem_len + segment_len
+        codes = encoding_of(self.config).shared_codes(n_keys, clamp_len=clamp_len, drop=drop)
         context = LayerContext(
             codes,
             visibility,
@@ -102,12 +119,15 @@ class TransformerXL(nn.Module):
         embedded = self.embed(tokens, clamp_len=clamp_len, deterministic=deterministic)
         hidden, layer_inputs = self.stack(drop(embedded), memory.hidden, context)
         hidden = self.finish(hidden)
-        keep(self, "activations", "last", hidden)
+        sow_if_asked(self, "activations", "last", hidden)
         hidden = self.drop_output(hidden, deterministic=deterministic)
+
         if self.is_initializing() and not _are_embeddings(tokens):
             self.nll(hidden, tokens)  # Creates the softmax's parameters.
+
         memory = memory_lib.update(memory, layer_inputs)
         if documents is not None:
+            # The next segment attends only to slots of the last document.
             memory = Memory(memory.hidden, documents.valid(memory.valid))
         return hidden, memory
 
@@ -153,11 +173,11 @@ class TransformerXL(nn.Module):
         return self.softmax.log_probabilities(hidden, self.embedding)
 
     def clusters(self) -> list[adaptive_softmax.Cluster]:
-        """Returns the softmax's weights, in the layout of `ops.adaptive_softmax`."""
+        """Returns the weights of the softmax, in the layout of `ops.adaptive_softmax`."""
         return self.softmax.clusters(self.embedding)
 
     def init_memory(self, *, batch_size: int, mem_len: int) -> Memory:
-        """Returns the memory before the first segment, in the compute type."""
+        """Returns the memory before the first segment, in the compute dtype."""
         return memory_lib.init(
             n_layer=self.config.n_layer,
             batch_size=batch_size,

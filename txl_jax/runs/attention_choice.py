@@ -16,7 +16,7 @@ from txl_jax.errors import UserError
 from txl_jax.inference.cache import cache_capacity
 from txl_jax.modules.positions import encoding_of
 from txl_jax.ops.attention import AttentionCall, AttentionPaths, Implementation, choose
-from txl_jax.ops.attention.positions import table_length
+from txl_jax.ops.attention.distances import table_length
 from txl_jax.runs import attention_check
 from txl_jax.sharding.axes import batch_axes, num_batch_shards
 from txl_jax.sharding.mesh import TENSOR

@@ -1,10 +1,13 @@
 """The interface of a positional encoding. Its defaults are for a model without positions.
 
-Methods of the training pass are called inside flax modules, in this order; parameters and dropouts
-that they create belong to the calling module.
+Methods of the training pass are called inside flax modules, in the order in which they are defined.
+Parameters and dropouts that they create belong to the calling module.
 
-Tables of learned encodings have one entry per distance 0, 1, .., n - 1 (`model.num_positions`);
-greater distances share the last one (`ModelConfig.clamp`).
+Tables of learned encodings have one entry per distance 0, 1, .., n - 1 (`model.num_positions`).
+Greater distances share the last entry (`ModelConfig.clamp`).
+
+Letters: B batch size, L segment length, K = M + L keys of memory and segment, N layers, D model
+size, H heads, E head size. At inference, P distances and R slots of the KV cache.
 """
 
 import dataclasses
@@ -24,29 +27,33 @@ from txl_jax.sharding import axes
 class Projections(NamedTuple):
     """Projections of one attention layer, for encodings that project their codes."""
 
-    # [n, D] and a name for its dropout -> [H, n, E].
+    # Projects codes [n, D] with the query matrix -> [H, n, E], and applies the dropout on queries,
+    # keys and values. The second argument names this dropout.
     query: Callable[[jax.Array, str], jax.Array]
-    # The same with the key matrix.
+    # Does the same with the key matrix.
     key: Callable[[jax.Array, str], jax.Array]
-    # The same with a matrix of that name, without dropout.
-    own: Callable[[jax.Array, str], jax.Array]
+    # Creates a matrix, which the second argument names, and projects with it. Without dropout.
+    new_matrix: Callable[[jax.Array, str], jax.Array]
 
 
 class PositionTerms(NamedTuple):
     """Terms of the training scores that come from positions, not yet divided by sqrt(E).
 
-    None means no such term.
+    A term is None if the encoding does not have it.
 
-    Keys and biases have the compute type. Scores are added in at least float32 and may have that
-    type: bfloat16 does not separate neighbouring distances above 256. A bias per distance is only
-    `position_score`.
+    Keys and biases have the compute dtype. Scores are added in at least float32 and may have that
+    dtype: bfloat16 does not separate neighbouring distances above 256. An encoding with only a bias
+    per distance has only `position_score`.
     """
 
-    position_key: jax.Array | None = None  # [H, K, E], of the distances K - 1, .., 0.
-    content_bias: jax.Array | None = None  # u, [H, E]; needs `position_key`.
-    position_bias: jax.Array | None = None  # v, [H, E]; needs `position_key`.
-    # [H, K], added to the scores of the distances K - 1, .., 0 before these are divided by sqrt(E):
-    # give sqrt(E) times what the softmax is to see.
+    # [H, K, E], for the distances K - 1, .., 0.
+    position_key: jax.Array | None = None
+    # u, [H, E]. Requires `position_key`.
+    content_bias: jax.Array | None = None
+    # v, [H, E]. Requires `position_key`.
+    position_bias: jax.Array | None = None
+    # [H, K], added to the scores of the distances K - 1, .., 0 before these are divided by sqrt(E).
+    # Pass sqrt(E) times the number that the softmax should get.
     position_score: jax.Array | None = None
 
 
@@ -56,51 +63,66 @@ class PositionKeys(flax.struct.PyTreeNode):
     The terms are `key`, `score` or both.
     """
 
-    # v, [H, E], added to the query before its product with `key`; divided by sqrt(E).
+    # v, [H, E], divided by sqrt(E). Added to the query before its product with `key`.
     bias: jax.Array | None
-    # [H, E, P], not divided: the query is; perhaps `Int8`.
+    # [H, E, P], an array or `Int8`. Not divided by sqrt(E), because the query is.
     key: Any
-    # [H, P], what the softmax is to see: `PositionTerms.position_score` divided by sqrt(E).
+    # [H, P], added to the softmax's inputs: `PositionTerms.position_score` divided by sqrt(E).
     score: jax.Array | None
 
 
 class DecodeTerms(NamedTuple):
-    """Position terms of one layer at inference. None means no such term."""
+    """Position terms of one layer at inference. A term is None if the encoding does not have it."""
 
     # u, [H, E], divided by sqrt(E).
     content_bias: jax.Array | None = None
+    # Terms of the scores that depend on the distance.
     position_keys: PositionKeys | None = None
-    # [L, D], added to inputs at the distances L - 1, .., 0 from the end.
+    # [L, D], added to the layer's inputs at the distances L - 1, .., 0 from the end.
     position_vectors: jax.Array | None = None
 
 
 class OriginalTensor(NamedTuple):
-    """A tensor of the authors' PyTorch release with parameters of an encoding."""
+    """A tensor of the authors' PyTorch release that has parameters of an encoding."""
 
+    # Name and shape in the release.
     name: str
     shape: tuple[int, ...]
-    path: str  # Our parameter, "a/b/c",
-    path_shape: tuple[int, ...]  # and its shape.
-    reversed: bool  # The release begins with the greatest distance, we with 0 (second axis).
+    # Our parameter, as "a/b/c", and its shape.
+    path: str
+    path_shape: tuple[int, ...]
+    # Whether the release begins with the greatest distance on the second axis. Ours begin with 0.
+    reversed: bool
+
+
+class Dimension(NamedTuple):
+    """A dimension of a learned array."""
+
+    size: int
+    # Logical name of the axis (`sharding.axes`).
+    axis: str
 
 
 class Learned(nn.Module):
     """Learned arrays of an encoding, with one parameter for each name.
 
-    A parameter is created from the size and logical axis of each of its dimensions.
+    Parameters are created in the order of `arrays`, which determines their initial values.
     """
 
     config: ModelConfig
-    arrays: Mapping[str, Sequence[tuple[int, str]]]
+    # The dimensions of each array, by its name.
+    arrays: Mapping[str, Sequence[Dimension]]
 
     @nn.compact
     def __call__(self) -> dict[str, jax.Array]:
         """Returns the parameters by name."""
-        found = {}
+        parameters = {}
         for name, dimensions in self.arrays.items():
-            shape, names = zip(*dimensions, strict=True)
-            found[name] = self.param(name, axes.normal(self.config.init_std, *names), shape)
-        return found
+            shape = tuple(dimension.size for dimension in dimensions)
+            logical_axes = tuple(dimension.axis for dimension in dimensions)
+            init = axes.normal(self.config.init_std, *logical_axes)
+            parameters[name] = self.param(name, init, shape)
+        return parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +131,7 @@ class PositionEncoding:
 
     config: ModelConfig
 
-    # Whether scores depend only on distances, so that text can be read and written one token at a
+    # Whether scores depend only on distances, so that a model can prefill and decode one token at a
     # time.
     generates_by_token: ClassVar[bool] = False
     # Whether scores have the terms (a) to (d) of the paper, which attention then stores for
@@ -121,8 +143,8 @@ class PositionEncoding:
     projects_codes: ClassVar[bool] = False
     # The original's attn_type, or None if it has no such encoding.
     original_type: ClassVar[int | None] = None
-    # Attention's inward projections in the original: its matrices, and the parameters that their
-    # rows hold.
+    # Attention's inward projections in the original: the names of its matrices, and the parameters
+    # that the rows of each contain.
     original_projections: ClassVar[Mapping[str, Sequence[str]]] = {
         "q_net": ("query",),
         "kv_net": ("key", "value"),
@@ -130,7 +152,7 @@ class PositionEncoding:
 
     @property
     def has_position_score(self) -> bool:
-        """Returns whether scores have a number per distance (`PositionTerms.position_score`)."""
+        """Whether scores have a number per distance (`PositionTerms.position_score`)."""
         return False
 
     # Training, in the order of the forward pass.
@@ -140,9 +162,13 @@ class PositionEncoding:
     ) -> jax.Array | None:
         """Returns all layers' encoding of the distances K - 1, .., 0: codes [K, D], or None.
 
-        Distances above `clamp_len` get the code of `clamp_len`: the encoding applies the clamp
-        here. With a learned table the codes are the distances themselves, int [K], clamped to the
-        table.
+        With a learned table the codes are the distances themselves, int [K], clamped to the table.
+
+        Args:
+          n_keys: K.
+          clamp_len: Distances above this get its code, or None to tell all apart. The encoding
+            applies the clamp here.
+          drop: The input dropout, for an encoding whose codes are dropped.
         """
         if not self.config.encoding.is_learned:
             return None
@@ -173,9 +199,13 @@ class PositionEncoding:
     def position_terms(
         self, codes: jax.Array | None, parameters: Any, projections: Projections, dtype: jnp.dtype
     ) -> PositionTerms:
-        """Returns the terms of a layer's scores, keys and biases of type `dtype`.
+        """Returns the terms of a layer's scores. Called in the attention's module.
 
-        Called in the attention's module.
+        Args:
+          codes: From `shared_codes`.
+          parameters: From `layer_parameters`.
+          projections: The layer's projections, for an encoding that projects its codes.
+          dtype: Dtype of keys and biases.
         """
         return PositionTerms()
 
@@ -194,8 +224,12 @@ class PositionEncoding:
         A learned encoding passes `config.clamp(clamp_len)`. The distances of `position_vectors` are
         clamped by the encoding itself.
 
-        `layer` has the layer's parameters, `shared` the ones that `shared_parameters` created, or
-        None.
+        Args:
+          layer: The layer's parameters.
+          shared: Parameters that `shared_parameters` created, or None.
+          segment_len: L.
+          capacity: R.
+          clamp_len: As in `shared_codes`.
         """
         return DecodeTerms()
 
@@ -206,6 +240,7 @@ class PositionEncoding:
 
         Parameters that `original_projections` covers are not included.
 
-        Raises `UserError` if other implementations do not support the config's model.
+        Raises:
+          UserError: If other implementations do not support the config's model.
         """
         return ()

@@ -1,9 +1,9 @@
 """Relative positions with sinusoid codes, the paper's own (Dai et al., 2019, section 3.3).
 
-Position keys are W_R R of each distance; u and v replace the query where the score does not depend
-on it. With `model.tie_positions` the position keys use the key matrix, and u and v are the query of
-distance 0. Nothing is added to the embedding or to the layers' inputs: those hooks of
-`PositionEncoding` keep their defaults.
+The position key of a distance is W_R R, where R is its sinusoid code. u and v replace the query
+where the score does not depend on it. With `model.tie_positions` the position keys use the key
+matrix, and u and v are the query of distance 0. Nothing is added to the embedding or to the layers'
+inputs: those hooks of `PositionEncoding` keep their defaults.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from txl_jax.errors import UserError
 from txl_jax.modules.positions.encoding import (
     DecodeTerms,
+    Dimension,
     Learned,
     OriginalTensor,
     PositionEncoding,
@@ -45,23 +46,28 @@ class RelativePositions(PositionEncoding):
         """Returns R of the distances K - 1, .., 0, with dropout: [K, D]."""
         c = self.config
         distances = key_distances(n_keys, clamp_len=clamp_len)
-        return drop(sinusoids(distances, c.d_model, jnp.dtype(c.dtype)))
+        codes = sinusoids(distances, c.d_model, jnp.dtype(c.dtype))
+        return drop(codes)
 
     def shared_parameters(self) -> Any:
-        """Creates u and v of all layers."""
-        return None if self.config.untie_r or self.config.tie_positions else self._biases()
+        """Creates u and v if all layers share them."""
+        if self.config.untie_r or self.config.tie_positions:
+            return None
+        return self._create_biases()
 
     def layer_parameters(self, shared: Any) -> Any:
-        """Creates u and v of one layer with `untie_r`."""
-        return self._biases() if self.config.untie_r else shared
+        """Creates u and v of one layer with `untie_r`, or returns the shared ones."""
+        if self.config.untie_r:
+            return self._create_biases()
+        return shared
 
-    def _biases(self) -> dict[str, jax.Array]:
-        """Creates the biases u (content) and v (position), both [H, E].
+    def _create_biases(self) -> dict[str, jax.Array]:
+        """Creates the biases u ("content") and v ("position"), both [H, E].
 
         In the original, u is named r_w_bias and v is named r_r_bias.
         """
         c = self.config
-        heads = (c.n_head, axes.HEADS), (c.d_head, axes.HEAD_DIM)
+        heads = (Dimension(c.n_head, axes.HEADS), Dimension(c.d_head, axes.HEAD_DIM))
         return Learned(c, {"content": heads, "position": heads}, name="biases")()
 
     def position_terms(
@@ -73,46 +79,63 @@ class RelativePositions(PositionEncoding):
         )
         if self.config.tie_positions:
             position_key = projections.key(codes, "position_key")
-            own = projections.query(codes[-1:], "position_query")[:, 0]
-            return PositionTerms(position_key, own, own)
-        position_key = projections.own(codes, "position_key")
-        content_bias, position_bias = (
-            parameters[name].astype(dtype) for name in ("content", "position")
+            # The last code is that of distance 0.
+            zero_query = projections.query(codes[-1:], "position_query")[:, 0]
+            return PositionTerms(position_key, content_bias=zero_query, position_bias=zero_query)
+        return PositionTerms(
+            position_key=projections.new_matrix(codes, "position_key"),
+            content_bias=parameters["content"].astype(dtype),
+            position_bias=parameters["position"].astype(dtype),
         )
-        return PositionTerms(position_key, content_bias, position_bias)
 
     def decode_terms(
         self, layer: Any, shared: Any, *, segment_len: int, capacity: int, clamp_len: int | None
     ) -> DecodeTerms:
-        """Computes position keys once for the P distances that segment and cache need."""
-        c, attention, biases = self.config, layer["attention"], layer.get("biases", shared)
-        scale, dtype = c.d_head**-0.5, jnp.dtype(c.dtype)
+        """Computes u, v and the position keys of the P distances that segment and cache need."""
+        c = self.config
+        dtype = jnp.dtype(c.dtype)
+        attention = layer["attention"]
         n_position = table_length(segment_len=segment_len, capacity=capacity, clamp_len=clamp_len)
-        codes = sinusoids(key_distances(n_position), c.d_model, dtype)
+        # The distances P - 1, .., 0 end at the clamp already.
+        distances = key_distances(n_position)
+        codes = sinusoids(distances, c.d_model, dtype)
+
+        # u and v are divided by sqrt(E) before they are cast.
+        scale = c.d_head**-0.5
         if c.tie_positions:
-            own = jnp.einsum("d,dhe->he", codes[-1], (attention["query"] * scale).astype(dtype))
-            content_bias, position_bias, kernel = own, own, attention["key"]
+            w_query = (attention["query"] * scale).astype(dtype)
+            content_bias = jnp.einsum("d,dhe->he", codes[-1], w_query)
+            position_bias = content_bias
+            w_position_key = attention["key"]
         else:
-            content_bias, position_bias = (
-                (biases[name] * scale).astype(dtype) for name in ("content", "position")
-            )
-            kernel = attention["position_key"]
-        key = jnp.einsum("pd,dhe->hep", codes, kernel.astype(dtype))
-        return DecodeTerms(content_bias, PositionKeys(bias=position_bias, key=key, score=None))
+            # With `untie_r` a layer has its own biases.
+            biases = layer.get("biases", shared)
+            content_bias = (biases["content"] * scale).astype(dtype)
+            position_bias = (biases["position"] * scale).astype(dtype)
+            w_position_key = attention["position_key"]
+
+        key = jnp.einsum("pd,dhe->hep", codes, w_position_key.astype(dtype))
+        return DecodeTerms(
+            content_bias=content_bias,
+            position_keys=PositionKeys(bias=position_bias, key=key, score=None),
+        )
 
     def original_tensors(self) -> list[OriginalTensor]:
         """Returns u and v: [H, E], or [N, H, E] if each layer has its own."""
         c = self.config
         if c.tie_positions:
-            wrong = (
-                "model.tie_positions must be off: other implementations have u, v and a "
-                "matrix of positions"
+            raise UserError(
+                "model.tie_positions must be off: other implementations have u, v and a matrix of "
+                "positions. Train with it off."
             )
-            raise UserError(f"{wrong}. Train with it off.")
-        shape = (*((c.n_layer,) if c.untie_r else ()), c.n_head, c.d_head)
-        parent = "stack/layers/biases" if c.untie_r else "stack/biases"
-        names = {"r_w_bias": "content", "r_r_bias": "position"}
+        shape: tuple[int, ...]
+        if c.untie_r:
+            shape = (c.n_layer, c.n_head, c.d_head)
+            parent = "stack/layers/biases"
+        else:
+            shape = (c.n_head, c.d_head)
+            parent = "stack/biases"
         return [
-            OriginalTensor(name, shape, f"{parent}/{ours}", shape, False)
-            for name, ours in names.items()
+            OriginalTensor("r_w_bias", shape, f"{parent}/content", shape, reversed=False),
+            OriginalTensor("r_r_bias", shape, f"{parent}/position", shape, reversed=False),
         ]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from txl_jax.config import ShawTerms
 from txl_jax.modules.positions.encoding import (
     DecodeTerms,
+    Dimension,
     Learned,
     OriginalTensor,
     PositionEncoding,
@@ -25,7 +26,7 @@ from txl_jax.sharding import axes
 
 
 class ShawPositions(PositionEncoding):
-    """Shaw's encoding. Each layer has a table of the distances 0 .. n - 1."""
+    """Shaw's encoding. Each layer has a table for the distances 0, .., n - 1."""
 
     generates_by_token = True
     original_type = 1
@@ -36,58 +37,69 @@ class ShawPositions(PositionEncoding):
 
     @property
     def has_position_score(self) -> bool:
-        """Returns whether scores have a number per distance, as in the original."""
+        """Whether scores have a number per distance, as in the original."""
         return self.config.compat.shaw_terms is ShawTerms.ORIGINAL
 
     def position_terms(
         self, codes: jax.Array | None, parameters: Any, projections: Projections, dtype: jnp.dtype
     ) -> PositionTerms:
-        """Returns the table's entries of all distances."""
+        """Returns the table's entries of all distances. The codes are distances, int [K]."""
         c = self.config
-        lead, heads, width = (
-            (c.table_size, axes.POSITIONS),
-            (c.n_head, axes.HEADS),
-            (c.d_head, axes.HEAD_DIM),
-        )
-        # Term (b): q . key.
-        arrays: dict[str, Sequence[tuple[int, str]]] = {"key": (lead, heads, width)}
-        # Instead of term (d), and u of term (c).
+        distances = Dimension(c.table_size, axes.POSITIONS)
+        heads = Dimension(c.n_head, axes.HEADS)
+        head_dim = Dimension(c.d_head, axes.HEAD_DIM)
+
+        arrays: dict[str, tuple[Dimension, ...]] = {"key": (distances, heads, head_dim)}
         if self.has_position_score:
-            arrays |= {"score": (lead, heads), "content": (heads, width)}
+            arrays["score"] = (distances, heads)
+            arrays["content"] = (heads, head_dim)
         table = Learned(c, arrays, name="positions")()
+
+        # Term (b) is the product of the query with this key: [K, H, E] -> [H, K, E].
         position_key = table["key"].astype(dtype)[codes].swapaxes(0, 1)
         if not self.has_position_score:
             return PositionTerms(position_key)
         return PositionTerms(
-            position_key, table["content"].astype(dtype), position_score=table["score"][codes].T
+            position_key,
+            # u of term (c).
+            content_bias=table["content"].astype(dtype),
+            # A number per distance instead of term (d), in the dtype of the parameters.
+            position_score=table["score"][codes].T,
         )
 
     def decode_terms(
         self, layer: Any, shared: Any, *, segment_len: int, capacity: int, clamp_len: int | None
     ) -> DecodeTerms:
-        """Takes the entries of the P distances that segment and cache need."""
+        """Looks up the entries of the P distances that segment and cache need."""
         c = self.config
-        scale, dtype = c.d_head**-0.5, jnp.dtype(c.dtype)
+        dtype = jnp.dtype(c.dtype)
         n_position = table_length(
             segment_len=segment_len, capacity=capacity, clamp_len=c.clamp(clamp_len)
         )
         distances = key_distances(n_position)
-        table = {name: leaf.astype(dtype) for name, leaf in layer["attention"]["positions"].items()}
-        key = table["key"][distances].transpose(1, 2, 0)
-        if "score" not in table:  # As in the paper; else as the original has it.
-            return DecodeTerms(None, PositionKeys(bias=None, key=key, score=None))
-        score = table["score"][distances].T * scale
-        return DecodeTerms(table["content"] * scale, PositionKeys(bias=None, key=key, score=score))
+
+        table = layer["attention"]["positions"]
+        key = table["key"].astype(dtype)[distances].transpose(1, 2, 0)
+        if not self.has_position_score:
+            return DecodeTerms(position_keys=PositionKeys(bias=None, key=key, score=None))
+
+        # The terms of the original are divided by sqrt(E) after they are cast.
+        scale = c.d_head**-0.5
+        score = table["score"].astype(dtype)[distances].T * scale
+        return DecodeTerms(
+            content_bias=table["content"].astype(dtype) * scale,
+            position_keys=PositionKeys(bias=None, key=key, score=score),
+        )
 
     def original_tensors(self) -> list[OriginalTensor]:
         """Returns the tables of keys and scores, and u, all per layer."""
         c = self.config
-        lead, heads = (c.n_layer, c.table_size), (c.n_head, c.d_head)
+        parent = "stack/layers/attention/positions"
+        keys_shape = (c.n_layer, c.table_size, c.n_head, c.d_head)
+        scores_shape = (c.n_layer, c.table_size, c.n_head)
+        u_shape = (c.n_layer, c.n_head, c.d_head)
         return [
-            OriginalTensor(name, shape, f"stack/layers/attention/positions/{ours}", shape, turned)
-            for name, shape, turned, ours in (
-                ("r_emb", (*lead, *heads), True, "key"),
-                ("r_bias", (*lead, c.n_head), True, "score"),
-                ("r_w_bias", (c.n_layer, *heads), False, "content"),
-            )
+            OriginalTensor("r_emb", keys_shape, f"{parent}/key", keys_shape, reversed=True),
+            OriginalTensor("r_bias", scores_shape, f"{parent}/score", scores_shape, reversed=True),
+            OriginalTensor("r_w_bias", u_shape, f"{parent}/content", u_shape, reversed=False),
         ]

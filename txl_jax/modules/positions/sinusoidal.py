@@ -1,8 +1,8 @@
 """Absolute positions as sinusoids added to the embedding (Vaswani et al., 2017).
 
-They are counted back from the segment's end: row i gets R(L - 1 - i), with distances above
-`clamp_len` set to it (the original's attn_type 2). Only a segment's own rows get a code. The memory
-is reused as it was stored (section 3.3), where the original adds another one to it in every
+Positions are counted back from the segment's end: row i gets R(L - 1 - i), with distances above
+`clamp_len` set to it (the original's attn_type 2). Only the segment's rows get a code. The memory
+is reused as it was stored (section 3.3), whereas the original adds another code to it in every
 segment.
 """
 
@@ -21,5 +21,7 @@ class SinusoidalPositions(PositionEncoding):
     def add_to_embedding(self, embedded: jax.Array, *, clamp_len: int | None) -> jax.Array:
         """Adds R(L - 1), .., R(0) to the input of the first layer, [B, L, D]."""
         c = self.config
-        distances = key_distances(embedded.shape[1], clamp_len=clamp_len)
-        return embedded + sinusoids(distances, c.d_model, jnp.dtype(c.dtype))[None]
+        segment_len = embedded.shape[1]
+        distances = key_distances(segment_len, clamp_len=clamp_len)
+        codes = sinusoids(distances, c.d_model, jnp.dtype(c.dtype))
+        return embedded + codes[None]
