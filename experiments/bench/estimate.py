@@ -343,7 +343,7 @@ def compile_task(components: Built, task: str) -> Any:
     tokens, cache = (
         _abstract_result(jax.jit(function), weights) for function in (for_tokens, start)
     )
-    decode = components.jit(decode_block, static_argnames=("limits", "count"), donate_argnums=1)
+    decode = components.jit(decode_block, static_argnames=("sampling", "count"), donate_argnums=1)
     return decode.lower(tokens, cache, *generation_arguments(generate), count=BLOCK).compile()
 
 
