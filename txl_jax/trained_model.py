@@ -105,11 +105,14 @@ class LanguageModel:
     def __repr__(self) -> str:
         """Returns one line: kind, sizes, parameters, vocabulary and the source of the weights."""
         model = self.config.model
+        sizes = (
+            f"{model.n_layer} layers, d_model {model.d_model}, "
+            f"{self.components.num_parameters:,} parameters"
+        )
+        vocabulary = f"{self.vocabulary.size:,} {self.vocabulary.kind} tokens"
         return (
-            f"<LanguageModel: {model.network}, {model.n_layer} layers, d_model {model.d_model}, "
-            f"{self.components.num_parameters:,} parameters, "
-            f"{self.vocabulary.size:,} {self.vocabulary.kind} tokens, "
-            f"step {self.step:,} of {self.source or '?'}>"
+            f"<LanguageModel: {model.network}, {sizes}, {vocabulary}, step {self.step:,} of "
+            f"{self.source or '?'}>"
         )
 
     @property
@@ -231,7 +234,9 @@ class LanguageModel:
         for context, continuation in pairs:
             ids, length = ready_ids.joined(self.vocabulary, context, continuation)
             has_context = length < len(ids)
-            documents.append(ids if has_context else np.concatenate([before, ids]))
+            if not has_context:
+                ids = np.concatenate([before, ids])
+            documents.append(ids)
             lengths.append(length)
 
         scores = []
@@ -365,7 +370,11 @@ class LanguageModel:
         stop_strings = _stop_strings(stop)
 
         refuse_single_text(prompts)
-        prompt_ids = [self._ids(prompt) for prompt in prompts]
+        prompt_ids = []
+        for prompt in prompts:
+            ids = self._ids(prompt)
+            # An empty prompt is continued from the start token.
+            prompt_ids.append(ids if len(ids) else self.vocabulary.start)
         if seeds is None:
             seeds = [settings.seed] * len(prompt_ids)
         if len(seeds) != len(prompt_ids):
@@ -374,8 +383,7 @@ class LanguageModel:
                 f"{len(seeds)}"
             )
         return self._generator.pieces(
-            # An empty prompt is continued from the start token.
-            [ids if len(ids) else self.vocabulary.start for ids in prompt_ids],
+            prompt_ids,
             settings,
             draws=[(seed, 0) for seed in seeds],
             decode=self.vocabulary.decode,

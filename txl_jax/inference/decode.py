@@ -189,13 +189,16 @@ def decode_block(
     def any_remaining(progress: _Progress) -> jax.Array:
         return jnp.any(progress.remaining > 0)
 
+    scores = None
+    if top:
+        scores = _zero_scores(params, n_row, count, top=top)
     start = _Progress(
         step=jnp.zeros((), jnp.int32),
         cache=cache,
         newest=rows.known[:, -1],
         remaining=jnp.minimum(rows.steps, count),
         tokens=jnp.zeros((n_row, count), jnp.int32),
-        scores=_zero_scores(params, n_row, count, top=top) if top else None,
+        scores=scores,
     )
     end = jax.lax.while_loop(any_remaining, one_step, start)
     return end.cache, end.tokens, end.step, end.scores

@@ -135,13 +135,14 @@ def apply_layers(
     model = params.model
     # None unless data.reset_at keeps documents apart.
     documents = memory_lib.documents(tokens, model.end_token)
+    document_start = None if documents is None else documents.start
     visibility = CachedVisibility(
         valid=cache.valid,
         write_index=cache.write_index,
         segment_len=tokens.shape[1],
         capacity=cache.capacity,
         window=params.window,
-        document_start=None if documents is None else documents.start,
+        document_start=document_start,
     )
 
     hidden = apply(
@@ -197,7 +198,8 @@ def _forward_layer(
     if layer.position_vectors is not None:
         segment_len = inputs.shape[1]
         inputs += layer.position_vectors[-segment_len:][None]
-    query, key, value = query_key_value(layer, attention_norm(inputs) if is_pre_norm else inputs)
+    attention_inputs = attention_norm(inputs) if is_pre_norm else inputs
+    query, key, value = query_key_value(layer, attention_inputs)
     query = _constrain_heads(query)
     key = _constrain_heads(key)
     value = _constrain_heads(value)

@@ -223,12 +223,12 @@ class Generator:
         step of decoding reads it.
         """
         segment_len = self._eval_config.segment_len
-        lengths = [len(prompt) - 1 for prompt in prompts]
-        lengths += [0] * (rows - len(prompts))
-        n_segments, n_rest = np.divmod(lengths, segment_len)
+        n_before_last = [len(prompt) - 1 for prompt in prompts]
+        n_before_last += [0] * (rows - len(prompts))
+        n_segments, n_rest = np.divmod(n_before_last, segment_len)
 
-        # Each prompt is cut into its whole segments, from the left, and the known tokens, which are
-        # aligned on the right.
+        # Each prompt is cut into its whole segments, and the known tokens, which end with its last
+        # one and are aligned on the right.
         segments = np.zeros((n_segments.max(), rows, segment_len), np.int32)
         known = np.zeros((rows, segment_len), np.int32)
         for row, prompt in enumerate(prompts):
@@ -270,7 +270,9 @@ class Generator:
         """
         cache, known, number = prefilled
         sample_keys = np.stack(keys)
-        stop = np.int32(stop_token if isinstance(stop_token, int) else -1)
+        stop = np.int32(-1)
+        if isinstance(stop_token, int):
+            stop = np.int32(stop_token)
         while True:
             steps = np.where(ended, 0, np.clip(config.length - number, 0, BLOCK))
             if not np.any(steps):
@@ -283,7 +285,7 @@ class Generator:
             tokens = distributed.to_host(tokens)[:, : int(distributed.to_host(n_step))]
             yield _Block(tokens, number[:, None] + np.arange(tokens.shape[1]))
 
-            # A row that has drawn a token continues from it, the others from their prompt's last.
+            # The latest known token is the one that a row drew last, or else its prompt's last.
             number = number + np.int32(tokens.shape[1])
             newest = np.where(number > 0, tokens[:, -1], known[:, -1])
             known = np.concatenate([known[:, :-1], newest[:, None]], axis=1)

@@ -49,7 +49,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
       UserError: If the sizes need more devices than there are, or leave a remainder where
         `config.data` is None, or slices have different numbers of devices.
     """
-    slices = _slices(jax.devices() if devices is None else devices)
+    if devices is None:
+        devices = jax.devices()
+    slices = _slices(devices)
     n_device = sum(map(len, slices))
     shape = _shape(config, n_device, num_slices=len(slices))
     return Mesh(_device_grid(slices, shape), _NAMES, axis_types=(AxisType.Auto,) * 3)
