@@ -93,7 +93,7 @@ def learning_curve(
 
 def _draw_kinds(curve: Any, records: Sequence[Mapping[str, Any]]) -> list[float]:
     """Draws a line for each kind of record, and returns all bpc that it shows."""
-    shown = []
+    shown: list[float] = []
     for kind, style in _KIND_STYLES.items():
         of_kind = [record for record in records if record["kind"] == kind]
         steps = [record["step"] for record in of_kind]

@@ -227,8 +227,8 @@ class LanguageModel:
         else:
             before = ready_ids.one_token(self.vocabulary, first)
 
-        # A continuation is the last tokens of its document, and the first token of a document is
-        # not scored.
+        # A document is a context with its continuation. Its first token is not scored, so that a
+        # continuation without context needs a token before it.
         documents = []
         lengths = []
         for context, continuation in pairs:

@@ -178,7 +178,7 @@ class Generator:
         the stop string.
 
         Args:
-          prompts: Token ids [T] of each prompt, at least one.
+          prompts: Token ids [T] of each prompt, at least one token each.
           config: Length, temperature, top-p and top-k.
           draws: Seed and sample number of each prompt.
           decode: Returns the bytes of token ids.
@@ -240,11 +240,11 @@ class Generator:
         # copied to the cache of single tokens, before padding is read into it.
         ring = self._empty(self.for_segments, rows, self._eval_config)
         cache = self._unrotate(ring)
-        for n_done, tokens in enumerate(segments, start=1):
+        for n_read, tokens in enumerate(segments, start=1):
             if stop_requested():
                 break
             ring = self._read(self.for_segments, ring, tokens)
-            is_complete = n_segments == n_done
+            is_complete = n_segments == n_read
             if np.any(is_complete):
                 cache = self._take(cache, ring, is_complete)
         return Prefilled(cache, known, -n_rest.astype(np.int32))

@@ -61,7 +61,7 @@ def abstract_mesh(config: MeshConfig, n_device: int, *, num_slices: int = 1) -> 
     """Makes a mesh of `n_device` devices in all slices, without the devices.
 
     Raises:
-      UserError: As `make_mesh`.
+      UserError: If the devices do not fit the sizes, as in `make_mesh`.
     """
     shape = _shape(config, n_device, num_slices=num_slices)
     return AbstractMesh(shape, _NAMES, axis_types=(AxisType.Auto,) * 3)
