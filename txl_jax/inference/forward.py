@@ -195,6 +195,7 @@ def _forward_layer(
     inner, outer = layer.feed_forward
     is_pre_norm = model.config.layer_norm is NormPlace.PRE
 
+    # The vectors end with distance 0, the segment's last token.
     if layer.position_vectors is not None:
         segment_len = inputs.shape[1]
         inputs += layer.position_vectors[-segment_len:][None]
@@ -204,6 +205,7 @@ def _forward_layer(
     key = _constrain_heads(key)
     value = _constrain_heads(value)
 
+    # Relative positions have scores of their own, of queries with v instead of u.
     position = None
     if layer.position_keys is not None:
         position_query = biased(query, layer.position_keys.bias)
