@@ -227,21 +227,22 @@ class LanguageModel:
         else:
             before = ready_ids.one_token(self.vocabulary, first)
 
-        # A document is a context with its continuation. Its first token is not scored, so that a
-        # continuation without context needs a token before it.
+        # Ids of each context with its continuation, and the number of the continuation's tokens.
+        joined = [
+            ready_ids.joined(self.vocabulary, context, continuation)
+            for context, continuation in pairs
+        ]
+
+        # The first token of a document is not scored, so that a continuation without context needs
+        # a token before it.
         documents = []
-        lengths = []
-        for context, continuation in pairs:
-            ids, length = ready_ids.joined(self.vocabulary, context, continuation)
+        for ids, length in joined:
             has_context = length < len(ids)
-            if not has_context:
-                ids = np.concatenate([before, ids])
-            documents.append(ids)
-            lengths.append(length)
+            documents.append(ids if has_context else np.concatenate([before, ids]))
 
         scores = []
         likenesses = read_all(documents, self._reader(batch_size).likeness)
-        for likeness, length in zip(likenesses, lengths, strict=True):
+        for likeness, (_, length) in zip(likenesses, joined, strict=True):
             first_scored = len(likeness.nats) - length
             nats = likeness.nats[first_scored:]
             is_greedy = likeness.greedy[first_scored:]

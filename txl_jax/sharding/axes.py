@@ -51,7 +51,7 @@ def spec(*names: str | None) -> PartitionSpec:
     Raises:
       ValueError: If a name has no row in the table (flax would silently replicate it).
     """
-    mesh_axes = []
+    mesh_axes: list[Any] = []
     for name in names:
         if name is None:
             mesh_axes.append(None)
