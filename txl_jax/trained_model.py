@@ -238,7 +238,9 @@ class LanguageModel:
         documents = []
         for ids, length in joined:
             has_context = length < len(ids)
-            documents.append(ids if has_context else np.concatenate([before, ids]))
+            if not has_context:
+                ids = np.concatenate([before, ids])
+            documents.append(ids)
 
         scores = []
         likenesses = read_all(documents, self._reader(batch_size).likeness)
@@ -371,11 +373,7 @@ class LanguageModel:
         stop_strings = _stop_strings(stop)
 
         refuse_single_text(prompts)
-        prompt_ids = []
-        for prompt in prompts:
-            ids = self._ids(prompt)
-            # An empty prompt is continued from the start token.
-            prompt_ids.append(ids if len(ids) else self.vocabulary.start)
+        prompt_ids = [self._ids(prompt) for prompt in prompts]
         if seeds is None:
             seeds = [settings.seed] * len(prompt_ids)
         if len(seeds) != len(prompt_ids):
@@ -383,6 +381,11 @@ class LanguageModel:
                 f"seeds must have one entry for each of the {len(prompt_ids)} prompts, got "
                 f"{len(seeds)}"
             )
+
+        # An empty prompt is continued from the start token.
+        for number, ids in enumerate(prompt_ids):
+            if len(ids) == 0:
+                prompt_ids[number] = self.vocabulary.start
         return self._generator.pieces(
             prompt_ids,
             settings,
