@@ -24,7 +24,7 @@ from txl_jax.evaluation.sliding_window import Windows, evaluate_windows, make_wi
 from txl_jax.evaluation.streaming import SegmentLosses, evaluate, make_eval_step
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import decode, forward
-from txl_jax.inference.decode import Limits, Rows
+from txl_jax.inference.decode import BlockRows, Sampling
 from txl_jax.inference.prepare import prepare_params
 from txl_jax.metrics import Totals
 from txl_jax.ops import sampling
@@ -260,11 +260,15 @@ def test_a_step_of_generation_adds_nothing_in_16_bits():
     cache = empty_cache(weights, 1).replace(write_index=integers(tiny.B))
     keys = jax.ShapeDtypeStruct((tiny.B, 2), jnp.uint32)
     scored = jax.ShapeDtypeStruct((tiny.B,), jnp.bool)
-    rows = Rows(integers(tiny.B, 2), integers(tiny.B), integers(tiny.B), keys, integers(), scored)
+    rows = BlockRows(
+        integers(tiny.B, 2), integers(tiny.B), integers(tiny.B), keys, integers(), scored
+    )
     numbers = jax.ShapeDtypeStruct((tiny.B,), jnp.float32)
 
     def block(weights, cache, rows, temperature, top_p):
-        return decode.decode_block(weights, cache, rows, Limits(temperature, top_p), count=2, top=3)
+        return decode.decode_block(
+            weights, cache, rows, Sampling(temperature, top_p), count=2, top=3
+        )
 
     assert narrow(block, weights, cache, rows, numbers, numbers) == FORWARD
 

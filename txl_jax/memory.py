@@ -26,14 +26,19 @@ class Memory:
 
     @property
     def mem_len(self) -> int:
-        """M."""
+        """M, the number of positions that the memory holds."""
         return self.hidden.shape[2]
 
     def check(self, tokens: jax.Array, n_layer: int) -> None:
-        """Raises `UserError` unless the memory has `n_layer` layers and the segment's rows.
+        """Checks that the memory fits a model of `n_layer` layers and a segment.
 
         The segment is tokens [B, L], or embeddings [B, L, D].
+
+        Raises:
+          UserError: If the memory has another number of layers or rows, or the segment is not an
+            array of such a shape.
         """
+        n_memory_layer, n_memory_row = self.hidden.shape[:2]
         width = self.hidden.shape[-1]
         if jnp.issubdtype(tokens.dtype, jnp.floating):
             if tokens.ndim != 3 or tokens.shape[2] != width:
@@ -42,15 +47,13 @@ class Memory:
                 )
         elif tokens.ndim != 2:
             raise UserError(f"tokens must be a segment, int [B, L], got shape {tokens.shape}")
-        batch = tokens.shape[0]
-        if self.hidden.shape[:2] != (n_layer, batch):
-            wanted = (
-                f"the memory must have {n_layer} layers of {batch} rows, like the model "
-                "and the segment"
-            )
-            found = f"{self.hidden.shape[0]} layers of {self.hidden.shape[1]} rows"
+
+        batch_size = tokens.shape[0]
+        if (n_memory_layer, n_memory_row) != (n_layer, batch_size):
             raise UserError(
-                f"{wanted}, got {found}. Make it with init_memory(batch_size={batch}, ...)"
+                f"the memory must have {n_layer} layers of {batch_size} rows, like the model "
+                f"and the segment, got {n_memory_layer} layers of {n_memory_row} rows. "
+                f"Make it with init_memory(batch_size={batch_size}, ...)"
             )
 
 
@@ -67,20 +70,23 @@ def init(
 
     `start` determines whether the zeros are masked or attended to.
     """
-    hidden = jnp.zeros((n_layer, batch_size, mem_len, d_model), dtype)
-    return Memory(hidden, jnp.full((batch_size,), start_valid(mem_len, start), jnp.int32))
+    return Memory(
+        hidden=jnp.zeros((n_layer, batch_size, mem_len, d_model), dtype),
+        valid=jnp.full((batch_size,), start_valid(mem_len, start), jnp.int32),
+    )
 
 
 @jax.named_scope("memory")
 def update(memory: Memory, layer_inputs: jax.Array) -> Memory:
-    """Appends a segment's layer inputs [N, B, L, D] and drops the oldest rows."""
-    mem_len, segment_len = memory.mem_len, layer_inputs.shape[2]
+    """Appends a segment's layer inputs [N, B, L, D] and drops the oldest positions."""
+    mem_len = memory.mem_len
+    segment_len = layer_inputs.shape[2]
+
+    # The last M positions: all of a longer segment's are new.
     kept = memory.hidden[:, :, min(segment_len, mem_len) :]
-    new = jax.lax.stop_gradient(layer_inputs[:, :, max(segment_len - mem_len, 0) :]).astype(
-        kept.dtype
-    )
+    new = jax.lax.stop_gradient(layer_inputs[:, :, max(segment_len - mem_len, 0) :])
     return Memory(
-        hidden=jnp.concatenate([kept, new], axis=2),
+        hidden=jnp.concatenate([kept, new.astype(kept.dtype)], axis=2),
         valid=jnp.minimum(memory.valid + segment_len, mem_len),
     )
 
@@ -92,7 +98,8 @@ class Documents(NamedTuple):
     document that it ends.
     """
 
-    # int32 [B, L], where each position's document begins; 0 if with the segment or in the memory.
+    # int32 [B, L], where each position's document begins, or 0 if it begins with the segment or in
+    # the memory.
     start: jax.Array
     # int32 [B], position after the last end token, or 0 if the segment has none.
     last: jax.Array
@@ -100,9 +107,10 @@ class Documents(NamedTuple):
     def valid(self, valid: jax.Array) -> jax.Array:
         """Returns the number of filled slots [B] after the segment, at most `valid`.
 
-        The filled slots are the last document's positions.
+        If the segment has an end token, the filled slots are the positions after the last one.
         """
-        return jnp.where(self.last > 0, jnp.minimum(valid, self.start.shape[1] - self.last), valid)
+        of_last_document = jnp.minimum(valid, self.start.shape[1] - self.last)
+        return jnp.where(self.last > 0, of_last_document, valid)
 
 
 def documents(tokens: jax.Array, end_token: int | None) -> Documents | None:
@@ -112,9 +120,14 @@ def documents(tokens: jax.Array, end_token: int | None) -> Documents | None:
     """
     if end_token is None or jnp.issubdtype(tokens.dtype, jnp.floating):
         return None
-    after = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.int32)
-    begun = jax.lax.cummax(jnp.where(tokens == end_token, after[None, :], 0), axis=1)
-    return Documents(start=jnp.pad(begun[:, :-1], ((0, 0), (1, 0))), last=begun[:, -1])
+    # The position after each position's latest end token, the position's own included, or 0.
+    next_position = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.int32)
+    after_end = jnp.where(tokens == end_token, next_position[None, :], 0)
+    after_latest_end = jax.lax.cummax(after_end, axis=1)
+
+    # An end token belongs to the document that it ends: documents start one position later.
+    start = jnp.pad(after_latest_end[:, :-1], ((0, 0), (1, 0)))
+    return Documents(start=start, last=after_latest_end[:, -1])
 
 
 @jax.named_scope("memory")
@@ -123,9 +136,8 @@ def reset(memory: Memory, rows: jax.Array, start: MemoryStart = MemoryStart.MASK
     hidden = memory.hidden
     if start is MemoryStart.ZEROS:  # Masked slots need no clearing, and a memory can be gigabytes.
         hidden = jnp.where(rows[None, :, None, None], 0, hidden)
-    return Memory(
-        hidden=hidden, valid=jnp.where(rows, start_valid(memory.mem_len, start), memory.valid)
-    )
+    valid = jnp.where(rows, start_valid(memory.mem_len, start), memory.valid)
+    return Memory(hidden=hidden, valid=valid)
 
 
 def start_valid(mem_len: int, start: MemoryStart) -> int:

@@ -16,13 +16,36 @@ from txl_jax.runtime.storage import AnyPath, write
 
 UNITS = {Measure.BPC: "bits per character", Measure.BPB: "bits per byte", Measure.PPL: "perplexity"}
 
+# Colors of the lines of `curves`, in their order.
+_COLORS = (
+    "#c0392b",
+    "#2980b9",
+    "#27ae60",
+    "#8e44ad",
+    "#d68910",
+    "#16a085",
+    "#7f8c8d",
+    "#2c3e50",
+)
+_MARKERS = "os^Dv"
+_MOST_MARKERS = 40  # Markers per line, about. With one at each point, a long line would be hidden.
+
+# The learning curve: its lines by kind of record, its levels, and its lines by position.
+_KIND_STYLES: dict[str, dict[str, Any]] = {
+    "train": {"color": "#9aa7b8", "linewidth": 1.2},
+    "valid": {"color": "#c0392b", "marker": "o", "markersize": 4},
+}
+_LEVEL_COLORS = ("#2c3e50", "#2980b9", "#27ae60", "#8e44ad")
+_POSITION_COLORS = ("#9aa7b8", "#c0392b")
+_TOP_BPC = 5.5  # Where the learning curve is cut off: the first updates are above.
+
 
 def can_draw() -> bool:
     """Returns whether matplotlib is installed, or prints a line that nothing is drawn."""
-    found = importlib.util.find_spec("matplotlib") is not None
-    if not found:
+    is_installed = importlib.util.find_spec("matplotlib") is not None
+    if not is_installed:
         say("no figure: matplotlib is not installed (pip install '.[plots]')")
-    return found
+    return is_installed
 
 
 def learning_curve(
@@ -35,44 +58,72 @@ def learning_curve(
 ) -> None:
     """Plots bpc against training steps.
 
-    The points are the records of the kinds "train" and "valid" in metrics.jsonl.
-
-    `levels` are names and bpc of horizontal lines to compare with. `by_position` are names and the
-    bpc at each position of a segment, which are drawn to the right of the curve.
+    Args:
+      records: Records of metrics.jsonl, of which those of the kinds "train" and "valid" are drawn.
+      path: File or object to write.
+      title: Title of the figure.
+      levels: Names and bpc of horizontal lines to compare with.
+      by_position: Names and the bpc at each position of a segment, which are drawn to the right of
+        the curve, or None.
     """
-    drawing = figure(width=11 if by_position else 8)
-    panels = drawing.subplots(1, 2 if by_position else 1, sharey=True, squeeze=False)[0]
-    plot, bpcs = panels[0], list[float]()
-    train: dict[str, Any] = {"color": "#9aa7b8", "linewidth": 1.2}
-    valid: dict[str, Any] = {"color": "#c0392b", "marker": "o", "markersize": 4}
-    for kind, style in ("train", train), ("valid", valid):
-        points = [(record["step"], record["bpc"]) for record in records if record["kind"] == kind]
-        bpcs += [bpc for _, bpc in points]
-        if points:
-            plot.plot(*zip(*points, strict=True), label=kind, **style)
-    last_step = max((record["step"] for record in records), default=1)
-    for color, (name, level) in zip(
-        ("#2c3e50", "#2980b9", "#27ae60", "#8e44ad"), levels.items(), strict=False
-    ):
-        plot.axhline(level, linestyle="--", linewidth=1, color=color)
-        # At the left edge, where the curves are still far above.
-        plot.annotate(
-            f" {name} {level:.2f}", (0, level), ha="left", va="bottom", fontsize=9, color=color
-        )
-    plot.set(title=title, xlabel="training steps", ylabel="bits per byte", xlim=(0, last_step))
     if by_position:
-        for color, (name, values) in zip(("#9aa7b8", "#c0392b"), by_position.items(), strict=True):
-            panels[1].plot(
-                range(1, len(values) + 1), values, label=name, color=color, linewidth=1.6
-            )
-            panels[1].set(xlim=(1, len(values)))
-            bpcs += values
-        panels[1].set(title="Test split, with and without memory", xlabel="position in the segment")
-    plot.set_ylim(bottom=max(0, min([*levels.values(), *bpcs]) - 0.3), top=min(max(bpcs), 5.5))
+        drawing = figure(width=11)
+        curve, positions = drawing.subplots(1, 2, sharey=True)
+        panels = [curve, positions]
+    else:
+        drawing = figure()
+        curve = drawing.subplots()
+        panels = [curve]
+
+    bpcs = _draw_kinds(curve, records)
+    _draw_levels(curve, levels)
+    last_step = max((record["step"] for record in records), default=1)
+    curve.set(title=title, xlabel="training steps", ylabel="bits per byte", xlim=(0, last_step))
+
+    if by_position:
+        bpcs += _draw_positions(positions, by_position)
+
+    lowest = min([*levels.values(), *bpcs])
+    curve.set_ylim(bottom=max(0, lowest - 0.3), top=min(max(bpcs), _TOP_BPC))
     for panel in panels:
         panel.grid(alpha=0.25)
         panel.legend(frameon=False)
     save(drawing, path)
+
+
+def _draw_kinds(curve: Any, records: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Draws a line for each kind of record, and returns all bpc that it shows."""
+    shown: list[float] = []
+    for kind, style in _KIND_STYLES.items():
+        of_kind = [record for record in records if record["kind"] == kind]
+        steps = [record["step"] for record in of_kind]
+        bpcs = [record["bpc"] for record in of_kind]
+        if of_kind:
+            curve.plot(steps, bpcs, label=kind, **style)
+        shown += bpcs
+    return shown
+
+
+def _draw_levels(curve: Any, levels: Mapping[str, float]) -> None:
+    """Draws a horizontal line for each level, with its name."""
+    for color, (name, level) in zip(_LEVEL_COLORS, levels.items(), strict=False):
+        curve.axhline(level, linestyle="--", linewidth=1, color=color)
+        # At the left edge, where the curves are still far above.
+        curve.annotate(
+            f" {name} {level:.2f}", (0, level), ha="left", va="bottom", fontsize=9, color=color
+        )
+
+
+def _draw_positions(panel: Any, by_position: Mapping[str, Sequence[float]]) -> list[float]:
+    """Draws the lines of `by_position`, and returns all bpc that they show."""
+    shown: list[float] = []
+    for color, (name, bpcs) in zip(_POSITION_COLORS, by_position.items(), strict=True):
+        positions = range(1, len(bpcs) + 1)
+        panel.plot(positions, bpcs, label=name, color=color, linewidth=1.6)
+        panel.set(xlim=(1, len(bpcs)))
+        shown += bpcs
+    panel.set(title="Test split, with and without memory", xlabel="position in the segment")
+    return shown
 
 
 def curves(
@@ -88,51 +139,49 @@ def curves(
 ) -> None:
     """Draws one line per name: y at each x.
 
-    `deviations` are half the height of a band around a name's line at each x. `log` and `log_x`
-    make y and x logarithmic, the latter with a tick at each x.
+    Args:
+      values: For each name, y by x.
+      path: File or object to write.
+      title: Title of the figure.
+      xlabel: Label of the x axis.
+      ylabel: Label of the y axis.
+      deviations: For some names, half the height of a band around the line, by x.
+      log: Whether y is logarithmic.
+      log_x: Whether x is logarithmic, with a tick at each x.
     """
     from matplotlib.ticker import LogFormatter
 
     drawing = figure()
     plot = drawing.add_subplot()
-    colors = (
-        "#c0392b",
-        "#2980b9",
-        "#27ae60",
-        "#8e44ad",
-        "#d68910",
-        "#16a085",
-        "#7f8c8d",
-        "#2c3e50",
-    )
-    for i, (name, points) in enumerate(values.items()):
-        style = {
-            "color": colors[i % len(colors)],
-            "marker": "os^Dv"[i % 5],
-            "markersize": 4,
-            "linewidth": 1.4,
-        }
-        # With a marker at each point, a long line would be hidden.
+    for number, (name, points) in enumerate(values.items()):
+        x = list(points)
+        y = list(points.values())
+        color = _COLORS[number % len(_COLORS)]
         plot.plot(
-            *zip(*points.items(), strict=True),
+            x,
+            y,
             label=name,
-            markevery=max(1, len(points) // 40),
-            **style,
+            markevery=max(1, len(points) // _MOST_MARKERS),
+            color=color,
+            marker=_MARKERS[number % len(_MARKERS)],
+            markersize=4,
+            linewidth=1.4,
         )
-        if band := (deviations or {}).get(name):
-            low, high = ([y + sign * band[x] for x, y in points.items()] for sign in (-1, 1))
-            plot.fill_between(
-                list(points), low, high, color=style["color"], alpha=0.15, linewidth=0
-            )
+        band = deviations.get(name) if deviations else None
+        if band:
+            low = [value - band[place] for place, value in points.items()]
+            high = [value + band[place] for place, value in points.items()]
+            plot.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+
     plot.set(title=title, xlabel=xlabel, ylabel=ylabel)
     if log:
         plot.set_yscale("log")
         plot.yaxis.set_major_formatter(LogFormatter())
         plot.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     if log_x:
-        ticks = sorted({x for points in values.values() for x in points})
+        ticks = sorted(set().union(*values.values()))
         plot.set_xscale("log", base=2)
-        plot.set_xticks(ticks, [f"{x:,}" for x in ticks])
+        plot.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         plot.minorticks_off()
     plot.grid(alpha=0.25)
     plot.legend(frameon=False)
@@ -151,6 +200,7 @@ def figure(height: float = 4.5, *, width: float = 8) -> Any:
 
 def save(drawing: Any, path: AnyPath) -> None:
     """Writes a figure to a file or an object, in the format of its suffix."""
+    _, suffix = os.path.splitext(path)
     data = io.BytesIO()
-    drawing.savefig(data, format=os.path.splitext(path)[1].removeprefix("."))
+    drawing.savefig(data, format=suffix.removeprefix("."))
     write(path, data.getvalue())

@@ -12,7 +12,10 @@ import numpy as np
 
 
 class Segments(NamedTuple):
-    """S consecutive segments of L tokens for B rows of a batch (one process's rows)."""
+    """S consecutive segments of L tokens for B rows of a batch (one process's rows).
+
+    Without the axis S, one of these segments.
+    """
 
     # int32 [S, B, L]. 0 in padding.
     inputs: np.ndarray
@@ -40,13 +43,15 @@ def scan_segments(
 
     Rows whose reset bit is set start from an empty memory.
 
-    Returns state and memory after the last segment, and the collected results, stacked along S.
-
     Args:
       body: Takes one segment (arrays [B, L], reset [B]) and must return the memory updated with it.
       state: Any pytree carried along, e.g. the parameters that are being trained.
       memory: The memory before the first segment, a `Memory` or a `KVCache`.
+      segments: The S segments.
       reset: Empties the rows of a memory that a bool [B] marks.
+
+    Returns:
+      State and memory after the last segment, and the collected results, stacked along S.
     """
 
     def step(carry: tuple[Any, Any], segment: Segments) -> tuple[tuple[Any, Any], Any]:
@@ -59,8 +64,15 @@ def scan_segments(
 
 
 def weighted_sum(nll: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns summed nats and weights of losses [B, L].
+    """Sums the losses of scored targets.
 
-    Weight 0 adds exactly 0 even where a loss is not finite.
+    Args:
+      nll: Losses [B, L] in nats.
+      weights: The loss mask [B, L] (`Segments.weights`). 0 adds exactly 0 even where a loss is not
+        finite.
+
+    Returns:
+      The sums of the weighted losses and of the weights.
     """
-    return jnp.sum(jnp.where(weights > 0, nll * weights, 0)), jnp.sum(weights)
+    nats = jnp.where(weights > 0, nll * weights, 0)
+    return jnp.sum(nats), jnp.sum(weights)

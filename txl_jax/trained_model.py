@@ -30,6 +30,7 @@ from txl_jax.runtime import distributed
 
 Documents = Iterable[Document]
 _BATCH_SIZE = 8  # Documents read side by side.
+# What `log_probabilities` says inside a jax transformation.
 _INSIDE_JAX = (
     "log_probabilities cannot be called inside a jax transformation such as jit or grad, because "
     "it checks ids on the host. Inside, use the module: net = "
@@ -62,20 +63,21 @@ def load(
       UserError: If the run, member or checkpoint does not exist, the dtype is unknown, or a file
         cannot be read.
     """
-    found = open_weights(path, member=member, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
-    built = found.build()
-    step, params = found.params(built)
-    return LanguageModel(built, found.vocabulary, params, step, found.description)
+    trained = open_weights(path, member=member, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
+    built = trained.build()
+    step, params = trained.params(built)
+    return LanguageModel(built, trained.vocabulary, params, step, trained.description)
 
 
 class Continuation(NamedTuple):
     """Score of a continuation after its context."""
 
-    # Nats, summed over its tokens; at most 0.
+    # Log probability in nats, summed over the continuation's tokens. At most 0.
     logprob: float
-    # Whether greedy decoding after the context would have written it; true if it is empty.
+    # Whether greedy decoding after the context would have written the continuation. True if it is
+    # empty.
     is_greedy: bool
-    # Number of its tokens, or 0 if it is empty.
+    # Number of the continuation's tokens, or 0 if it is empty.
     tokens: int
 
 
@@ -95,21 +97,19 @@ class LanguageModel:
     vocabulary: Vocabulary
     # The parameters.
     params: Any
-    # Training step at which they were saved.
+    # Training step at which the parameters were saved.
     step: int
-    # The directory they were loaded from, and what they were trained on, or empty.
+    # The directory that the parameters were loaded from, and what they were trained on, or empty.
     source: str = ""
 
     def __repr__(self) -> str:
         """Returns one line: kind, sizes, parameters, vocabulary and the source of the weights."""
-        model, vocabulary = (
-            self.config.model,
-            f"{self.vocabulary.size:,} {self.vocabulary.kind} tokens",
-        )
+        model = self.config.model
         sizes = (
-            f"{model.n_layer} layers, d_model "
-            f"{model.d_model}, {self.components.num_parameters:,} parameters"
+            f"{model.n_layer} layers, d_model {model.d_model}, "
+            f"{self.components.num_parameters:,} parameters"
         )
+        vocabulary = f"{self.vocabulary.size:,} {self.vocabulary.kind} tokens"
         return (
             f"<LanguageModel: {model.network}, {sizes}, {vocabulary}, step {self.step:,} of "
             f"{self.source or '?'}>"
@@ -149,8 +149,8 @@ class LanguageModel:
           documents: Texts or token ids, of any lengths. They may be empty.
           per_token: Whether to return the losses of single tokens instead of sums.
           first: The token before each document, an id or the text of one token, so that all T
-            tokens are scored, or
-            None to score T - 1 tokens, all but the first.
+            tokens are scored, or None to score T - 1 tokens, all but the first.
+          batch_size: Number of documents that are read side by side.
 
         Returns:
           Per document the summed nats and the number of scored tokens and of their bytes, if the
@@ -161,9 +161,9 @@ class LanguageModel:
             ones, which are no padding: documents may have any lengths), or `documents` is a single
             text.
         """
-        return read_all(
-            self._with_first(documents, first), self._scores(batch_size, per_token=per_token)
-        )
+        ids = self._with_first(documents, first)
+        read = self._score_function(batch_size, per_token=per_token)
+        return read_all(ids, read)
 
     def score_stream(
         self,
@@ -178,22 +178,25 @@ class LanguageModel:
         At most 16 documents per row are held. If one cannot be encoded, the results before it come
         first.
         """
-        return self._scores(batch_size, per_token=per_token)(self._with_first(documents, first))
+        read = self._score_function(batch_size, per_token=per_token)
+        return read(self._with_first(documents, first))
 
-    def _scores(
+    def _score_function(
         self, batch_size: int, *, per_token: bool
     ) -> Callable[[Iterable[np.ndarray]], Iterator[Any]]:
         """Returns a function that yields the nats of each document, ids [T], or its totals."""
         reader = self._reader(batch_size)
+        if per_token:
+            return reader.nats
+        return functools.partial(self._totals, reader)
 
-        def totals(documents: Iterable[np.ndarray]) -> Iterator[Totals]:
-            documents, scored = itertools.tee(documents)
-            for nats, ids in zip(reader.nats(documents), scored, strict=True):
-                yield dataclasses.replace(
-                    Totals.of(nats), bytes=self.vocabulary.count_bytes(ids[1:])
-                )
-
-        return reader.nats if per_token else totals
+    def _totals(self, reader: DocumentReader, documents: Iterable[np.ndarray]) -> Iterator[Totals]:
+        """Yields the totals of each document, ids [T]."""
+        # The ids are needed again when their nats arrive.
+        documents, scored_documents = itertools.tee(documents)
+        for nats, ids in zip(reader.nats(documents), scored_documents, strict=True):
+            n_bytes = self.vocabulary.count_bytes(ids[1:])
+            yield dataclasses.replace(Totals.of(nats), bytes=n_bytes)
 
     def score_continuations(
         self,
@@ -219,19 +222,39 @@ class LanguageModel:
           UserError: If a text cannot be encoded, ids are outside the vocabulary, or a continuation
             that is not empty adds no token to its context, such as a space in a model of words.
         """
-        before = (
-            self.vocabulary.start if first is None else ready_ids.one_token(self.vocabulary, first)
-        )
-        joined = [ready_ids.joined(self.vocabulary, *pair) for pair in pairs]
-        documents = (
-            ids if count < len(ids) else np.concatenate([before, ids]) for ids, count in joined
-        )
+        if first is None:
+            before = self.vocabulary.start
+        else:
+            before = ready_ids.one_token(self.vocabulary, first)
+
+        # Ids of each context with its continuation, and the number of the continuation's tokens.
+        joined = [
+            ready_ids.joined(self.vocabulary, context, continuation)
+            for context, continuation in pairs
+        ]
+
+        # The first token of a document is not scored, so that a continuation without context needs
+        # a token before it.
+        documents = []
+        for ids, length in joined:
+            has_context = length < len(ids)
+            if not has_context:
+                ids = np.concatenate([before, ids])
+            documents.append(ids)
+
         scores = []
-        for found, (_, count) in zip(
-            read_all(documents, self._reader(batch_size).likeness), joined, strict=True
-        ):
-            nats, greedy = (each[len(each) - count :] for each in found)
-            scores.append(Continuation(-Totals.of(nats).nats, bool(greedy.all()), count))
+        likenesses = read_all(documents, self._reader(batch_size).likeness)
+        for likeness, (_, length) in zip(likenesses, joined, strict=True):
+            first_scored = len(likeness.nats) - length
+            nats = likeness.nats[first_scored:]
+            is_greedy = likeness.greedy[first_scored:]
+            scores.append(
+                Continuation(
+                    logprob=-Totals.of(nats).nats,
+                    is_greedy=bool(is_greedy.all()),
+                    tokens=length,
+                )
+            )
         return scores
 
     def hidden_states(
@@ -248,6 +271,7 @@ class LanguageModel:
         Args:
           documents: Texts or token ids [T].
           embeddings: Floats [T, D] instead of documents, as `embed` returns.
+          batch_size: Number of documents that are read side by side.
 
         Raises:
           UserError: If both or neither are passed, or embeddings are not floats [T, D], or as in
@@ -261,16 +285,15 @@ class LanguageModel:
         if documents is not None:
             refuse_single_text(documents)
             return read_all(map(self._ids, documents), reader.hidden_states)
-        size, vectors = self.config.model.d_model, list(map(np.asarray, embeddings or ()))
-        for each in vectors:
-            if (
-                each.ndim != 2
-                or each.shape[1] != size
-                or not np.issubdtype(each.dtype, np.floating)
-            ):
+
+        d_model = self.config.model.d_model
+        vectors = [np.asarray(document) for document in embeddings or ()]
+        for document in vectors:
+            is_float = np.issubdtype(document.dtype, np.floating)
+            if not is_float or document.ndim != 2 or document.shape[1] != d_model:
                 raise UserError(
-                    f"embeddings must be floats [T, {size}], got dtype {each.dtype} and shape "
-                    f"{each.shape}"
+                    f"embeddings must be floats [T, {d_model}], got dtype {document.dtype} and "
+                    f"shape {document.shape}"
                 )
         return read_all(vectors, functools.partial(reader.hidden_states, vectors=True))
 
@@ -280,10 +303,12 @@ class LanguageModel:
         The embeddings are floats [T, D], without positions.
         """
         ids = self._ids(document)
-        # Lengths that few programs serve.
-        padded = np.zeros((1, 1 << max(len(ids) - 1, 0).bit_length()), np.int32)
+        # Padded to a power of two, so that few lengths are compiled.
+        padded_length = 1 << max(len(ids) - 1, 0).bit_length()
+        padded = np.zeros((1, padded_length), np.int32)
         padded[0, : len(ids)] = ids
-        return distributed.to_host(self._embed(self.params, padded))[0, : len(ids)]
+        embeddings = distributed.to_host(self._embed(self.params, padded))
+        return embeddings[0, : len(ids)]
 
     def generate(
         self,
@@ -307,18 +332,20 @@ class LanguageModel:
             not include it.
           seeds: A seed for each prompt, or None for the settings' seed, so that equal prompts give
             equal texts.
+          batch_size: Number of prompts that are continued side by side.
 
         Raises:
           UserError: If the model cannot generate, the vocabulary lacks characters of a prompt or of
             the settings' stop, a stop string is empty, or the seeds are not as many as the prompts.
         """
         refuse_single_text(prompts)
-        listed = list(prompts)
-        texts = [""] * len(listed)
-        for number, text in self.generate_stream(
-            listed, settings, stop=stop, seeds=seeds, batch_size=batch_size
-        ):
-            texts[number] += text
+        prompts = list(prompts)
+        texts = [""] * len(prompts)
+        pieces = self.generate_stream(
+            prompts, settings, stop=stop, seeds=seeds, batch_size=batch_size
+        )
+        for number, piece in pieces:
+            texts[number] += piece
         return texts
 
     def generate_stream(
@@ -334,32 +361,35 @@ class LanguageModel:
 
         Otherwise like `generate`.
         """
-        wrong = (
-            "settings must be a GenerateConfig, such as txl_jax.GenerateConfig(length=20), got "
-            f"{settings!r}"
-        )
-        require(settings is None or isinstance(settings, GenerateConfig), wrong)
+        if settings is not None and not isinstance(settings, GenerateConfig):
+            raise UserError(
+                "settings must be a GenerateConfig, such as txl_jax.GenerateConfig(length=20), got "
+                f"{settings!r}"
+            )
         settings = dataclasses.replace(settings or self.config.generate, samples=1)
         settings.validate()
         check_can_generate(self.config)
         check_batch_size(batch_size)
-        stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(isinstance(text, str) and text for text in stop_strings):
-            raise UserError(f"stop must be one or more non-empty strings, got {stop!r}")
-        with rephrased(f"stop must be text, got {stop!r} (%s)", UnicodeEncodeError):
-            "".join(stop_strings).encode()  # Half of a surrogate pair is not.
+        stop_strings = _stop_strings(stop)
+
         refuse_single_text(prompts)
-        given = [self._ids(prompt) for prompt in prompts]
-        if seeds is not None and len(seeds) != len(given):
+        prompt_ids = [self._ids(prompt) for prompt in prompts]
+        if seeds is None:
+            seeds = [settings.seed] * len(prompt_ids)
+        if len(seeds) != len(prompt_ids):
             raise UserError(
-                f"seeds must have one entry for each of the {len(given)} prompts, got {len(seeds)}"
+                f"seeds must have one entry for each of the {len(prompt_ids)} prompts, got "
+                f"{len(seeds)}"
             )
+
+        # An empty prompt is continued from the start token.
+        for number, ids in enumerate(prompt_ids):
+            if len(ids) == 0:
+                prompt_ids[number] = self.vocabulary.start
         return self._generator.pieces(
-            [ids if len(ids) else self.vocabulary.start for ids in given],
+            prompt_ids,
             settings,
-            draws=[
-                (seed, 0) for seed in ([settings.seed] * len(given) if seeds is None else seeds)
-            ],
+            draws=[(seed, 0) for seed in seeds],
             decode=self.vocabulary.decode,
             ending=read_stop(settings, self.vocabulary),
             stop_strings=stop_strings,
@@ -369,7 +399,8 @@ class LanguageModel:
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the token ids [T] of a text.
 
-        Raises `UserError` if the vocabulary lacks one of its characters.
+        Raises:
+          UserError: If the vocabulary lacks one of the text's characters.
         """
         return ready_ids.token_ids(self.vocabulary, text)
 
@@ -379,36 +410,40 @@ class LanguageModel:
 
     def init_memory(self, batch_size: int, mem_len: int | None = None) -> Memory:
         """Returns an empty memory of B rows and M positions, by default `config.eval.mem_len`."""
-        mem_len = self.config.eval.mem_len if mem_len is None else mem_len
+        if mem_len is None:
+            mem_len = self.config.eval.mem_len
         return self.components.model.init_memory(batch_size=batch_size, mem_len=mem_len)
 
     def log_probabilities(self, tokens: Any, memory: Memory) -> tuple[jax.Array, Memory]:
         """Computes the log probabilities of each next token, and the new memory.
 
-        The tokens are int [B, L], and the log probabilities are [B, L, V].
+        Clamp and same_length are as in `config.eval`.
 
-        Clamp and same_length are `config.eval`'s.
+        Args:
+          tokens: int [B, L].
+          memory: The memory before these tokens, of B rows (`init_memory`).
+
+        Returns:
+          The log probabilities [B, L, V], and the memory after these tokens.
 
         Raises:
           UserError: If the tokens are not ids [B, L] of the vocabulary, or the call is inside a jax
             transformation.
         """
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((tokens, memory))):
+        leaves = jax.tree.leaves((tokens, memory))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             raise UserError(_INSIDE_JAX)
-        equal = (
+
+        advice = (
             "For documents of other lengths, use model.score, or pad the rows and ignore what "
             "follows their ends."
         )
-        with rephrased(
-            f"tokens must be ids [B, L] in rows of equal length (%s). {equal}",
-            ValueError,
-            TypeError,
-        ):
+        message = f"tokens must be ids [B, L] in rows of equal length (%s). {advice}"
+        with rephrased(message, ValueError, TypeError):
             ids = np.asarray(tokens)
-        is_ids = ids.ndim == 2 and ids.dtype.kind in "iu"
         require(
-            is_ids,
-            f"tokens must be integer ids [B, L], got {ids.dtype} of shape {ids.shape}. {equal}",
+            ids.ndim == 2 and ids.dtype.kind in "iu",
+            f"tokens must be integer ids [B, L], got {ids.dtype} of shape {ids.shape}. {advice}",
         )
         check_ids(ids, self.vocabulary.size)
         return self._log_probabilities(self.params, ids.astype(np.int32), memory)
@@ -420,16 +455,20 @@ class LanguageModel:
         It maps (parameters, ids [B, L], memory) to log probabilities [B, L, V] and the new memory.
         """
         model: Any = self.components.model  # `apply` returns what its method does.
-        lengths = {
-            "clamp_len": self.config.eval.clamp_len,
-            "same_length": self.config.eval.same_length,
-        }
+        eval_config = self.config.eval
 
         def log_probabilities(
             params: Any, tokens: jax.Array, memory: Memory
         ) -> tuple[jax.Array, Memory]:
-            hidden, memory = model.apply({"params": params}, tokens, memory, **lengths)
-            return model.apply({"params": params}, hidden, method=model.log_probabilities), memory
+            hidden, memory = model.apply(
+                {"params": params},
+                tokens,
+                memory,
+                clamp_len=eval_config.clamp_len,
+                same_length=eval_config.same_length,
+            )
+            log_p = model.apply({"params": params}, hidden, method=model.log_probabilities)
+            return log_p, memory
 
         return self.components.jit(log_probabilities)
 
@@ -437,27 +476,45 @@ class LanguageModel:
     def _embed(self) -> Any:
         """The compiled (parameters, ids [B, L]) -> embeddings [B, L, D]."""
         model = takes_embeddings(self.components)
-        return self.components.jit(
-            lambda params, ids: model.apply({"params": params}, ids, method=model.embed_tokens)
-        )
+
+        def embed(params: Any, ids: jax.Array) -> Any:
+            return model.apply({"params": params}, ids, method=model.embed_tokens)
+
+        return self.components.jit(embed)
 
     @functools.cached_property
-    def _weights(self) -> Any:
+    def _prepared(self) -> Any:
         return self.components.prepare_params(self.params)
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 (a model lives as long as its compiled programs)
     def _reader(self, batch_size: int) -> DocumentReader:
-        return DocumentReader(self.components, self._weights, batch_size=batch_size)
+        return DocumentReader(self.components, self._prepared, batch_size=batch_size)
 
     @functools.cached_property
     def _generator(self) -> Generator:
-        return self.components.generator(self._weights)
+        return self.components.generator(self._prepared)
 
     def _with_first(self, documents: Documents, first: Token | None) -> Iterator[np.ndarray]:
         """Returns the ids of each document, after the token `first` unless that is None."""
         refuse_single_text(documents)
-        before = [] if first is None else [ready_ids.one_token(self.vocabulary, first)]
-        return (np.concatenate([*before, self._ids(document)]) for document in documents)
+        if first is None:
+            return map(self._ids, documents)
+        before = ready_ids.one_token(self.vocabulary, first)
+        return (np.concatenate([before, self._ids(document)]) for document in documents)
 
     def _ids(self, document: Document) -> np.ndarray:
         return ready_ids.token_ids(self.vocabulary, document)
+
+
+def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the stop strings of `LanguageModel.generate`.
+
+    Raises:
+      UserError: If one of them is empty, or not a text that can be encoded.
+    """
+    stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stop_strings):
+        raise UserError(f"stop must be one or more non-empty strings, got {stop!r}")
+    with rephrased(f"stop must be text, got {stop!r} (%s)", UnicodeEncodeError):
+        "".join(stop_strings).encode()  # Half of a surrogate pair cannot be encoded.
+    return stop_strings

@@ -340,7 +340,7 @@ def compile_task(built: Built, task: str) -> Any:
     tokens, cache = (
         _abstract_result(jax.jit(function), weights) for function in (for_tokens, start)
     )
-    decode = built.jit(decode_block, static_argnames=("limits", "count"), donate_argnums=1)
+    decode = built.jit(decode_block, static_argnames=("sampling", "count"), donate_argnums=1)
     return decode.lower(tokens, cache, *generation_arguments(generate), count=BLOCK).compile()
 
 

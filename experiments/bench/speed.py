@@ -33,7 +33,7 @@ from txl_jax import cli, flops
 from txl_jax.config import CorpusName, DataConfig, EvalConfig, ExperimentConfig, GenerateConfig
 from txl_jax.config.config_tree import require, setting
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
-from txl_jax.inference.decode import Limits, Rows, row_key
+from txl_jax.inference.decode import BlockRows, Sampling, row_key
 from txl_jax.inference.generate import BLOCK
 from txl_jax.runs.build import Built, build
 from txl_jax.runs.generate import check_can_generate
@@ -213,9 +213,9 @@ def generation(built: Built, *, every_tail: bool = False) -> Task:
     params = timing.with_every_tail(built.init_params()) if every_tail else built.init_params()
     generator = built.generator(built.prepare_params(params))
     cache, *_ = generator.read(timing.draw_tokens(vocab_size, lengths.mem_len + 1), how)
-    rows, limits = generation_arguments(how)
+    rows, sampling = generation_arguments(how)
     decode = generator.decode.lower(
-        generator.for_tokens, cache, rows, limits, count=BLOCK
+        generator.for_tokens, cache, rows, sampling, count=BLOCK
     ).compile()
     call = timing.repeated(functools.partial(decode, generator.for_tokens), cache, rows)
     single = dataclasses.replace(lengths, batch_size=how.samples, segment_len=1)
@@ -224,14 +224,14 @@ def generation(built: Built, *, every_tail: bool = False) -> Task:
     return Task(name, how.samples * BLOCK, call, single, per_token)
 
 
-def generation_arguments(config: GenerateConfig) -> tuple[Rows, Limits]:
+def generation_arguments(config: GenerateConfig) -> tuple[BlockRows, Sampling]:
     """Returns the arguments of a call that draws `BLOCK` tokens of each sample."""
     keys, zeros = (
         np.stack([row_key(0, i) for i in range(config.samples)]),
         np.zeros(config.samples, np.int32),
     )
-    rows = Rows(zeros[:, None], zeros, zeros + BLOCK, keys, np.int32(-1))
-    return rows, Limits.of(config)
+    rows = BlockRows(zeros[:, None], zeros, zeros + BLOCK, keys, np.int32(-1))
+    return rows, Sampling.of(config)
 
 
 if __name__ == "__main__":

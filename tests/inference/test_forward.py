@@ -28,7 +28,7 @@ from txl_jax.config import (
 )
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
-from txl_jax.inference.decode import Limits, Rows, decode_block, row_key
+from txl_jax.inference.decode import BlockRows, Sampling, decode_block, row_key
 from txl_jax.inference.scorer import make_scorer
 from txl_jax.modules.recurrent import RecurrentModel
 
@@ -152,11 +152,11 @@ def test_a_step_keeps_no_copy_of_the_memory(rows, dtype):
     )
     if rows:
         cache = cache.replace(write_index=cache.valid)
-    given = Rows(
+    given = BlockRows(
         zeros[:, None], zeros, zeros + 8, np.stack([row_key(0)] * len(zeros)), np.int32(-1)
     )
-    steps = jax.jit(decode_block, static_argnames=("limits", "count"), donate_argnums=1)
-    compiled = steps.lower(weights, cache, given, Limits(1.0, 1.0), count=8).compile()
+    steps = jax.jit(decode_block, static_argnames=("sampling", "count"), donate_argnums=1)
+    compiled = steps.lower(weights, cache, given, Sampling(1.0, 1.0), count=8).compile()
     assert (
         compiled.memory_analysis().temp_size_in_bytes
         < cache.keys[0].nbytes + cache.values[0].nbytes

@@ -21,7 +21,7 @@ from txl_jax.config import (
 )
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
-from txl_jax.inference.decode import Limits, Rows, row_key
+from txl_jax.inference.decode import BlockRows, Sampling, row_key
 from txl_jax.ops.matmul import Int8, Int8Table
 from txl_jax.runs.build import build
 from txl_jax.sharding.mesh import DATA, FSDP, TENSOR
@@ -106,9 +106,9 @@ def test_generation_holds_no_wider_copy_of_its_weights():
         lengths = EvalConfig(segment_len=4, mem_len=8, clamp_len=None, **weight_dtype)
         generator = tiny_run.generator(model, lengths)
         cache, given, number = generator.read(np.arange(5), GenerateConfig())
-        rows = Rows(given, number, np.full(1, 4, np.int32), row_key(0)[None], np.int32(-1))
+        rows = BlockRows(given, number, np.full(1, 4, np.int32), row_key(0)[None], np.int32(-1))
         return generator.decode.lower(
-            generator.for_tokens, cache, rows, Limits(0, 1), count=4
+            generator.for_tokens, cache, rows, Sampling(0, 1), count=4
         ).compile()
 
     def wide(text):

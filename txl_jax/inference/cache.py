@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -20,37 +20,46 @@ class KVCache(flax.struct.PyTreeNode):
     change with every update. A segment of L tokens overwrites the oldest L slots, so nothing is
     moved. R is M rounded up to a multiple of L, so that no segment is written across the ring's
     end. Each layer has its own arrays: one array for all layers would have to be cut apart, that is
-    copied, in every step. Keys are along their last axis, values are not: the order in which the
-    products of attention read them (on a CPU, a step of one token takes 1.2 times as long with both
-    laid out as the values).
+    copied, in every step. The slots of keys are their last axis, the slots of values are not: this
+    is the order in which the products of attention read them (on a CPU, a step of one token takes
+    1.2 times as long with both laid out as the values).
     """
 
-    # Per layer [B, H, E, R]; int8 has a scale per row, head and slot.
+    # Keys of each layer, [B, H, E, R]. int8 has a scale per row, head and slot.
     keys: tuple[jax.Array | Int8, ...]
-    # Per layer [B, H, R, E]; the same.
+    # Values of each layer, [B, H, R, E]. int8 has a scale per row, head and slot.
     values: tuple[jax.Array | Int8, ...]
     # int32 [B], how many of the latest slots may be seen, at most M.
     valid: jax.Array
-    # int32 [], the oldest slot, where the next segment goes; [B] if each row has its own.
+    # int32 [], the oldest slot, where the next segment goes, or [B] if each row has its own.
     write_index: jax.Array
-    # M
+    # M, the maximum number of slots that may be seen.
     mem_len: int = flax.struct.field(pytree_node=False)
 
     @property
     def capacity(self) -> int:
-        """R."""
+        """R, the number of slots of each row."""
         return self.keys[0].shape[3]
 
 
 @flax.struct.dataclass
 class InitialKeyValue:
-    """The contents of each slot of an empty `KVCache`, per layer [H, E].
+    """The key and value in each slot of an empty `KVCache`: the projections of a zero state."""
 
-    They are the projections of a zero state.
-    """
+    keys: tuple[jax.Array, ...]  # The key of each layer, [H, E].
+    values: tuple[jax.Array, ...]  # The value of each layer, [H, E].
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+
+class _Rings(NamedTuple):
+    """The rings of a `KVCache`, without its bookkeeping."""
+
+    keys: tuple[jax.Array | Int8, ...]  # Keys of each layer, [B, H, E, R].
+    values: tuple[jax.Array | Int8, ...]  # Values of each layer, [B, H, R, E].
+
+
+# The axes of the slots in `KVCache.keys` and in `KVCache.values`.
+_KEY_SLOTS = 3
+_VALUE_SLOTS = 2
 
 
 def cache_capacity(*, mem_len: int, segment_len: int) -> int:
@@ -60,7 +69,9 @@ def cache_capacity(*, mem_len: int, segment_len: int) -> int:
 
 def as_cache_dtype(states: jax.Array, dtype: jnp.dtype, *, axis: int) -> jax.Array | Int8:
     """Returns keys or values in the cache's dtype. `axis` is E's."""
-    return quantize(states, axis=axis) if dtype == jnp.int8 else states.astype(dtype)
+    if dtype == jnp.int8:
+        return quantize(states, axis=axis)
+    return states.astype(dtype)
 
 
 def write(
@@ -70,18 +81,25 @@ def write(
 
     `after` is the same as in `write_slots`.
     """
-    n_row, segment_len, capacity = keys[0].shape[0], keys[0].shape[2], cache.capacity
-    if not capacity:
+    n_row, _, segment_len, _ = keys[0].shape
+    capacity = cache.capacity
+    if capacity == 0:
         return cache
-    if cache.write_index.ndim:  # Each row has its own, and L is 1.
+
+    has_index_per_row = cache.write_index.ndim > 0
+    if has_index_per_row:
+        # Then a segment is one token, and each row writes it to a slot of its own.
         cache = write_slots(
             cache, keys, values, jnp.arange(n_row), cache.write_index, count=n_row, after=after
         )
     else:
         index = _index_after(cache.write_index, after)
-        cache = _write_rings(
-            cache, keys, values, lambda ring, new, axis: _update(ring, new, {axis: index})
-        )
+
+        def write_segment(ring: jax.Array, new: jax.Array, slot_axis: int) -> jax.Array:
+            return _update(ring, new, {slot_axis: index})
+
+        cache = _write_rings(cache, keys, values, write_segment)
+
     return cache.replace(
         valid=jnp.minimum(cache.valid + segment_len, cache.mem_len),
         write_index=(cache.write_index + segment_len) % capacity,
@@ -102,21 +120,28 @@ def write_slots(
 
     `valid` and `write_index` do not change.
 
-    Keys and values are, per layer, [n, H, 1, E] with one token of each row, or [1, H, n, E] with a
-    segment of one row. `rows` and `slots`, int32 [n], are the places of the tokens. `after` is any
-    array that is computed from all reads of the cache. The slots are made to depend on it, since
-    otherwise XLA may write before the last read and then keeps a copy of the whole cache, in every
-    step (on a CPU 21 ms a token more for 12 layers with M = 2100; `lax.optimization_barrier` is
-    removed before it decides).
+    Args:
+      cache: The cache to write to.
+      keys: Keys of each layer, [n, H, 1, E] with one token of each row, or [1, H, n, E] with a
+        segment of one row.
+      values: Values of each layer, in the shape of the keys.
+      rows: int32 [n], the row that each token is written to.
+      slots: int32 [n], the slot that each token is written to.
+      count: How many of the tokens are written.
+      after: Any array that is computed from all reads of the cache. The slots are made to depend on
+        it, since otherwise XLA may write before the last read and then keeps a copy of the whole
+        cache, in every step (on a CPU 21 ms a token more for 12 layers with M = 2100;
+        `lax.optimization_barrier` is removed before it decides).
     """
     slots = _index_after(slots, after)
 
-    def write_tokens(ring: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-        token_axis = 0 if new.shape[axis] == 1 else axis
+    def write_tokens(ring: jax.Array, new: jax.Array, slot_axis: int) -> jax.Array:
+        has_token_per_row = new.shape[slot_axis] == 1
+        token_axis = 0 if has_token_per_row else slot_axis
 
         def write_token(i: jax.Array, ring: jax.Array) -> jax.Array:
             token = jax.lax.dynamic_slice_in_dim(new, i, 1, token_axis)
-            return _update(ring, token, {0: rows[i], axis: slots[i]})
+            return _update(ring, token, {0: rows[i], slot_axis: slots[i]})
 
         return jax.lax.fori_loop(0, count, write_token, ring)
 
@@ -129,7 +154,7 @@ def _index_after(index: jax.Array, after: jax.Array) -> jax.Array:
 
 
 def _update(ring: jax.Array, new: jax.Array, start: dict[int, jax.Array]) -> jax.Array:
-    """Writes `new` into a ring, from the indices `start` by axis, or 0.
+    """Writes `new` into a ring, from the index `start[axis]` of each axis, or from 0.
 
     bfloat16 is written as bits: XLA's CPU backend would turn the ring to float32 for it and back
     (12 layers with M = 2100, a token: 11 ms instead of 16 ms, a copy still; in float32 nothing is
@@ -138,7 +163,8 @@ def _update(ring: jax.Array, new: jax.Array, start: dict[int, jax.Array]) -> jax
     indices = [jnp.asarray(start.get(axis, 0), jnp.int32) for axis in range(ring.ndim)]
     if ring.dtype != jnp.bfloat16:
         return jax.lax.dynamic_update_slice(ring, new, indices)
-    ring_bits, new_bits = (jax.lax.bitcast_convert_type(array, jnp.uint16) for array in (ring, new))
+    ring_bits = jax.lax.bitcast_convert_type(ring, jnp.uint16)
+    new_bits = jax.lax.bitcast_convert_type(new, jnp.uint16)
     written = jax.lax.dynamic_update_slice(ring_bits, new_bits, indices)
     return jax.lax.bitcast_convert_type(written, ring.dtype)
 
@@ -151,57 +177,62 @@ def _write_rings(
 ) -> KVCache:
     """Applies `write_array` to each array of the cache.
 
-    `write_array` takes a ring, new states in the ring's layout, and the axis of the ring's slots.
+    `write_array` takes an array of the cache, new states in its layout and dtype, and the axis of
+    its slots. It returns the array with the new states in it.
     """
 
-    def write_ring(ring: jax.Array | Int8, new: jax.Array, axis: int) -> jax.Array | Int8:
-        stored = as_cache_dtype(new, ring.dtype, axis=5 - axis)
-        return jax.tree.map(lambda ring, new: write_array(ring, new, axis), ring, stored)
+    def write_ring(ring: jax.Array | Int8, new: jax.Array, slot_axis: int) -> jax.Array | Int8:
+        # E and the slots are the last two axes, 2 and 3, in either order.
+        stored = as_cache_dtype(new, ring.dtype, axis=5 - slot_axis)
+        return jax.tree.map(lambda ring, new: write_array(ring, new, slot_axis), ring, stored)
 
-    return cache.replace(
-        keys=tuple(
-            write_ring(ring, new.swapaxes(2, 3), 3)
-            for ring, new in zip(cache.keys, keys, strict=True)
-        ),
-        values=tuple(
-            write_ring(ring, new, 2) for ring, new in zip(cache.values, values, strict=True)
-        ),
-    )
+    new_keys = []
+    for ring, key in zip(cache.keys, keys, strict=True):
+        new_keys.append(write_ring(ring, key.swapaxes(2, 3), _KEY_SLOTS))
+
+    new_values = []
+    for ring, value in zip(cache.values, values, strict=True):
+        new_values.append(write_ring(ring, value, _VALUE_SLOTS))
+    return cache.replace(keys=tuple(new_keys), values=tuple(new_values))
 
 
 def reset_cache(
-    cache: KVCache, marked: jax.Array, rows: InitialKeyValue, start: MemoryStart
+    cache: KVCache, marked: jax.Array, initial: InitialKeyValue, start: MemoryStart
 ) -> KVCache:
     """Sets the batch rows in `marked` (bool [B]) back to the state of `init_cache`."""
     valid = jnp.where(marked, start_valid(cache.mem_len, start), cache.valid)
     if start is MemoryStart.MASKED:  # Masked slots need no clearing.
         return cache.replace(valid=valid)
 
-    def clear(_: int, rings: Any) -> Any:
-        dtype, here = cache.keys[0].dtype, marked[:, None, None, None]
-        keys = tuple(as_cache_dtype(row[None, :, :, None], dtype, axis=2) for row in rows.keys)
-        values = tuple(as_cache_dtype(row[None, :, None, :], dtype, axis=3) for row in rows.values)
-        return jax.tree.map(lambda ring, fill: jnp.where(here, fill, ring), rings, (keys, values))
+    def clear(_: int, rings: _Rings) -> _Rings:
+        dtype = rings.keys[0].dtype
+        keys = tuple(as_cache_dtype(key[None, :, :, None], dtype, axis=2) for key in initial.keys)
+        values = tuple(
+            as_cache_dtype(value[None, :, None, :], dtype, axis=3) for value in initial.values
+        )
+        is_cleared = marked[:, None, None, None]
+        return jax.tree.map(
+            lambda ring, fill: jnp.where(is_cleared, fill, ring), rings, _Rings(keys, values)
+        )
 
     # Almost always no row is marked, and the rings are gigabytes: a loop of no iterations does not
     # copy them.
-    keys, values = jax.lax.fori_loop(
-        0, jnp.any(marked).astype(jnp.int32), clear, (cache.keys, cache.values)
-    )
-    return cache.replace(keys=keys, values=values, valid=valid)
+    n_iteration = jnp.any(marked).astype(jnp.int32)
+    rings = jax.lax.fori_loop(0, n_iteration, clear, _Rings(cache.keys, cache.values))
+    return cache.replace(keys=rings.keys, values=rings.values, valid=valid)
 
 
 def unrotate(cache: KVCache) -> KVCache:
     """Returns the cache for segments of one token: M slots, the oldest first."""
-    mem_len, capacity = cache.mem_len, cache.capacity
 
-    def turn(axis: int, ring: jax.Array) -> jax.Array:
-        turned = jnp.roll(ring, -cache.write_index, axis)
-        return jax.lax.slice_in_dim(turned, capacity - mem_len, capacity, axis=axis)
+    def turn(ring: jax.Array, slot_axis: int) -> jax.Array:
+        oldest_first = jnp.roll(ring, -cache.write_index, slot_axis)
+        first = cache.capacity - cache.mem_len
+        return jax.lax.slice_in_dim(oldest_first, first, cache.capacity, axis=slot_axis)
 
     return cache.replace(
-        keys=jax.tree.map(functools.partial(turn, 3), cache.keys),
-        values=jax.tree.map(functools.partial(turn, 2), cache.values),
+        keys=jax.tree.map(functools.partial(turn, slot_axis=_KEY_SLOTS), cache.keys),
+        values=jax.tree.map(functools.partial(turn, slot_axis=_VALUE_SLOTS), cache.values),
         write_index=jnp.zeros((), jnp.int32),
     )
 
@@ -213,13 +244,20 @@ def take_unrotated(ready: KVCache, cache: KVCache, rows: jax.Array) -> KVCache:
     """
 
     def take(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jnp.where(rows.reshape(-1, *[1] * (old.ndim - 1)), new, old) if old.ndim else old
+        if old.ndim == 0:  # The shared index, which is 0 in both.
+            return old
+        is_taken = jnp.expand_dims(rows, tuple(range(1, old.ndim)))
+        return jnp.where(is_taken, new, old)
 
     return jax.tree.map(take, ready, unrotate(cache))
 
 
 def repeat_rows(cache: KVCache, count: int) -> KVCache:
     """Returns the cache of `count` rows for each row of a cache whose rows share one index."""
-    return jax.tree.map(
-        lambda array: jnp.repeat(array, count, axis=0) if array.ndim else array, cache
-    )
+
+    def repeat(array: jax.Array) -> jax.Array:
+        if array.ndim == 0:  # The shared index.
+            return array
+        return jnp.repeat(array, count, axis=0)
+
+    return jax.tree.map(repeat, cache)

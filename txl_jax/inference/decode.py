@@ -2,10 +2,11 @@
 
 One prompt, n samples of a prompt, many prompts side by side (`inference.generate`) and the server
 (`serving.rows`) all run `decode_block`. State between calls is the cache on the device. The host
-keeps everything else and passes it as `Rows`, so a row may read, draw or do nothing in any call:
+keeps everything else and passes it as `BlockRows`, so a row may read, draw or do nothing in any
+call:
 
-    number  -2    -1     0     1     2       number of the token to sample, below 0: none
-    reads    a     b     c     x     y       a, b, c: the end of the prompt
+    number  -2    -1     0     1     2       number of the token to draw, negative to draw nothing
+    reads    a     b     c     x     y       a, b and c are the end of the prompt
     draws    -     -     x     y     z
 
 - Token number i of a sample is sampled with a key made only of (seed, sample, i). So a text depends
@@ -28,29 +29,28 @@ from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
 from txl_jax.inference.cache import KVCache
 from txl_jax.inference.prepare import DecodeParams
-from txl_jax.ops import sampling
+from txl_jax.ops import sampling as sampling_lib
 
 
-class Rows(NamedTuple):
-    """Arguments of one call for R rows, made by the host."""
+class BlockRows(NamedTuple):
+    """What each of R rows does in one call of `decode_block`. The host makes it."""
 
-    # int32 [R, G], tokens that are known, the latest last. Those before it are read while number <
-    # 0.
-    given: Any
-    # int32 [R], of the token that the first step draws, at least -(G - 1).
+    # int32 [R, G], known tokens, the latest last. The ones before it are read while number < 0.
+    known: Any
+    # int32 [R], number of the token that the first step draws, at least -(G - 1).
     number: Any
-    # int32 [R], steps of this call; 0 if the row does nothing.
+    # int32 [R], steps of this call, or 0 if the row does nothing.
     steps: Any
-    # uint32 [R, ..], `row_key`.
+    # uint32 [R, ..], the key data of each row's sample (`row_key`).
     key: Any
-    # int32 [], the token that ends a row, or -1.
+    # int32 [], the token that ends a row, or -1 if no token does.
     stop: Any
-    # bool [R], whether scores are wanted; None without `top`.
+    # bool [R], whether the row's tokens are to be scored, or None without `top`.
     scored: Any = None
 
 
-class Limits(NamedTuple):
-    """Limits of sampling: numbers for all rows, or arrays [R] with one number per row.
+class Sampling(NamedTuple):
+    """How tokens are sampled: numbers for all rows, or arrays [R] with one number per row.
 
     Arrays do not support top-k.
     """
@@ -60,15 +60,23 @@ class Limits(NamedTuple):
     top_k: int | None = None
 
     @staticmethod
-    def of(config: GenerateConfig) -> "Limits":
-        """Returns the limits in the settings of generation."""
-        return Limits(config.temperature, config.top_p, config.top_k)
+    def of(config: GenerateConfig) -> "Sampling":
+        """Returns the temperature, top-p and top-k of the settings of generation."""
+        return Sampling(config.temperature, config.top_p, config.top_k)
 
     def draw(self, keys: jax.Array, hidden: jax.Array, clusters: Any) -> jax.Array:
         """Samples one token per row: keys [R] and hidden states [R, D] -> int32 [R]."""
-        if isinstance(self.temperature, int | float):
-            return sampling.sample(keys, hidden, clusters, **self._asdict())
-        return sampling.sample_rows(
+        is_same_for_all_rows = isinstance(self.temperature, int | float)
+        if is_same_for_all_rows:
+            return sampling_lib.sample(
+                keys,
+                hidden,
+                clusters,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+            )
+        return sampling_lib.sample_rows(
             keys, hidden, clusters, temperature=self.temperature, top_p=self.top_p
         )
 
@@ -76,90 +84,155 @@ class Limits(NamedTuple):
 class Scores(NamedTuple):
     """Scores of tokens, or zeros where scores were not requested."""
 
-    nats: Any  # float [..], of each token: minus its logprob.
-    top_logprobs: Any  # float [.., top], of the most likely tokens in its place, the largest first.
-    top_tokens: Any  # int32 [.., top]
+    nats: Any  # float [..], minus the logprob of each token.
+    top_logprobs: Any  # float [.., top], of the most likely tokens in its place, largest first.
+    top_tokens: Any  # int32 [.., top], the tokens that have these logprobs.
+
+
+class _Progress(NamedTuple):
+    """What one step of `decode_block` hands to the next."""
+
+    step: jax.Array  # int32 [], number of steps that have run.
+    cache: KVCache
+    newest: jax.Array  # int32 [R], the token that each row drew last.
+    remaining: jax.Array  # int32 [R], number of steps that each row still takes part in.
+    tokens: jax.Array  # int32 [R, count], the tokens drawn so far, and zeros.
+    scores: Scores | None  # [R, count], scores of these tokens, or None without `top`.
 
 
 def row_key(seed: int | np.uint32, sample: int = 0) -> np.ndarray:
     """Returns the key data, uint32 [..], of a sample of a prompt."""
-    return np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.key(seed), sample)))
+    sample_key = jax.random.fold_in(jax.random.key(seed), sample)
+    return np.asarray(jax.random.key_data(sample_key))
 
 
 def decode_block(
-    params: DecodeParams, cache: KVCache, rows: Rows, limits: Limits, *, count: int, top: int = 0
+    params: DecodeParams,
+    cache: KVCache,
+    rows: BlockRows,
+    sampling: Sampling,
+    *,
+    count: int,
+    top: int = 0,
 ) -> tuple[KVCache, jax.Array, jax.Array, Scores | None]:
     """Runs up to `count` steps, until every row has done its steps or has drawn its stop token.
 
-    The parameters are for single tokens. The cache of R rows, with one index or an index per row,
-    is to be donated. With `top` the drawn tokens and so many most likely ones are scored. Returns
-    the cache, the drawn tokens int32 [R, count], which are `rows.stop` where a row has ended, the
-    number of steps that ran, and the scores [R, count].
-    """
-    n_row, n_given = rows.given.shape
-    keys = jax.random.wrap_key_data(rows.key)
-    states = jax.ShapeDtypeStruct((n_row, params.model.config.d_model), params.model.config.dtype)
+    Args:
+      params: Parameters for segments of one token (`DecodeParams.for_single_tokens`).
+      cache: Cache of R rows, with one index or an index per row. It is to be donated.
+      rows: What each row reads and draws.
+      sampling: How tokens are sampled.
+      count: Maximum number of steps, and the number of columns of the results.
+      top: How many of the most likely tokens are scored along with each drawn token. 0 disables
+        all scores.
 
-    def step(state: Any) -> Any:
-        i, cache, newest, left, tokens, scores = state
-        active, number = left > 0, rows.number + i
-        earlier = jnp.take_along_axis(
-            rows.given, (n_given - 1 + jnp.minimum(number, 0))[:, None], axis=1
-        )[:, 0]
-        hidden, after = forward.forward(
-            params, jnp.where(number < 0, earlier, newest)[:, None], cache
-        )
+    Returns:
+      The cache, the drawn tokens int32 [R, count], which are `rows.stop` where a row has ended, the
+      number of steps that ran, and the scores [R, count], or None without `top`.
+    """
+    n_row, n_known = rows.known.shape
+    sample_keys = jax.random.wrap_key_data(rows.key)
+
+    def one_step(progress: _Progress) -> _Progress:
+        is_active = progress.remaining > 0
+        number = rows.number + progress.step
+
+        # Every row reads one token: the next one of its prompt, or the one that it drew last.
+        token = jnp.where(number < 0, _prompt_token(rows.known, number), progress.newest)
+        hidden, cache = forward.forward(params, token[:, None], progress.cache)
         hidden = hidden[:, 0]
-        if cache.write_index.ndim:
-            after = after.replace(
-                valid=jnp.where(active, after.valid, cache.valid),
-                write_index=jnp.where(active, after.write_index, cache.write_index),
-            )
-        draws = active & (number >= 0)
-        token_keys = jax.vmap(jax.random.fold_in)(keys, jnp.maximum(number, 0))
+        has_index_per_row = cache.write_index.ndim > 0
+        if has_index_per_row:
+            cache = _hold_idle_rows(before=progress.cache, after=cache, is_active=is_active)
+
+        # A row whose number is negative still reads its prompt. All others draw a token.
+        is_drawing = is_active & (number >= 0)
+        token_keys = jax.vmap(jax.random.fold_in)(sample_keys, jnp.maximum(number, 0))
 
         def draw() -> jax.Array:
-            return limits.draw(token_keys, hidden, params.clusters)
+            return sampling.draw(token_keys, hidden, params.clusters)
 
-        # Without tokens to read every step draws.
-        drawn = (
-            draw()
-            if n_given == 1
-            else jax.lax.cond(jnp.any(draws), draw, lambda: jnp.zeros(n_row, jnp.int32))
-        )
+        def draw_nothing() -> jax.Array:
+            return jnp.zeros(n_row, jnp.int32)
+
+        if n_known == 1:
+            # No row has more of its prompt to read, so every step draws.
+            drawn = draw()
+        else:
+            drawn = jax.lax.cond(jnp.any(is_drawing), draw, draw_nothing)
+
+        scores = progress.scores
         if top:
-            found = score_if(jnp.any(rows.scored & draws), params, hidden, drawn, top=top)
-            scores = jax.tree.map(lambda all_, one: all_.at[:, i].set(one), scores, found)
-        newest = jnp.where(draws, drawn, newest)
-        left = jnp.where(draws & (drawn == rows.stop), 0, left - active)
-        return (
-            i + 1,
-            after,
-            newest,
-            left,
-            tokens.at[:, i].set(jnp.where(active, drawn, rows.stop)),
-            scores,
+            any_scored = jnp.any(rows.scored & is_drawing)
+            step_scores = score_if(any_scored, params, hidden, drawn, top=top)
+            scores = jax.tree.map(
+                lambda all_steps, this_step: all_steps.at[:, progress.step].set(this_step),
+                scores,
+                step_scores,
+            )
+
+        # A row that draws its stop token takes part in no further step.
+        has_stopped = is_drawing & (drawn == rows.stop)
+        remaining = jnp.where(has_stopped, 0, progress.remaining - is_active)
+
+        # Rows that have ended before this step are filled with the stop token.
+        column = jnp.where(is_active, drawn, rows.stop)
+        return _Progress(
+            step=progress.step + 1,
+            cache=cache,
+            newest=jnp.where(is_drawing, drawn, progress.newest),
+            remaining=remaining,
+            tokens=progress.tokens.at[:, progress.step].set(column),
+            scores=scores,
         )
 
-    shapes = (
-        jax.eval_shape(lambda *of: score(params, *of, top=top), states, rows.number)
-        if top
-        else None
+    def any_remaining(progress: _Progress) -> jax.Array:
+        return jnp.any(progress.remaining > 0)
+
+    scores = None
+    if top:
+        scores = _zero_scores(params, n_row, count, top=top)
+    start = _Progress(
+        step=jnp.zeros((), jnp.int32),
+        cache=cache,
+        newest=rows.known[:, -1],
+        remaining=jnp.minimum(rows.steps, count),
+        tokens=jnp.zeros((n_row, count), jnp.int32),
+        scores=scores,
     )
-    scores = jax.tree.map(lambda of: jnp.zeros((n_row, count, *of.shape[1:]), of.dtype), shapes)
-    tokens = jnp.zeros((n_row, count), jnp.int32)
-    start = (
-        jnp.zeros((), jnp.int32),
-        cache,
-        rows.given[:, -1],
-        jnp.minimum(rows.steps, count),
-        tokens,
-        scores,
+    end = jax.lax.while_loop(any_remaining, one_step, start)
+    return end.cache, end.tokens, end.step, end.scores
+
+
+def _prompt_token(known: jax.Array, number: jax.Array) -> jax.Array:
+    """Returns the token int32 [R] of `known` [R, G] that is read to draw token `number` [R].
+
+    For numbers above 0, which do not read a known token, it is the last one.
+    """
+    column = known.shape[1] - 1 + jnp.minimum(number, 0)
+    return jnp.take_along_axis(known, column[:, None], axis=1)[:, 0]
+
+
+def _hold_idle_rows(*, before: KVCache, after: KVCache, is_active: jax.Array) -> KVCache:
+    """Returns the cache `after` a step, with rows that are not active at their place `before` it.
+
+    What an idle row has written stays in its oldest slot, which its next step overwrites.
+    """
+    return after.replace(
+        valid=jnp.where(is_active, after.valid, before.valid),
+        write_index=jnp.where(is_active, after.write_index, before.write_index),
     )
-    steps, cache, _, _, tokens, scores = jax.lax.while_loop(
-        lambda state: jnp.any(state[3] > 0), step, start
+
+
+def _zero_scores(params: DecodeParams, n_row: int, count: int, *, top: int) -> Scores:
+    """Returns zeros of the shapes of `count` steps' scores, [R, count]."""
+    config = params.model.config
+    hidden = jax.ShapeDtypeStruct((n_row, config.d_model), config.dtype)
+    targets = jax.ShapeDtypeStruct((n_row,), jnp.int32)
+    step_shapes = jax.eval_shape(functools.partial(score, params, top=top), hidden, targets)
+    return jax.tree.map(
+        lambda leaf: jnp.zeros((n_row, count, *leaf.shape[1:]), leaf.dtype), step_shapes
     )
-    return cache, tokens, steps, scores
 
 
 def prefill(params: DecodeParams, cache: KVCache, tokens: jax.Array) -> KVCache:
@@ -167,7 +240,8 @@ def prefill(params: DecodeParams, cache: KVCache, tokens: jax.Array) -> KVCache:
 
     The rows have one index, a multiple of L. The cache is to be donated.
     """
-    return forward.forward(params, tokens, cache)[1]
+    _, cache = forward.forward(params, tokens, cache)
+    return cache
 
 
 def prefill_row(
@@ -178,17 +252,24 @@ def prefill_row(
     The cache is to be donated.
 
     The row is taken out of the rings, so nothing of the others is in its numbers. The tokens after
-    the first `count` are padding, which leaves no trace. Returns the cache, in which `valid` and
-    `write_index` are as before (the host sets them), and hidden states [W, D].
+    the first `count` are padding, which leaves no trace.
+
+    Returns:
+      The cache, in which `valid` and `write_index` are as before (the host sets them), and hidden
+      states [W, D].
     """
-    own = take_row(cache, row)
-    first = own.write_index[0]
+    row_cache = take_row(cache, row)
+    write_index = row_cache.write_index[0]
+    # With one index instead of an index per row, the segment may have more than one token.
     hidden, keys, values = forward.apply_layers(
-        params, tokens[None], own.replace(write_index=first)
+        params, tokens[None], row_cache.replace(write_index=write_index)
     )
-    slots = (first + jnp.arange(len(tokens), dtype=jnp.int32)) % cache.capacity
-    where = jnp.full(len(tokens), row), slots
-    cache = cache_lib.write_slots(cache, keys, values, *where, count=count, after=hidden)
+
+    slots = (write_index + jnp.arange(len(tokens), dtype=jnp.int32)) % cache.capacity
+    row_of_token = jnp.full(len(tokens), row)
+    cache = cache_lib.write_slots(
+        cache, keys, values, row_of_token, slots, count=count, after=hidden
+    )
     return cache, forward.finish(params, hidden)[0]
 
 
@@ -197,23 +278,31 @@ def take_row(cache: KVCache, row: jax.Array) -> KVCache:
     return jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, row, 1), cache)
 
 
-def put_row(cache: KVCache, row: jax.Array, own: KVCache) -> KVCache:
-    """Returns the cache with the contents of one row replaced by `own`, [1, ..].
+def put_row(cache: KVCache, row: jax.Array, row_cache: KVCache) -> KVCache:
+    """Returns the cache with the contents of one row replaced by `row_cache`, [1, ..].
 
     The cache is to be donated.
     """
     return jax.tree.map(
-        lambda all_, one: jax.lax.dynamic_update_slice_in_dim(all_, one, row, 0), cache, own
+        lambda all_rows, new_row: jax.lax.dynamic_update_slice_in_dim(all_rows, new_row, row, 0),
+        cache,
+        row_cache,
     )
 
 
 def score(params: DecodeParams, hidden: jax.Array, targets: jax.Array, *, top: int) -> Scores:
     """Computes the scores of targets [n] after hidden states [n, D]."""
     nats = forward.nll(params, hidden[:, None], targets[:, None])[:, 0]
-    found = min(top, params.model.vocab_size)
-    logprobs, tokens = sampling.top_k_tokens(hidden, params.clusters, found)
-    pad = [(0, 0), (0, top - found)]
-    return Scores(nats, jnp.pad(logprobs, pad, constant_values=-jnp.inf), jnp.pad(tokens, pad))
+
+    # A vocabulary of fewer than `top` tokens is padded with tokens of probability 0.
+    n_top = min(top, params.model.vocab_size)
+    logprobs, tokens = sampling_lib.top_k_tokens(hidden, params.clusters, n_top)
+    padding = [(0, 0), (0, top - n_top)]
+    return Scores(
+        nats=nats,
+        top_logprobs=jnp.pad(logprobs, padding, constant_values=-jnp.inf),
+        top_tokens=jnp.pad(tokens, padding),
+    )
 
 
 def score_if(
@@ -222,6 +311,8 @@ def score_if(
     """Computes `score` if it is wanted, and zeros otherwise."""
     compute = functools.partial(score, params, hidden, targets, top=top)
     shapes = jax.eval_shape(compute)
-    return jax.lax.cond(
-        wanted, compute, lambda: jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), shapes)
-    )
+
+    def zeros() -> Scores:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    return jax.lax.cond(wanted, compute, zeros)

@@ -21,7 +21,7 @@ layer on a CPU).
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,9 @@ from txl_jax.modules.block import feed_forward
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.attention import CachedVisibility, cached_attention
+from txl_jax.ops.attention.problem import Position, Ring
 from txl_jax.ops.attention.reference import biased
-from txl_jax.ops.matmul import Int8, project
+from txl_jax.ops.matmul import project
 from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
 
@@ -54,22 +55,27 @@ def init_cache(
 
     If `dtype` is None, the cache is stored in the model's compute dtype.
     """
-    c, initial = params.model.config, params.initial
+    config = params.model.config
+    cache_dtype = dtype or jnp.dtype(config.dtype)
     capacity = cache_lib.cache_capacity(mem_len=mem_len, segment_len=segment_len)
-    lead = (batch_size, *initial.keys[0].shape)
 
-    def fill(row: jax.Array, axis: int) -> jax.Array | Int8:
-        ring = jnp.broadcast_to(
-            jnp.expand_dims(row[None], axis), (*lead[:axis], capacity, *lead[axis:])
+    # Every slot has the key and value of a zero state. Keys are [B, H, E, R], values [B, H, R, E].
+    keys = []
+    values = []
+    for key, value in zip(params.initial.keys, params.initial.values, strict=True):
+        n_head, d_head = key.shape
+        ring_key = jnp.broadcast_to(key[None, :, :, None], (batch_size, n_head, d_head, capacity))
+        ring_value = jnp.broadcast_to(
+            value[None, :, None, :], (batch_size, n_head, capacity, d_head)
         )
-        return cache_lib.as_cache_dtype(ring, dtype or jnp.dtype(c.dtype), axis=5 - axis)
+        keys.append(cache_lib.as_cache_dtype(ring_key, cache_dtype, axis=2))
+        values.append(cache_lib.as_cache_dtype(ring_value, cache_dtype, axis=3))
 
+    start_valid = memory_lib.start_valid(mem_len, config.compat.memory_start)
     return KVCache(
-        keys=tuple(fill(row, 3) for row in initial.keys),
-        values=tuple(fill(row, 2) for row in initial.values),
-        valid=jnp.full(
-            (batch_size,), memory_lib.start_valid(mem_len, c.compat.memory_start), jnp.int32
-        ),
+        keys=tuple(keys),
+        values=tuple(values),
+        valid=jnp.full((batch_size,), start_valid, jnp.int32),
         write_index=jnp.zeros((), jnp.int32),
         mem_len=mem_len,
     )
@@ -78,22 +84,37 @@ def init_cache(
 def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
     """Computes the hidden states of a segment as `TransformerXL.__call__` does, without dropout.
 
-    int [B, L] -> hidden states [B, L, D] of the last layer, and the cache moved on by L positions.
-    L is 1 if each row of the cache has its own index. Raises `UserError` if L does not divide the
-    cache's capacity, or the parameters were prepared for shorter lengths.
+    Args:
+      params: Parameters prepared for at least these lengths.
+      tokens: int [B, L]. L is 1 if each row of the cache has its own index.
+      cache: The cache before the segment.
+
+    Returns:
+      Hidden states [B, L, D] of the last layer, and the cache moved on by L positions.
+
+    Raises:
+      UserError: If L does not divide the cache's capacity, or the parameters were prepared for
+        shorter lengths.
     """
     segment_len = tokens.shape[1]
-    found = f"the cache has {cache.capacity} slots and the segment {segment_len} tokens"
-    wrong = f"{found}, but together they must be at most {params.max_keys}"
+    sizes = f"the cache has {cache.capacity} slots and the segment {segment_len} tokens"
     require(
         cache.capacity + segment_len <= params.max_keys,
-        f"{wrong}. Prepare the parameters for these lengths.",
+        f"{sizes}, but together they must be at most {params.max_keys}. "
+        "Prepare the parameters for these lengths.",
     )
-    wrong = f"{found}, but the slots must be a multiple of the tokens"
-    require(cache.capacity % segment_len == 0, f"{wrong}. Make the cache for this segment length.")
+    require(
+        cache.capacity % segment_len == 0,
+        f"{sizes}, but the slots must be a multiple of the tokens. "
+        "Make the cache for this segment length.",
+    )
+
     hidden, keys, values = apply_layers(params, tokens, cache)
     cache = cache_lib.write(cache, keys, values, after=hidden)
-    if (documents := memory_lib.documents(tokens, params.model.end_token)) is not None:
+
+    # Slots of a document that has ended in the segment are no longer seen.
+    documents = memory_lib.documents(tokens, params.model.end_token)
+    if documents is not None:
         cache = cache.replace(valid=documents.valid(cache.valid))
     return finish(params, hidden), cache
 
@@ -103,29 +124,35 @@ def apply_layers(
 ) -> tuple[jax.Array, Sequence[jax.Array], Sequence[jax.Array]]:
     """Computes the part of `forward` before `finish`, without writing to the cache.
 
-    The cache's index may have any value, and may be [B].
+    Args:
+      params: Parameters prepared for at least these lengths.
+      tokens: int [B, L].
+      cache: The cache before the segment. Its index may have any value, and may be [B].
 
-    int [B, L] -> hidden states [B, L, D], and keys and values per layer, each [B, H, L, E].
+    Returns:
+      Hidden states [B, L, D], and the segment's keys and values of each layer, [B, H, L, E].
     """
     model = params.model
     # None unless data.reset_at keeps documents apart.
     documents = memory_lib.documents(tokens, model.end_token)
-    start = None if documents is None else documents.start
+    document_start = None if documents is None else documents.start
     visibility = CachedVisibility(
-        cache.valid,
-        cache.write_index,
-        tokens.shape[1],
-        cache.capacity,
-        params.window,
-        document_start=start,
+        valid=cache.valid,
+        write_index=cache.write_index,
+        segment_len=tokens.shape[1],
+        capacity=cache.capacity,
+        window=params.window,
+        document_start=document_start,
     )
+
     hidden = apply(
         model, params.embed_and_norm, tokens, clamp_len=params.clamp_len, method=model.embed
     )
-    keys, values = [], []
-    for layer, ring_keys, ring_values in zip(params.layers, cache.keys, cache.values, strict=True):
+    keys = []
+    values = []
+    for layer, ring_key, ring_value in zip(params.layers, cache.keys, cache.values, strict=True):
         hidden, key, value = _forward_layer(
-            layer, model, hidden, (ring_keys, ring_values), visibility
+            layer, model, hidden, (ring_key, ring_value), visibility
         )
         hidden = constrain(hidden, axes.BATCH, axes.LENGTH, None)
         keys.append(key)
@@ -148,43 +175,92 @@ def _forward_layer(
     layer: Layer,
     model: TransformerXL,
     inputs: jax.Array,
-    ring: tuple[Any, Any],
+    ring: Ring,
     visibility: CachedVisibility,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Applies a layer as `Block` does.
 
-    [B, L, D] -> outputs [B, L, D], and the segment's keys and values [B, H, L, E].
+    Args:
+      layer: The layer's prepared parameters.
+      model: The model, for its settings.
+      inputs: [B, L, D].
+      ring: The layer's stored keys [B, H, E, R] and values [B, H, R, E].
+      visibility: Which keys a query sees.
+
+    Returns:
+      Outputs [B, L, D], and the segment's keys and values [B, H, L, E].
     """
-    attention_norm, feed_forward_norm = (norm_of(model, scales) for scales in layer.norms)
-    pre = model.config.layer_norm is NormPlace.PRE
+    attention_norm = norm_of(model, layer.attention_norm)
+    feed_forward_norm = norm_of(model, layer.feed_forward_norm)
+    inner, outer = layer.feed_forward
+    is_pre_norm = model.config.layer_norm is NormPlace.PRE
+
+    # The vectors end with distance 0, the segment's last token.
     if layer.position_vectors is not None:
-        inputs += layer.position_vectors[-inputs.shape[1] :][None]
-    heads = query_key_value(layer, attention_norm(inputs) if pre else inputs)
-    query, key, value = (
-        constrain(states, axes.BATCH, axes.HEADS, axes.LENGTH, axes.HEAD_DIM) for states in heads
+        segment_len = inputs.shape[1]
+        inputs += layer.position_vectors[-segment_len:][None]
+    attention_inputs = attention_norm(inputs) if is_pre_norm else inputs
+    query, key, value = query_key_value(layer, attention_inputs)
+    query = _constrain_heads(query)
+    key = _constrain_heads(key)
+    value = _constrain_heads(value)
+
+    # Relative positions have scores of their own, of queries with v instead of u.
+    position = None
+    if layer.position_keys is not None:
+        position_query = biased(query, layer.position_keys.bias)
+        position = (position_query, layer.position_keys.key, layer.position_keys.score)
+    attended = _attend(
+        biased(query, layer.content_bias),
+        key,
+        value,
+        ring,
+        position,
+        visibility,
+        model.implementations.cached,
     )
-    position, position_keys = None, layer.position_keys
-    if position_keys is not None:
-        position = biased(query, position_keys.bias), position_keys.key, position_keys.score
-    content = biased(query, layer.content_bias), key, value, ring
-    attended = _attend(*content, position, visibility, model.implementations.cached)
-    batch, _, segment_len, _ = attended.shape
-    attended = project(attended.swapaxes(1, 2).reshape(batch, segment_len, -1), layer.output)
-    if pre:
+    attended = project(_join_heads(attended), layer.output)
+
+    if is_pre_norm:
         middle = inputs + attended
-        return middle + feed_forward(feed_forward_norm(middle), *layer.feed_forward), key, value
-    middle = attention_norm(inputs + attended)
-    return feed_forward_norm(middle + feed_forward(middle, *layer.feed_forward)), key, value
+        outputs = middle + feed_forward(feed_forward_norm(middle), inner, outer)
+    else:
+        middle = attention_norm(inputs + attended)
+        outputs = feed_forward_norm(middle + feed_forward(middle, inner, outer))
+    return outputs, key, value
+
+
+def _constrain_heads(states: jax.Array) -> jax.Array:
+    """Constrains the sharding of queries, keys or values, [B, H, L, E]."""
+    return constrain(states, axes.BATCH, axes.HEADS, axes.LENGTH, axes.HEAD_DIM)
+
+
+def _join_heads(states: jax.Array) -> jax.Array:
+    """Returns the heads' results side by side: [B, H, L, E] -> [B, L, H * E]."""
+    batch, _, segment_len, _ = states.shape
+    return states.swapaxes(1, 2).reshape(batch, segment_len, -1)
+
+
+class _RowOperands(NamedTuple):
+    """The arrays of `cached_attention` that differ between rows: [B, ..], or [..] of one row."""
+
+    query: jax.Array  # [B, H, L, E]
+    key: jax.Array  # [B, H, L, E]
+    value: jax.Array  # [B, H, L, E]
+    ring: Ring  # Stored keys [B, H, E, R] and values [B, H, R, E].
+    position_query: jax.Array | None  # [B, H, L, E], or None without relative positions.
+    valid: jax.Array  # int32 [B], how many of the latest slots may be seen.
+    document_start: jax.Array | None  # int32 [B, L], or None unless documents are kept apart.
 
 
 def _attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    ring: Any,
-    position: Any,
+    ring: Ring,
+    position: Position,
     visibility: CachedVisibility,
-    path: Any,
+    implementation: Any,
 ) -> jax.Array:
     """Computes `cached_attention`, row by row if each has its own index.
 
@@ -192,19 +268,47 @@ def _attend(
     those of one row are (`ops.matmul`), and the server writes 138 tokens/s, not 152 (wt103_base, an
     AMD EPYC).
     """
-    if jnp.ndim(visibility.write_index) == 0:
-        return cached_attention(query, key, value, ring, position, visibility, implementation=path)
-    position_query, *of_all = (None,) if position is None else position
-
-    def of_row(of_one: Any, write_index: jax.Array) -> jax.Array:
-        query, key, value, ring, position_query, valid, start = jax.tree.map(
-            lambda array: array[None], of_one
+    has_shared_index = jnp.ndim(visibility.write_index) == 0
+    if has_shared_index:
+        return cached_attention(
+            query, key, value, ring, position, visibility, implementation=implementation
         )
-        own = dataclasses.replace(
-            visibility, valid=valid, write_index=write_index, document_start=start
-        )
-        place = None if position is None else (position_query, *of_all)
-        return cached_attention(query, key, value, ring, place, own, implementation=path)[0]
 
-    rows = query, key, value, ring, position_query, visibility.valid, visibility.document_start
-    return jax.vmap(of_row)(rows, visibility.write_index)
+    # Position keys and scores are the same for all rows.
+    position_query = None
+    if position is not None:
+        position_query, position_key, position_score = position
+
+    def attend_row(row: _RowOperands, write_index: jax.Array) -> jax.Array:
+        # A row is a batch of one, whose index is the shared one.
+        batch = jax.tree.map(lambda array: array[None], row)
+        row_visibility = dataclasses.replace(
+            visibility,
+            valid=batch.valid,
+            write_index=write_index,
+            document_start=batch.document_start,
+        )
+        row_position = None
+        if position is not None:
+            row_position = (batch.position_query, position_key, position_score)
+        attended = cached_attention(
+            batch.query,
+            batch.key,
+            batch.value,
+            batch.ring,
+            row_position,
+            row_visibility,
+            implementation=implementation,
+        )
+        return attended[0]
+
+    rows = _RowOperands(
+        query=query,
+        key=key,
+        value=value,
+        ring=ring,
+        position_query=position_query,
+        valid=visibility.valid,
+        document_start=visibility.document_start,
+    )
+    return jax.vmap(attend_row)(rows, visibility.write_index)

@@ -14,7 +14,7 @@ so time and memory per token stay the same however long the text becomes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,16 +26,35 @@ from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import decode, forward
 from txl_jax.inference.cache import KVCache
-from txl_jax.inference.decode import Limits, Rows, row_key
+from txl_jax.inference.decode import BlockRows, Sampling, row_key
 from txl_jax.inference.prepare import DecodeParams
 from txl_jax.inference.scorer import memory_dtype
 from txl_jax.runtime import distributed
 from txl_jax.sharding.mesh import bind_mesh
 
-# Rows whose prompts are read, but for the last tokens: the cache, and `given` [R, G] and `number`
-# [R] of `decode.Rows`.
-Started = tuple[KVCache, np.ndarray, np.ndarray]
 BLOCK = 16  # Tokens per call. Larger blocks are a little faster, smaller ones are seen sooner.
+
+
+class Prefilled(NamedTuple):
+    """R rows whose prompts are in the cache, except for their last tokens."""
+
+    # The cache for segments of one token.
+    cache: KVCache
+    # int32 [R, G], the last tokens of each prompt (`BlockRows.known`).
+    known: np.ndarray
+    # int32 [R], minus the number of tokens before the last that are not in the cache yet
+    # (`BlockRows.number`).
+    number: np.ndarray
+
+
+class _Block(NamedTuple):
+    """Tokens of R rows from one call of `decode_block`."""
+
+    # int32 [R, n], n up to `BLOCK`.
+    tokens: np.ndarray
+    # int32 [R, n], number of each token in its row. Numbers below 0 or from the length on are steps
+    # without a token.
+    numbers: np.ndarray
 
 
 class Generator:
@@ -48,12 +67,13 @@ class Generator:
         *,
         mesh: Mesh | AbstractMesh | None = None,
     ):
-        """Takes parameters as evaluation prepares them (`Scorer.prepare_params`).
+        """Takes parameters as evaluation prepares them. Nothing is compiled yet.
 
-        Nothing is compiled yet.
-
-        `mesh` has the devices that the model is built for. None means one device, or the mesh that
-        the caller enters.
+        Args:
+          params: Prepared parameters (`Scorer.prepare_params`).
+          eval_config: The lengths of evaluation, and the dtype of the cache.
+          mesh: The devices that the model is built for, or None for one device or the mesh that the
+            caller enters.
         """
         self.for_segments = params.for_generation(mem_len=eval_config.mem_len)
         self.for_tokens = self.for_segments.for_single_tokens(mem_len=eval_config.mem_len)
@@ -62,14 +82,15 @@ class Generator:
         def jit(function: Any, **options: Any) -> Any:
             return bind_mesh(mesh, jax.jit(function, **options))
 
-        # Functions of the module, which jax compiles once for all generators of a model.
+        # The functions are the module's, not made here, so that jax compiles them once for all
+        # generators of a model.
         self._empty = jit(_init_cache, static_argnums=(1, 2))
         self._read = jit(decode.prefill, donate_argnums=1)
         self._unrotate = jit(cache_lib.unrotate)
         self._take = jit(cache_lib.take_unrotated, donate_argnums=0)
         self._repeat = jit(cache_lib.repeat_rows, static_argnums=1)
         self.decode = jit(
-            decode.decode_block, static_argnames=("limits", "count"), donate_argnums=1
+            decode.decode_block, static_argnames=("sampling", "count"), donate_argnums=1
         )
 
     def tokens(
@@ -80,26 +101,32 @@ class Generator:
         stop_token: Ending = None,
         stop_requested: Callable[[], Any] = lambda: False,
     ) -> Iterator[np.ndarray]:
-        """Yields the tokens of B samples, int32 [B, up to `BLOCK`].
+        """Yields the tokens of B samples of a prompt, int32 [B, up to `BLOCK`].
 
         It stops when `config.length` tokens of each sample are sampled, or all samples have ended.
 
-        The prompt [T] is read once for all samples. A sample ends with `stop_token`, which then
-        fills its rest, or only at `config.length` if that is None or a string. Once
-        `stop_requested`, asked between segments of the prompt and between blocks, is true nothing
-        more comes. Raises `UserError` if the prompt is empty.
+        Args:
+          prompt: Token ids [T], which are read once for all samples.
+          config: Length, number of samples, seed, temperature, top-p and top-k.
+          stop_token: The token that ends a sample and then fills its rest. If it is None or a
+            string, a sample ends only at `config.length`.
+          stop_requested: Called between segments of the prompt and between blocks. Once it returns
+            true, no more tokens are yielded.
+
+        Raises:
+          UserError: If the prompt is empty.
         """
         if len(prompt) == 0:
             raise UserError("the prompt must have at least one token, got an empty one")
-        started = self.read(prompt, config, stop_requested=stop_requested)
+        prefilled = self.read(prompt, config, stop_requested=stop_requested)
         keys = [row_key(config.seed, sample) for sample in range(config.samples)]
         ended = np.zeros(config.samples, bool)
         if stop_requested():
             return
-        for tokens, _ in self._blocks(started, keys, config, ended, stop_token):
+        for block in self._blocks(prefilled, keys, config, ended, stop_token):
             if isinstance(stop_token, int):
-                ended |= (tokens == stop_token).any(axis=1)
-            yield tokens
+                ended |= (block.tokens == stop_token).any(axis=1)
+            yield block.tokens
             if stop_requested():
                 return
 
@@ -109,20 +136,29 @@ class Generator:
         config: GenerateConfig,
         *,
         stop_requested: Callable[[], Any] = lambda: False,
-    ) -> Started:
-        """Reads a prompt [T], but for its last token, once for all samples."""
-        cache, given, number = self.prefill([prompt], 1, stop_requested=stop_requested)
+    ) -> Prefilled:
+        """Reads a prompt [T], except for its last token, once for all samples."""
+        cache, known, number = self.prefill([prompt], 1, stop_requested=stop_requested)
+
+        # The tokens after the last whole segment are read one by one, and none is drawn yet.
         if number[0] < 0:
-            rows = Rows(given, number, -number, row_key(0)[None], np.int32(-1))
-            cache, *_ = self.decode(
-                self.for_tokens, cache, rows, Limits.of(config), count=given.shape[1]
+            rows = BlockRows(
+                known=known,
+                number=number,
+                steps=-number,
+                key=row_key(0)[None],
+                stop=np.int32(-1),
             )
+            cache, *_ = self.decode(
+                self.for_tokens, cache, rows, Sampling.of(config), count=known.shape[1]
+            )
+
         if config.samples > 1:
             cache = self._repeat(cache, config.samples)
-        return (
-            cache,
-            np.full((config.samples, 1), prompt[-1], np.int32),
-            np.zeros(config.samples, np.int32),
+        return Prefilled(
+            cache=cache,
+            known=np.full((config.samples, 1), prompt[-1], np.int32),
+            number=np.zeros(config.samples, np.int32),
         )
 
     def pieces(
@@ -138,34 +174,39 @@ class Generator:
     ) -> Iterator[tuple[int, str]]:
         """Yields the texts after all prompts in pieces, each with its prompt's number.
 
-        Each text is as by itself.
+        Each text is the same as if its prompt were the only one. It includes its `ending`, but not
+        the stop string.
 
-        A prompt [T] has at least one token and, in `draws`, a seed and a sample's number. `decode`
-        returns the bytes of ids. A text includes its `ending`, but not the stop string. At most
-        `batch_size` are continued side by side.
+        Args:
+          prompts: Token ids [T] of each prompt, at least one token each.
+          config: Length, temperature, top-p and top-k.
+          draws: Seed and sample number of each prompt.
+          decode: Returns the bytes of token ids.
+          ending: What ends a text, besides the stop strings and its length.
+          batch_size: Maximum number of prompts that are continued side by side.
+          stop_strings: Strings that end a text, whatever their tokens are.
         """
-        order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-        for first in range(0, len(order), batch_size):
-            group = order[first : first + batch_size]
-            # A program for each power of two.
-            rows = min(1 << (len(group) - 1).bit_length(), batch_size)
-            keys = [row_key(*draws[number]) for number in group] + [row_key(0)] * (
-                rows - len(group)
-            )
-            started = self.prefill([prompts[number] for number in group], rows)
+        # Prompts of similar lengths share a batch, so that short ones do not wait for long ones.
+        by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+        for first in range(0, len(by_length), batch_size):
+            group = by_length[first : first + batch_size]
+
+            # The rows are a power of two, so that few numbers of rows are compiled.
+            n_row = min(1 << (len(group) - 1).bit_length(), batch_size)
+            keys = [row_key(0)] * n_row
+            for row, number in enumerate(group):
+                seed, sample = draws[number]
+                keys[row] = row_key(seed, sample)
+            prefilled = self.prefill([prompts[number] for number in group], n_row)
+
+            # Rows without a prompt have ended before they begin.
+            ended = np.arange(n_row) >= len(group)
             streams = [TextStream(decode, stop_strings, ending) for _ in group]
-            ended = np.arange(rows) >= len(group)
-            for tokens, numbers in self._blocks(started, keys, config, ended, ending):
+            for block in self._blocks(prefilled, keys, config, ended, ending):
                 for row, number in enumerate(group):
                     if ended[row]:
                         continue
-                    own = (numbers[row] >= 0) & (numbers[row] < config.length)
-                    is_last, stream = (
-                        bool(np.any(numbers[row][own] == config.length - 1)),
-                        streams[row],
-                    )
-                    text = stream.add(tokens[row][own]) + (stream.finish() if is_last else "")
-                    ended[row] = is_last or stream.ended
+                    text, ended[row] = _add_to_stream(streams[row], block, row, config.length)
                     if text:
                         yield number, text
 
@@ -175,62 +216,102 @@ class Generator:
         rows: int,
         *,
         stop_requested: Callable[[], Any] = lambda: False,
-    ) -> Started:
+    ) -> Prefilled:
         """Prefills the whole segments of prompts [T] in the first of R = `rows` rows.
 
-        Each prompt has at least one token.
+        Each prompt has at least one token. Its last token is never prefilled, because the first
+        step of decoding reads it.
         """
         segment_len = self._eval_config.segment_len
-        known = [len(prompt) - 1 for prompt in prompts] + [0] * (rows - len(prompts))
-        n_whole, n_rest = np.divmod(known, segment_len)
-        segments = np.zeros((n_whole.max(), rows, segment_len), np.int32)
-        given = np.zeros((rows, segment_len), np.int32)
+        n_before_last = [len(prompt) - 1 for prompt in prompts]
+        n_before_last += [0] * (rows - len(prompts))
+        n_segments, n_rest = np.divmod(n_before_last, segment_len)
+
+        # Each prompt is cut into its whole segments, and the known tokens, which end with its last
+        # one and are aligned on the right.
+        segments = np.zeros((n_segments.max(), rows, segment_len), np.int32)
+        known = np.zeros((rows, segment_len), np.int32)
         for row, prompt in enumerate(prompts):
-            end = n_whole[row] * segment_len
-            segments[: n_whole[row], row] = np.reshape(prompt[:end], (-1, segment_len))
-            given[row, segment_len - (len(prompt) - end) :] = prompt[end:]
-        memory = self._empty(self.for_segments, rows, self._eval_config)
-        ready = self._unrotate(memory)
-        for number, tokens in enumerate(segments, start=1):
+            cut = n_segments[row] * segment_len
+            segments[: n_segments[row], row] = np.reshape(prompt[:cut], (-1, segment_len))
+            known[row, segment_len - (len(prompt) - cut) :] = prompt[cut:]
+
+        # The ring of segments is read for all rows at once. A row whose last segment was read is
+        # copied to the cache of single tokens, before padding is read into it.
+        ring = self._empty(self.for_segments, rows, self._eval_config)
+        cache = self._unrotate(ring)
+        for n_read, tokens in enumerate(segments, start=1):
             if stop_requested():
                 break
-            memory = self._read(self.for_segments, memory, tokens)
-            if np.any(ends := n_whole == number):
-                ready = self._take(ready, memory, ends)
-        return ready, given, -n_rest.astype(np.int32)
+            ring = self._read(self.for_segments, ring, tokens)
+            is_complete = n_segments == n_read
+            if np.any(is_complete):
+                cache = self._take(cache, ring, is_complete)
+        return Prefilled(cache, known, -n_rest.astype(np.int32))
 
     def _blocks(
         self,
-        started: Started,
+        prefilled: Prefilled,
         keys: Sequence[np.ndarray],
         config: GenerateConfig,
         ended: np.ndarray,
         stop_token: Ending,
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields tokens int32 [R, up to `BLOCK`], and their numbers.
+    ) -> Iterator[_Block]:
+        """Yields blocks of tokens until every row has `config.length` tokens or has ended.
 
-        It stops when every row has `config.length` tokens or has ended.
-
-        Numbers below 0 or from the length on count steps without a token. `ended`, bool [R], is
-        read before each call:
-        nothing more is wanted of those rows.
+        Args:
+          prefilled: The rows before their first token. Its cache is donated.
+          keys: Key data of each row's sample (`row_key`).
+          config: Length, temperature, top-p and top-k.
+          ended: bool [R], rows that need no further tokens. The caller sets more of them between
+            two blocks: the array is read again before each block.
+          stop_token: A token that ends a row within a block. Other endings are the caller's to
+            find.
         """
-        cache, given, number = started
-        of_keys, stop = np.stack(keys), np.int32(stop_token if isinstance(stop_token, int) else -1)
-        while np.any(steps := np.where(ended, 0, np.clip(config.length - number, 0, BLOCK))):
-            rows = Rows(given, number, steps.astype(np.int32), of_keys, stop)
-            cache, tokens, done, _ = self.decode(
-                self.for_tokens, cache, rows, Limits.of(config), count=BLOCK
+        cache, known, number = prefilled
+        sample_keys = np.stack(keys)
+        stop = np.int32(-1)
+        if isinstance(stop_token, int):
+            stop = np.int32(stop_token)
+        while True:
+            steps = np.where(ended, 0, np.clip(config.length - number, 0, BLOCK))
+            if not np.any(steps):
+                return
+            rows = BlockRows(known, number, steps.astype(np.int32), sample_keys, stop)
+            cache, tokens, n_step, _ = self.decode(
+                self.for_tokens, cache, rows, Sampling.of(config), count=BLOCK
             )
-            tokens = distributed.to_host(tokens)[:, : int(distributed.to_host(done))]
-            yield tokens, number[:, None] + np.arange(tokens.shape[1])
+            # Fewer steps ran if all rows have ended.
+            tokens = distributed.to_host(tokens)[:, : int(distributed.to_host(n_step))]
+            yield _Block(tokens, number[:, None] + np.arange(tokens.shape[1]))
+
+            # The latest known token is the one that a row drew last, or else its prompt's last.
             number = number + np.int32(tokens.shape[1])
-            newest = np.where(number > 0, tokens[:, -1], given[:, -1])
-            given = np.concatenate([given[:, :-1], newest[:, None]], axis=1)
+            newest = np.where(number > 0, tokens[:, -1], known[:, -1])
+            known = np.concatenate([known[:, :-1], newest[:, None]], axis=1)
 
 
-def _init_cache(params: DecodeParams, rows: int, c: EvalConfig) -> KVCache:
-    lengths = {"mem_len": c.mem_len, "segment_len": c.segment_len}
+def _add_to_stream(stream: TextStream, block: _Block, row: int, length: int) -> tuple[str, bool]:
+    """Adds a row's tokens to its text of up to `length` tokens.
+
+    Returns:
+      The piece of text that they complete, perhaps empty, and whether the text has ended.
+    """
+    numbers = block.numbers[row]
+    is_token = (numbers >= 0) & (numbers < length)
+    text = stream.add(block.tokens[row][is_token])
+
+    has_last_token = bool(np.any(numbers[is_token] == length - 1))
+    if has_last_token:
+        text += stream.finish()
+    return text, has_last_token or stream.ended
+
+
+def _init_cache(params: DecodeParams, rows: int, eval_config: EvalConfig) -> KVCache:
     return forward.init_cache(
-        params, batch_size=rows, dtype=memory_dtype(params.model, c), **lengths
+        params,
+        batch_size=rows,
+        mem_len=eval_config.mem_len,
+        segment_len=eval_config.segment_len,
+        dtype=memory_dtype(params.model, eval_config),
     )

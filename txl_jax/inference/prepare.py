@@ -7,6 +7,8 @@ With int8 each matrix has a scale per channel: a column of a matrix, the code of
 of the softmax. Embeddings (a token reads one row), layer norms and biases stay as they are.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,23 +29,25 @@ from txl_jax.ops.matmul import Int8Table, project, quantize, transpose
 
 
 class Layer(flax.struct.PyTreeNode):
-    """Prepared parameters of one layer, in the compute type.
+    """Prepared parameters of one layer, in the compute dtype.
 
     Matrices may be `Int8` or `Transposed`.
     """
 
-    # [D, 3, H, E]; the query's part is divided by sqrt(E).
+    # Matrices [D, 3, H, E] of queries, divided by sqrt(E), of keys and of values.
     query_key_value: Any
-    # [H * E, D]
+    # Matrix [H * E, D] that attention's outputs are multiplied by.
     output: Any
-    # u, [H, E], divided by sqrt(E), or None if the encoding has none.
+    # u, [H, E], divided by sqrt(E), or None if the encoding has no u.
     content_bias: jax.Array | None
-    # None if positions are absolute.
+    # Position keys and scores by distance, or None if positions are absolute.
     position_keys: PositionKeys | None
-    # [L, D], added at the distances L - 1, .., 0 from the end, or None.
+    # [L, D], added to the inputs at the distances L - 1, .., 0 from the end, or None.
     position_vectors: jax.Array | None
-    # Of attention and feed-forward part.
-    norms: tuple[Any, Any]
+    # Scale and bias of the two layer norms, by flax's names.
+    attention_norm: Any
+    feed_forward_norm: Any
+    # The inner layer, D -> F, and the outer one, F -> D.
     feed_forward: tuple[Dense, Dense]
 
 
@@ -53,14 +57,14 @@ class DecodeParams(flax.struct.PyTreeNode):
     # Embedding and final norm, by the names of the model's own parameters.
     embed_and_norm: Any
     layers: tuple[Layer, ...]
-    # Of the softmax.
+    # Clusters of the adaptive softmax. A full softmax is one cluster.
     clusters: tuple[Cluster, ...]
-    # Keys and values of an empty cache.
+    # The key and value in each slot of an empty cache.
     initial: InitialKeyValue
     model: TransformerXL = flax.struct.field(pytree_node=False)
-    # Maximum keys per query, itself included, or None.
+    # Maximum keys per query, itself included, or None for no limit.
     window: int | None = flax.struct.field(pytree_node=False)
-    # Argument of `TransformerXL.embed`.
+    # Largest distance with an encoding of its own (`TransformerXL.embed`), or None for no limit.
     clamp_len: int | None = flax.struct.field(pytree_node=False)
     # Maximum slots of the cache plus tokens of a segment.
     max_keys: int = flax.struct.field(pytree_node=False)
@@ -70,23 +74,33 @@ class DecodeParams(flax.struct.PyTreeNode):
 
         With the window, each query of a segment has as many keys as the next query.
         """
-        return self.replace(window=mem_len + 1 if self.window is None else self.window)
+        if self.window is not None:
+            return self
+        return self.replace(window=mem_len + 1)
 
     def for_single_tokens(self, *, mem_len: int) -> "DecodeParams":
         """Returns the parameters for segments of one token.
 
         They have position keys and scores up to the distance M.
         """
+        max_keys = mem_len + 1
+        layers = tuple(_shorten_positions(layer, max_keys) for layer in self.layers)
+        return self.replace(layers=layers, max_keys=max_keys)
 
-        def shorten(layer: Layer) -> Layer:
-            if (keys := layer.position_keys) is None:
-                return layer
-            key, score = jax.tree.map(
-                lambda table: table[..., -(mem_len + 1) :], (keys.key, keys.score)
-            )
-            return layer.replace(position_keys=keys.replace(key=key, score=score))
 
-        return self.replace(layers=tuple(map(shorten, self.layers)), max_keys=mem_len + 1)
+def _shorten_positions(layer: Layer, n_distance: int) -> Layer:
+    """Returns a layer with the position keys and scores of the `n_distance` smallest distances."""
+    keys = layer.position_keys
+    if keys is None:
+        return layer
+
+    def shorten(table: Any) -> Any:
+        # The distances are the last axis, from the largest to 0. int8 has two arrays.
+        return jax.tree.map(lambda array: array[..., -n_distance:], table)
+
+    return layer.replace(
+        position_keys=keys.replace(key=shorten(keys.key), score=shorten(keys.score))
+    )
 
 
 def prepare_params(
@@ -100,36 +114,51 @@ def prepare_params(
     weight_dtype: WeightDType | None = None,
     transposed: bool = False,
 ) -> DecodeParams:
-    """Prepares parameters for segments of up to `segment_len` tokens and `mem_len` slots of memory.
+    """Prepares parameters for segments of up to `segment_len` tokens. To be jitted.
 
-    To be jitted.
-
-    `window` and `clamp_len` are as in `DecodeParams`. For int8 weights `check_devices` has to allow
-    the mesh. With `transposed` the layers keep float matrices of at least 32 bits `Transposed`,
-    which is faster for a few rows on a CPU and changes nothing but rounding.
+    Args:
+      params: The model's parameters.
+      model: The model.
+      window: As in `DecodeParams`.
+      segment_len: L, the maximum tokens of a segment.
+      mem_len: M, the maximum slots of memory.
+      clamp_len: As in `DecodeParams`.
+      weight_dtype: INT8, for which `check_devices` has to allow the mesh, or None for the compute
+        dtype.
+      transposed: Whether the layers keep float matrices of at least 32 bits `Transposed`, which is
+        faster for a few rows on a CPU and changes nothing but rounding.
     """
     capacity = cache_capacity(mem_len=mem_len, segment_len=segment_len)
-    lengths = {"segment_len": segment_len, "capacity": capacity, "clamp_len": clamp_len}
-    stacked, shared = params["stack"]["layers"], params["stack"].get("biases")
-    each = [jax.tree.map(lambda stack, i=i: stack[i], stacked) for i in range(model.config.n_layer)]
-    layers = tuple(_prepare_layer(layer, shared, model, **lengths) for layer in each)
-    clusters = tuple(apply(model, params, method=model.clusters))
+    stacked = params["stack"]["layers"]
+    shared = params["stack"].get("biases")
+    layers = []
+    for number in range(model.config.n_layer):
+        layer = _prepare_layer(
+            jax.tree.map(operator.itemgetter(number), stacked),
+            shared,
+            model,
+            segment_len=segment_len,
+            capacity=capacity,
+            clamp_len=clamp_len,
+        )
+        layers.append(layer)
+    clusters = list(apply(model, params, method=model.clusters))
+
+    # The cache starts with keys and values of matrices that are not rounded to int8.
     initial = _initial_key_value(layers, model)
     if weight_dtype is WeightDType.INT8:
-        layers, clusters = (
-            tuple(map(_quantize_layer, layers)),
-            tuple(map(_quantize_cluster, clusters)),
-        )
+        layers = [_quantize_layer(layer) for layer in layers]
+        clusters = [_quantize_cluster(cluster) for cluster in clusters]
     elif transposed and jnp.dtype(model.config.dtype).itemsize >= 4:
-        layers = tuple(_with_matrices(layer, transpose) for layer in layers)
+        layers = [_with_matrices(layer, transpose) for layer in layers]
+
+    # What is in neither the layers nor the clusters: the embedding and the final norm.
+    rest = {name: part for name, part in params.items() if name not in ("stack", "softmax")}
+    cast = functools.partial(_cast_matrix, dtype=model.config.dtype)
     return DecodeParams(
-        # Matrices in the compute type. Vectors (biases, scales of norms) stay as they are.
-        embed_and_norm=jax.tree.map(
-            lambda leaf: leaf.astype(model.config.dtype) if leaf.ndim > 1 else leaf,
-            {name: part for name, part in params.items() if name not in ("stack", "softmax")},
-        ),
-        layers=layers,
-        clusters=clusters,
+        embed_and_norm=jax.tree.map(cast, rest),
+        layers=tuple(layers),
+        clusters=tuple(clusters),
         initial=initial,
         model=model,
         window=window,
@@ -138,17 +167,26 @@ def prepare_params(
     )
 
 
+def _cast_matrix(array: jax.Array, dtype: Any) -> jax.Array:
+    """Returns a matrix in the compute dtype. Vectors (biases, scales of norms) are not cast."""
+    if array.ndim > 1:
+        return array.astype(dtype)
+    return array
+
+
 def check_devices(weight_dtype: str | None, num_devices: int) -> None:
-    """Raises `UserError` for int8 on multiple devices.
+    """Checks that the parameters can have this dtype on so many devices.
 
     The scales of a sharded table would need separate specs.
+
+    Raises:
+      UserError: If the dtype is int8 and there are multiple devices.
     """
     if weight_dtype is not None and num_devices > 1:
-        wrong = (
+        raise UserError(
             f"eval.weight_dtype {weight_dtype} supports only one device, got a mesh of "
-            f"{num_devices}"
+            f"{num_devices}. Pass --mesh.data=1, or omit the dtype."
         )
-        raise UserError(f"{wrong}. Pass --mesh.data=1, or omit the dtype.")
 
 
 def apply(module: nn.Module, params: Any, *args: Any, **options: Any) -> Any:
@@ -165,28 +203,46 @@ def norm_of(model: TransformerXL, scales: Any) -> Callable[[jax.Array], jax.Arra
 def query_key_value(layer: Layer, states: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes queries, keys and values of states [B, L, D], each [B, H, L, E]."""
     projected = project(states, layer.query_key_value)
-    query, key, value = (projected[:, :, i].swapaxes(1, 2) for i in range(3))
+    query = projected[:, :, 0].swapaxes(1, 2)
+    key = projected[:, :, 1].swapaxes(1, 2)
+    value = projected[:, :, 2].swapaxes(1, 2)
     return query, key, value
 
 
-def _prepare_layer(params: Any, shared: Any, model: TransformerXL, **lengths: Any) -> Layer:
+def _prepare_layer(
+    params: Any,
+    shared: Any,
+    model: TransformerXL,
+    *,
+    segment_len: int,
+    capacity: int,
+    clamp_len: int | None,
+) -> Layer:
     """Prepares one layer of the model's parameters.
 
     `shared` has the encoding's parameters of all layers.
     """
-    c, attention = model.config, params["attention"]
-    dtype = jnp.dtype(c.dtype)
-    parts = attention["query"] * c.d_head**-0.5, attention["key"], attention["value"]
-    terms = encoding_of(c).decode_terms(params, shared, **lengths)
+    config = model.config
+    dtype = jnp.dtype(config.dtype)
+    attention = params["attention"]
+
+    # Queries are divided by sqrt(E) here, so that no score has to be.
+    query = attention["query"] * config.d_head**-0.5
+    query_key_value = jnp.stack([query, attention["key"], attention["value"]], axis=1)
+    terms = encoding_of(config).decode_terms(
+        params, shared, segment_len=segment_len, capacity=capacity, clamp_len=clamp_len
+    )
+    inner = _dense(params["feed_forward"], "inner", dtype)
+    outer = _dense(params["feed_forward"], "outer", dtype)
     return Layer(
-        query_key_value=jnp.stack(parts, axis=1).astype(dtype),
-        output=attention["output"].reshape(-1, c.d_model).astype(dtype),
-        **terms._asdict(),
-        norms=(params["attention_norm"], params["feed_forward_norm"]),
-        feed_forward=(
-            _dense(params["feed_forward"], "inner", dtype),
-            _dense(params["feed_forward"], "outer", dtype),
-        ),
+        query_key_value=query_key_value.astype(dtype),
+        output=attention["output"].reshape(-1, config.d_model).astype(dtype),
+        content_bias=terms.content_bias,
+        position_keys=terms.position_keys,
+        position_vectors=terms.position_vectors,
+        attention_norm=params["attention_norm"],
+        feed_forward_norm=params["feed_forward_norm"],
+        feed_forward=(inner, outer),
     )
 
 
@@ -195,20 +251,20 @@ def _dense(params: Any, name: str, dtype: jnp.dtype) -> Dense:
 
 
 def _initial_key_value(layers: Sequence[Layer], model: TransformerXL) -> InitialKeyValue:
-    """Computes the keys and values of a state of zeros.
+    """Computes the key and value of a state of zeros.
 
     They are zeros themselves, unless a layer norm with a bias comes first.
     """
-    zeros, keys, values = (
-        jnp.zeros((1, 1, model.config.d_model), jnp.dtype(model.config.dtype)),
-        [],
-        [],
-    )
+    is_pre_norm = model.config.layer_norm is NormPlace.PRE
+    zeros = jnp.zeros((1, 1, model.config.d_model), jnp.dtype(model.config.dtype))
+    keys = []
+    values = []
     for layer in layers:
-        pre = model.config.layer_norm is NormPlace.PRE
-        _, key, value = query_key_value(
-            layer, norm_of(model, layer.norms[0])(zeros) if pre else zeros
-        )
+        states = zeros
+        if is_pre_norm:
+            states = norm_of(model, layer.attention_norm)(zeros)
+        _, key, value = query_key_value(layer, states)
+        # [1, H, 1, E] -> [H, E]
         keys.append(key[0, :, 0])
         values.append(value[0, :, 0])
     return InitialKeyValue(tuple(keys), tuple(values))
@@ -216,7 +272,9 @@ def _initial_key_value(layers: Sequence[Layer], model: TransformerXL) -> Initial
 
 def _with_matrices(layer: Layer, change: Callable[[jax.Array], Any]) -> Layer:
     """Returns a layer with `change` applied to each of its matrices [n, ..]."""
-    inner, outer = (dense._replace(kernel=change(dense.kernel)) for dense in layer.feed_forward)
+    inner, outer = layer.feed_forward
+    inner = inner._replace(kernel=change(inner.kernel))
+    outer = outer._replace(kernel=change(outer.kernel))
     return layer.replace(
         query_key_value=change(layer.query_key_value),
         output=change(layer.output),
@@ -235,8 +293,10 @@ def _quantize_layer(layer: Layer) -> Layer:
 
 def _quantize_cluster(cluster: Cluster) -> Cluster:
     """Returns a cluster of the softmax with int8 for its table and its projection."""
-    projection = None if cluster.projection is None else _quantize_table(cluster.projection)
-    return cluster._replace(table=_quantize_table(cluster.table), projection=projection)
+    quantized = cluster._replace(table=_quantize_table(cluster.table))
+    if cluster.projection is None:
+        return quantized
+    return quantized._replace(projection=_quantize_table(cluster.projection))
 
 
 def _quantize_table(table: jax.Array) -> Int8Table:

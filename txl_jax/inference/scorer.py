@@ -23,18 +23,19 @@ from txl_jax.modules.transformer_xl import TransformerXL
 class Scorer(NamedTuple):
     """Functions to be jitted.
 
-    Only these functions know the contents of the trees of weights and memories.
+    Only these functions know the contents of the trees of prepared parameters and memories.
     """
 
-    # Parameters to weights.
+    # Parameters -> prepared parameters.
     prepare_params: Callable[[Any], Any]
-    # Weights to the memory before the first segment.
+    # Prepared parameters -> the memory before the first segment.
     init_memory: Callable[[Any], Any]
-    # Weights, memory, tokens [B, L] to hidden, memory.
+    # Prepared parameters, memory and tokens int [B, L] -> hidden states [B, L, D] and the memory
+    # after the segment.
     forward: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]
-    # Weights, hidden, targets to nats [B, L].
+    # Prepared parameters, hidden states [B, L, D] and targets int [B, L] -> nats [B, L].
     nll: Callable[[Any, jax.Array, jax.Array], jax.Array]
-    # Weights, memory, rows bool [B] to the memory with those rows emptied.
+    # Prepared parameters, memory and rows bool [B] -> the memory with the marked rows emptied.
     reset: Callable[[Any, Any, jax.Array], Any]
 
 
@@ -46,14 +47,14 @@ def make_scorer(model: AnyModel, eval_config: EvalConfig) -> Scorer:
 
 
 def memory_dtype(model: AnyModel, eval_config: EvalConfig) -> jnp.dtype:
-    """Returns the type of stored keys and values."""
+    """Returns the dtype of stored keys and values."""
     return jnp.dtype(eval_config.cache_dtype or model.config.dtype)
 
 
 def at_temperature(params: Any, hidden: jax.Array, temperature: float) -> tuple[Any, jax.Array]:
-    """Returns parameters and hidden states with logits (h w + b) / T.
+    """Returns parameters and hidden states whose logits h w + b are divided by `temperature`.
 
-    This is for a full softmax, and T is `temperature`.
+    This is for a full softmax.
     """
     if temperature == 1:
         return params, hidden
@@ -62,59 +63,66 @@ def at_temperature(params: Any, hidden: jax.Array, temperature: float) -> tuple[
 
 
 def _of_transformer(model: TransformerXL, eval_config: EvalConfig) -> Scorer:
-    lengths: dict[str, Any] = {
-        "segment_len": eval_config.segment_len,
-        "mem_len": eval_config.mem_len,
-    }
-    start = model.config.compat.memory_start
+    compat = model.config.compat
 
-    def nll(weights: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        if eval_config.temperature != 1:  # (h w + b) / T; there is one cluster.
-            [cluster] = weights.clusters
-            weights = weights.replace(
-                clusters=(cluster._replace(bias=cluster.bias / eval_config.temperature),)
-            )
+    def forward_segment(prepared: Any, memory: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        return forward.forward(prepared, tokens, memory)
+
+    def nll(prepared: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        # As in `at_temperature`. With a temperature there is one cluster.
+        if eval_config.temperature != 1:
+            [cluster] = prepared.clusters
+            cluster = cluster._replace(bias=cluster.bias / eval_config.temperature)
+            prepared = prepared.replace(clusters=(cluster,))
             hidden = hidden / eval_config.temperature
-        return forward.nll(weights, hidden, targets)
+        return forward.nll(prepared, hidden, targets)
+
+    def reset(prepared: Any, memory: Any, rows: jax.Array) -> Any:
+        return cache_lib.reset_cache(memory, rows, prepared.initial, compat.memory_start)
 
     return Scorer(
         prepare_params=functools.partial(
             prepare_params,
             model=model,
-            window=model.config.compat.window(
-                eval_config.mem_len, same_length=eval_config.same_length
-            ),
+            window=compat.window(eval_config.mem_len, same_length=eval_config.same_length),
+            segment_len=eval_config.segment_len,
+            mem_len=eval_config.mem_len,
             clamp_len=eval_config.clamp_len,
             weight_dtype=eval_config.weight_dtype,
-            **lengths,
         ),
         init_memory=functools.partial(
             forward.init_cache,
             batch_size=eval_config.batch_size,
+            mem_len=eval_config.mem_len,
+            segment_len=eval_config.segment_len,
             dtype=memory_dtype(model, eval_config),
-            **lengths,
         ),
-        forward=lambda weights, memory, tokens: forward.forward(weights, tokens, memory),
+        forward=forward_segment,
         nll=nll,
-        reset=lambda weights, memory, rows: cache_lib.reset_cache(
-            memory, rows, weights.initial, start
-        ),
+        reset=reset,
     )
 
 
 def _of_recurrent(model: RecurrentModel, eval_config: EvalConfig) -> Scorer:
-    """Returns the scorer of an RNN. Nothing is prepared: the weights are the parameters."""
+    """Returns the scorer of an RNN. Nothing is prepared: its parameters are used as they are."""
+
+    def init_memory(params: Any) -> Any:
+        return model.init_memory(batch_size=eval_config.batch_size, mem_len=eval_config.mem_len)
+
+    def forward_segment(params: Any, memory: Any, tokens: jax.Array) -> Any:
+        return model.apply({"params": params}, tokens, memory)
 
     def nll(params: Any, hidden: jax.Array, targets: jax.Array) -> Any:
         params, hidden = at_temperature(params, hidden, eval_config.temperature)
         return model.apply({"params": params}, hidden, targets, method=model.nll)
 
+    def reset(params: Any, memory: Any, rows: jax.Array) -> Any:
+        return memory_lib.reset(memory, rows, MemoryStart.MASKED)
+
     return Scorer(
         prepare_params=lambda params: params,
-        init_memory=lambda params: model.init_memory(
-            batch_size=eval_config.batch_size, mem_len=eval_config.mem_len
-        ),
-        forward=lambda params, memory, tokens: model.apply({"params": params}, tokens, memory),
+        init_memory=init_memory,
+        forward=forward_segment,
         nll=nll,
-        reset=lambda params, memory, rows: memory_lib.reset(memory, rows, MemoryStart.MASKED),
+        reset=reset,
     )

@@ -28,7 +28,7 @@ from txl_jax.config import MemoryStart
 from txl_jax.config.config_tree import require
 from txl_jax.inference import decode, forward
 from txl_jax.inference.cache import KVCache, cache_capacity
-from txl_jax.inference.decode import Limits, Scores, row_key
+from txl_jax.inference.decode import Sampling, Scores, row_key
 from txl_jax.inference.prepare import DecodeParams, prepare_params
 from txl_jax.inference.scorer import memory_dtype
 from txl_jax.memory import start_valid
@@ -139,13 +139,13 @@ class Step:
         Returns the cache, and tokens int32 [R, K] and their scores [R, K], of which a row's first
         `steps` count.
         """
-        of_rows = decode.Rows(
+        of_rows = decode.BlockRows(
             rows.last[:, None], rows.number, rows.steps, rows.key, np.int32(-1), rows.scored
         )
-        limits = Limits(rows.temperature, rows.top_p)
+        sampling = Sampling(rows.temperature, rows.top_p)
         cache = self._at(cache, rows.position)
         cache, tokens, _, scores = self._write(
-            weights.token, cache, of_rows, limits, count=self.block, top=TOP
+            weights.token, cache, of_rows, sampling, count=self.block, top=TOP
         )
         return cache, np.asarray(tokens), Scores(*map(np.asarray, scores))
 

@@ -22,22 +22,31 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
     Without an ambient mesh of several devices, the sharding is not constrained.
 
-    `names` are logical names (`txl_jax.sharding.axes`), one per axis, or None to replicate it. Rows
-    of a batch are replicated if they do not divide among the devices, such as the one row of a
-    published evaluation. Raises `ValueError`, also without a mesh, if a name is unknown or there is
-    not one name per axis.
+    Args:
+      x: The activation.
+      names: Logical names (`txl_jax.sharding.axes`), one per axis, or None to replicate it. Rows of
+        a batch are replicated if they do not divide among the devices, such as the one row of a
+        published evaluation.
+
+    Raises:
+      ValueError: If a name is unknown or there is not one name per axis, also without a mesh.
     """
     if len(names) != x.ndim:
         raise ValueError(
             f"the array of shape {x.shape} must have one logical name per axis, got {len(names)}"
         )
-    spec(*names)
+    spec(*names)  # An unknown name raises.
     mesh = ambient_mesh()
     if mesh is None:
         return x
-    sizes = zip(names, x.shape, strict=True)
-    placed = (batch_axes(mesh, size) if name == axes.BATCH else name for name, size in sizes)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(*placed)))
+
+    divisible_names = []
+    for name, size in zip(names, x.shape, strict=True):
+        if name == axes.BATCH:
+            # None if the rows do not divide among the devices.
+            name = batch_axes(mesh, size)
+        divisible_names.append(name)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(*divisible_names)))
 
 
 def shard_map(function: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -55,5 +64,6 @@ def batch_spec(batch_size: int) -> tuple[str, ...]:
     The result is empty if the rows do not divide among the axes.
     """
     mesh = ambient_mesh()
-    name = None if mesh is None else batch_axes(mesh, batch_size)
-    return () if name is None else spec(name)[0]
+    if mesh is None or batch_axes(mesh, batch_size) is None:
+        return ()
+    return spec(axes.BATCH)[0]

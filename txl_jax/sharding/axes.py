@@ -4,6 +4,7 @@ Parameters, memory, activations and batches are labelled with these names; `norm
 `ones` are initializers of parameters that carry them.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,31 +20,46 @@ LENGTH = "length"  # Positions of a segment or of the memory.
 LAYERS = "layers"  # Stacked layers of `nn.scan`.
 EMBED = "embed"  # D, the residual stream.
 CLUSTER_EMBED = "cluster_embed"  # Width of a cluster's embedding, before its projection.
-HEADS = "heads"  # H.
-HEAD_DIM = "head_dim"  # E.
-INNER = "inner"  # F.
+HEADS = "heads"  # H, the attention heads.
+HEAD_DIM = "head_dim"  # E, the size of a head.
+INNER = "inner"  # F, the inner size of the feed-forward network.
 VOCAB = "vocab"  # Rows of an embedding table or of its bias.
 CLUSTERS = "clusters"  # Tail clusters in the head of the adaptive softmax.
 POSITIONS = "positions"  # Distances of a learned table.
 NORM = "norm"  # Scale and bias of a layer norm.
 
+# The mesh axes over which each logical axis is sharded, or None if it is replicated.
 _MESH_AXES: dict[str, Any] = {
     BATCH: (DATA, FSDP),
     EMBED: FSDP,
-    **dict.fromkeys((HEADS, INNER, VOCAB), TENSOR),
-    **dict.fromkeys((LENGTH, LAYERS, CLUSTER_EMBED, HEAD_DIM, CLUSTERS, POSITIONS, NORM)),
+    HEADS: TENSOR,
+    INNER: TENSOR,
+    VOCAB: TENSOR,
+    LENGTH: None,
+    LAYERS: None,
+    CLUSTER_EMBED: None,
+    HEAD_DIM: None,
+    CLUSTERS: None,
+    POSITIONS: None,
+    NORM: None,
 }
 
 
 def spec(*names: str | None) -> PartitionSpec:
     """Returns the mesh axes of an array with these logical axes. None replicates an axis.
 
-    Raises `ValueError` if a name has no row in the table (flax would silently replicate it).
+    Raises:
+      ValueError: If a name has no row in the table (flax would silently replicate it).
     """
+    mesh_axes: list[Any] = []
     for name in names:
-        if name is not None and name not in _MESH_AXES:
+        if name is None:
+            mesh_axes.append(None)
+        elif name in _MESH_AXES:
+            mesh_axes.append(_MESH_AXES[name])
+        else:
             raise ValueError(f"a logical axis must be one of {', '.join(_MESH_AXES)}, got {name!r}")
-    return PartitionSpec(*(None if name is None else _MESH_AXES[name] for name in names))
+    return PartitionSpec(*mesh_axes)
 
 
 def named_sharding(mesh: Mesh, *names: str | None) -> NamedSharding:
@@ -64,44 +80,57 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
     An optimizer's state has the boxes of its parameters, as optax maps over them. Bare arrays are
     replicated, and so is an array that its box does not fit, such as Adafactor's means of rows.
     """
-
-    def place(names: PartitionSpec, array: Any) -> Any:
-        # An empty box: Muon's state has one for each of Adam's parameters.
-        if not jax.tree.leaves(array):
-            return array
-        if len(names) != array.ndim or tuple(names) == (VOCAB,):  # A bias is sliced at the cutoffs.
-            return named_sharding(mesh)
-        if VOCAB in names:
-            return NamedSharding(mesh, _of_table(mesh, dict(zip(names, array.shape, strict=True))))
-        placed = named_sharding(mesh, *names)
-        try:
-            placed.shard_shape(array.shape)
-        except ValueError:  # Adafactor's placeholder [N, 1] of a vector [N, F].
-            return named_sharding(mesh)
-        return placed
-
     return jax.tree.map(
-        place,
+        functools.partial(_param_sharding, mesh),
         nn.get_partition_spec(tree),
         nn.unbox(tree),
         is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
     )
 
 
-def _of_table(mesh: Mesh, sizes: dict[str, int]) -> PartitionSpec:
-    """Returns the mesh axes of an embedding table, from its sizes by logical axis."""
-    found: dict[str, list[str]] = {name: [] for name in sizes}
+def _param_sharding(mesh: Mesh, names: PartitionSpec, array: Any) -> Any:
+    """Returns the sharding of one array of `param_shardings`, boxed with these logical names."""
+    # An empty box: Muon's state has one for each of Adam's parameters.
+    if not jax.tree.leaves(array):
+        return array
 
-    def divides(name: str, axis: str) -> bool:
-        return sizes[name] % math.prod(mesh.shape[other] for other in (axis, *found[name])) == 0
+    replicated = named_sharding(mesh)
+    # A bare array, or one that its box does not fit.
+    if len(names) != array.ndim:
+        return replicated
+    # A bias is sliced at the cutoffs.
+    if tuple(names) == (VOCAB,):
+        return replicated
+    if VOCAB in names:
+        sizes = dict(zip(names, array.shape, strict=True))
+        return NamedSharding(mesh, _table_spec(mesh, sizes))
+
+    sharded = named_sharding(mesh, *names)
+    try:
+        sharded.shard_shape(array.shape)
+    except ValueError:  # Adafactor's placeholder [N, 1] of a vector [N, F].
+        return replicated
+    return sharded
+
+
+def _table_spec(mesh: Mesh, sizes: dict[str, int]) -> PartitionSpec:
+    """Returns the mesh axes of an embedding table, from its sizes by logical axis."""
+    mesh_axes: dict[str, list[str]] = {name: [] for name in sizes}
+
+    def divides(name: str, mesh_axis: str) -> bool:
+        """Says whether the axis can be sharded over `mesh_axis` too."""
+        num_shards = math.prod(mesh.shape[axis] for axis in [mesh_axis, *mesh_axes[name]])
+        return sizes[name] % num_shards == 0
 
     if divides(VOCAB, TENSOR):
-        found[VOCAB].append(TENSOR)
+        mesh_axes[VOCAB].append(TENSOR)
+
+    # Over `fsdp` the width is sharded, or else the tokens.
     for name in (CLUSTER_EMBED, VOCAB):
         if divides(name, FSDP):
-            found[name].append(FSDP)
+            mesh_axes[name].append(FSDP)
             break
-    return PartitionSpec(*(tuple(axes_of) or None for axes_of in found.values()))
+    return PartitionSpec(*(tuple(axes_of_name) or None for axes_of_name in mesh_axes.values()))
 
 
 def batch_axes(mesh: Mesh | AbstractMesh, batch_size: int) -> str | None:
@@ -111,14 +140,19 @@ def batch_axes(mesh: Mesh | AbstractMesh, batch_size: int) -> str | None:
 
 def num_batch_shards(mesh: Mesh | AbstractMesh | None = None) -> int:
     """Returns how many devices share the rows of a batch, on the ambient mesh if `mesh` is None."""
-    mesh = ambient_mesh() if mesh is None else mesh
-    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in _MESH_AXES[BATCH])
+    if mesh is None:
+        mesh = ambient_mesh()
+    if mesh is None:
+        return 1
+    return math.prod(mesh.shape[axis] for axis in _MESH_AXES[BATCH])
 
 
 def num_vocab_shards() -> int:
     """Returns how many devices of the ambient mesh share the tokens of a cluster."""
     mesh = ambient_mesh()
-    return 1 if mesh is None else mesh.shape[_MESH_AXES[VOCAB]]
+    if mesh is None:
+        return 1
+    return mesh.shape[_MESH_AXES[VOCAB]]
 
 
 def vocab_axis() -> str | None:

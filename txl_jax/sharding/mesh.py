@@ -1,12 +1,11 @@
 """The device mesh: how it is made, and how code enters and finds it.
 
 A mesh has three axes: `data` (data parallel: replicas of the model), `fsdp` (FSDP, fully sharded
-data parallel:
-devices that share the parameters of one replica) and `tensor` (tensor parallel: devices that share
-heads, inner width and vocabulary). Batch rows are sharded over `data` and `fsdp`. XLA inserts the
-collectives: an all-reduce of gradients over `data`; over `fsdp` an all-gather of each layer's
-weights and a reduce-scatter of gradients; over `tensor` an all-reduce of the outputs of attention
-and of the feed-forward layers.
+data parallel: devices that share the parameters of one replica) and `tensor` (tensor parallel:
+devices that share heads, inner width and vocabulary). Batch rows are sharded over `data` and
+`fsdp`. XLA inserts the collectives: an all-reduce of gradients over `data`; over `fsdp` an
+all-gather of each layer's weights and a reduce-scatter of gradients; over `tensor` an all-reduce of
+the outputs of attention and of the feed-forward layers.
 
 Slices of TPUs that only a data-centre network (DCN) connects (multislice) are replicas: the
 outermost part of `data` is over the slices, so that only the all-reduce of gradients and of a few
@@ -30,36 +29,86 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from txl_jax.config import MeshConfig
 from txl_jax.errors import UserError
 
-DATA, FSDP, TENSOR = _NAMES = "data", "fsdp", "tensor"
+DATA = "data"
+FSDP = "fsdp"
+TENSOR = "tensor"
+_NAMES = (DATA, FSDP, TENSOR)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Makes the mesh over this run's devices, or over other devices if `devices` is passed.
 
-    The other devices can be a topology that is not attached, for example.
+    With `config.data` set, devices beyond the product stay idle. Neighbours along an axis of the
+    mesh are neighbours in the interconnect, where devices have coordinates.
 
-    With `data` given, devices beyond the product stay idle. Neighbours along an axis of the mesh
-    are neighbours in the interconnect, where devices have coordinates. Raises `UserError` if the
-    sizes need more devices than there are, or leave a remainder where `data` is None, or slices
-    have different numbers of devices.
+    Args:
+      config: Sizes of the mesh's axes.
+      devices: The devices, for example of a topology that is not attached, or None for this run's.
+
+    Raises:
+      UserError: If the sizes need more devices than there are, or leave a remainder where
+        `config.data` is None, or slices have different numbers of devices.
     """
-    slices = _slices(jax.devices() if devices is None else devices)
-    shape = _shape(config, sum(map(len, slices)), num_slices=len(slices))
+    if devices is None:
+        devices = jax.devices()
+    slices = _slices(devices)
+    n_device = sum(map(len, slices))
+    shape = _shape(config, n_device, num_slices=len(slices))
     return Mesh(_device_grid(slices, shape), _NAMES, axis_types=(AxisType.Auto,) * 3)
 
 
 def abstract_mesh(config: MeshConfig, n_device: int, *, num_slices: int = 1) -> AbstractMesh:
     """Makes a mesh of `n_device` devices in all slices, without the devices.
 
-    Raises `UserError` like `make_mesh`.
+    Raises:
+      UserError: If the devices do not fit the sizes, as in `make_mesh`.
     """
     shape = _shape(config, n_device, num_slices=num_slices)
     return AbstractMesh(shape, _NAMES, axis_types=(AxisType.Auto,) * 3)
 
 
 def num_slices(mesh: Mesh) -> int:
-    """Returns how many slices of TPUs a mesh is over; 1 for other devices."""
+    """Returns how many slices of TPUs a mesh is over, or 1 for other devices."""
     return len(_slices(mesh.devices.flat))
+
+
+def _slices(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
+    """Groups devices by slice of TPUs, in the order of the slices' indices.
+
+    Other devices are one group.
+    """
+    by_index: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        index = 0
+        # GPUs have a slice_index too, their host's, over which FSDP remains a choice.
+        if device.platform == "tpu":
+            index = getattr(device, "slice_index", 0) or 0
+        by_index.setdefault(index, []).append(device)
+    return [by_index[index] for index in sorted(by_index)]
+
+
+def _shape(config: MeshConfig, n_device: int, *, num_slices: int) -> tuple[int, int, int]:
+    """Returns data x fsdp x tensor over all slices."""
+    slice_size, remainder = divmod(n_device, num_slices)
+    if remainder:
+        raise UserError(
+            f"there are {n_device} devices in {num_slices} slices of TPUs. "
+            "Each slice must have the same number."
+        )
+
+    # In one slice. A replica's parameters are on fsdp x tensor devices.
+    replica_size = config.fsdp * config.tensor
+    data = config.data or slice_size // replica_size
+    is_too_large = data * replica_size > slice_size
+    has_remainder = not config.data and data * replica_size != slice_size
+    if is_too_large or has_remainder:
+        place = f" in each of {num_slices} slices" if num_slices > 1 else ""
+        raise UserError(
+            f"mesh.data x mesh.fsdp x mesh.tensor is {config.data or 'all'} x {config.fsdp} x "
+            f"{config.tensor} and there are {slice_size} devices{place}; "
+            "the product must not exceed that, nor leave a remainder where data is none"
+        )
+    return num_slices * data, config.fsdp, config.tensor
 
 
 def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, int]) -> np.ndarray:
@@ -68,72 +117,50 @@ def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, 
     `data` is a multiple of slices.
     """
     data, fsdp, tensor = shape
-    in_slice = data // len(slices), fsdp, tensor
-    chosen = [device for one in slices for device in one[: math.prod(in_slice)]]
+    slice_shape = (data // len(slices), fsdp, tensor)
+
+    # Devices beyond the product stay idle.
+    devices: list[jax.Device] = []
+    for slice_devices in slices:
+        devices += slice_devices[: math.prod(slice_shape)]
+
     try:  # As `jax.make_mesh`, which does not split physical axes.
         if len(slices) == 1:
-            return mesh_utils.create_device_mesh(shape, chosen, allow_split_physical_axes=True)
-        over_slices = len(slices), 1, 1
+            return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return mesh_utils.create_hybrid_device_mesh(
-            in_slice, over_slices, chosen, allow_split_physical_axes=True
+            mesh_shape=slice_shape,
+            dcn_mesh_shape=(len(slices), 1, 1),
+            devices=devices,
+            allow_split_physical_axes=True,
         )
     except AssertionError:
         # Such a number of chips does not fill a box of the torus; any order within a slice works.
-        return np.asarray(chosen).reshape(shape)
-
-
-def _slices(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
-    """Groups devices by slice of TPUs, in the order of the slices' indices.
-
-    Other devices are one group.
-    """
-    found: dict[int, list[jax.Device]] = {}
-    for device in devices:
-        # GPUs have a slice_index too, their host's, over which FSDP remains a choice.
-        index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
-        found.setdefault(index or 0, []).append(device)
-    return [found[index] for index in sorted(found)]
-
-
-def _shape(config: MeshConfig, n_device: int, *, num_slices: int) -> tuple[int, int, int]:
-    """Returns data x fsdp x tensor over all slices."""
-    in_slice, rest = divmod(n_device, num_slices)
-    if rest:
-        found = f"there are {n_device} devices in {num_slices} slices of TPUs"
-        raise UserError(f"{found}. Each slice must have the same number.")
-    shared = config.fsdp * config.tensor
-    data = config.data or in_slice // shared
-    if data * shared > in_slice or (not config.data and data * shared != in_slice):
-        where = f" in each of {num_slices} slices" if num_slices > 1 else ""
-        raise UserError(
-            f"mesh.data x mesh.fsdp x mesh.tensor is {config.data or 'all'} x {config.fsdp} x "
-            f"{config.tensor} and there are {in_slice} devices{where}; "
-            "the product must not exceed that, nor leave a remainder where data is none"
-        )
-    return num_slices * data, config.fsdp, config.tensor
+        return np.asarray(devices).reshape(shape)
 
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
-    """Enters a mesh of several devices; does nothing with one device or None.
+    """Enters a mesh of several devices, or does nothing with one device or None.
 
     Not to be used while tracing.
     """
-    entered: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if mesh is not None and mesh.size > 1:
-        entered = (
-            jax.sharding.use_abstract_mesh(mesh)
-            if isinstance(mesh, AbstractMesh)
-            else jax.set_mesh(mesh)
-        )
-    with entered:
+    context: contextlib.AbstractContextManager[Any]
+    if mesh is None or mesh.size <= 1:
+        context = contextlib.nullcontext()
+    elif isinstance(mesh, AbstractMesh):
+        context = jax.sharding.use_abstract_mesh(mesh)
+    else:
+        context = jax.set_mesh(mesh)
+    with context:
         yield
 
 
 def ambient_mesh() -> AbstractMesh | None:
     """Returns the ambient mesh if it has several devices, else None."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh if mesh is not None and not mesh.empty and mesh.size > 1 else None
+    if mesh is None or mesh.empty or mesh.size <= 1:
+        return None
+    return mesh
 
 
 def bind_mesh(mesh: Mesh | AbstractMesh | None, jitted: Any) -> Any:
@@ -145,5 +172,6 @@ def bind_mesh(mesh: Mesh | AbstractMesh | None, jitted: Any) -> Any:
         return jitted
     entering = use_mesh(mesh)  # As a decorator it enters the mesh again in each call.
     bound: Any = entering(jitted)
-    bound.lower, bound.eval_shape = entering(jitted.lower), entering(jitted.eval_shape)
+    bound.lower = entering(jitted.lower)
+    bound.eval_shape = entering(jitted.eval_shape)
     return bound
