@@ -169,7 +169,7 @@ def load(components: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | Non
         raise CheckpointError(f"{gone}. Rerun the same command.")
 
     if distributed.broadcast_from_primary(lambda: bool(find_steps(run.latest))):
-        return None if run.weights is None else WarmStart(run.weights, vanished)
+        return None if run.warm_start is None else WarmStart(run.warm_start, vanished)
     trained = _open(config.init_from)
     rows = distributed.run_on_all(lambda: _match(config, trained, vocabulary))
     # The trained model on the mesh of the run that begins.
