@@ -231,7 +231,9 @@ class Sampler:
         for number, stream in enumerate(streams):
             texts.add(number, stream.finish())
         texts.finish()
-        return texts.contents if has_begun else []
+        if not has_begun:
+            return []
+        return texts.contents
 
 
 class _GrowingTexts:

@@ -151,12 +151,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
         run = cls(os.fspath(path))
         run._read()
         if run.is_new:
+            advice = "Pass the workdir of a trained run"
             runs_below = _runs_below(run.path)
-            examples = f", such as one of those in it: {', '.join(runs_below)}"
-            raise UserError(
-                f"{run.path} contains no run (no {_CONFIG}). "
-                f"Pass the workdir of a trained run{examples if runs_below else ''}."
-            )
+            if runs_below:
+                advice += f", such as one of those in it: {', '.join(runs_below)}"
+            raise UserError(f"{run.path} contains no run (no {_CONFIG}). {advice}.")
         return run
 
     # Training
@@ -198,7 +197,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
     @property
     def outputs(self) -> str:
         """Directory for scores and samples: the run's, or the member's in it. Made if missing."""
-        folder = os.path.join(self.path, "members", self.member) if self.member else self.path
+        folder = self.path
+        if self.member:
+            folder = os.path.join(self.path, "members", self.member)
         storage.make_folder(folder)
         return folder
 
@@ -224,13 +225,14 @@ class Run(contextlib.AbstractContextManager["Run"]):
             return Implementations(training=choice, cached=choice)
 
         recorded = {use: Implementation.parse(text) for use, text in self.attention.items()}
+        training = recorded.get("training", choice)
+        cached = recorded.get("evaluation", choice)
         same_evaluation = all(
             getattr(self.config.eval, name) == getattr(config.eval, name) for name in _EVALUATION
         )
-        return Implementations(
-            training=recorded.get("training", choice),
-            cached=recorded.get("evaluation", choice) if same_evaluation else choice,
-        )
+        if not same_evaluation:
+            cached = choice
+        return Implementations(training=training, cached=cached)
 
     def compare(self, config: ExperimentConfig, members: MemberSettings = ()) -> None:
         """Compares settings between processes and with the record. Writes nothing.
@@ -568,8 +570,11 @@ def _runs_below(folder: str) -> list[str]:
     if storage.is_remote(folder) or not storage.is_dir(folder):
         return []
     with contextlib.suppress(OSError):
-        paths = [os.path.join(folder, name) for name in storage.names(folder)]
-        runs = [path for path in paths if os.path.isfile(os.path.join(path, _CONFIG))]
+        runs = []
+        for name in storage.names(folder):
+            path = os.path.join(folder, name)
+            if os.path.isfile(os.path.join(path, _CONFIG)):
+                runs.append(path)
         return runs[:_MOST_NAMED]
     return []
 
@@ -668,7 +673,8 @@ def check_same_text(text: Corpus) -> None:
 
 def check_same_attention(choice: AttentionChoice | None) -> None:
     """Raises `UserError` in all processes if one has chosen other implementations of attention."""
-    record = {} if choice is None else choice.record()
-    facts = {f"attention in {use}": name for use, name in record.items()}
+    facts: dict[str, str] = {}
+    if choice is not None:
+        facts = {f"attention in {use}": name for use, name in choice.record().items()}
     advice = "Use the same devices and library versions on all hosts, or set --model.attention."
     distributed.assert_same_on_all(facts, advice)

@@ -88,7 +88,9 @@ class RunRecords:
     def tokens_per_second(self) -> float | None:
         """Median of the recorded rates, or None if there are no records."""
         rates = [rate for _, rate in self.curve("train", "tokens_per_second")]
-        return statistics.median(rates) if rates else None
+        if not rates:
+            return None
+        return statistics.median(rates)
 
     @property
     def training_seconds(self) -> float:
@@ -185,8 +187,11 @@ def _workdirs(path: str) -> list[str]:
     if not is_dir(folder):
         raise UserError(f"{path} is not a directory. Pass a run's --workdir, or a sweep's --out.")
 
-    below = [os.path.join(folder, name) for name in names(folder)]
-    workdirs = [subfolder for subfolder in below if holds_run(subfolder)]
+    workdirs = []
+    for name in names(folder):
+        subfolder = os.path.join(folder, name)
+        if holds_run(subfolder):
+            workdirs.append(subfolder)
     if not workdirs:
         raise UserError(
             f"{path} is a directory without runs (no config.json in it or right below). "
@@ -210,16 +215,19 @@ def _read(folder: str, name: str) -> Iterator[RunRecords]:
         # Results of an earlier end stay until a run that got more steps ends. With patience a run
         # may end before.
         train = run.config.train
-        has_ended = results.get("steps", train.steps) == train.steps or train.patience is not None
-        name_parts = [part for part in (name, member) if part]
+        final_results: dict[str, Any] | None = None
+        if results and (
+            results.get("steps", train.steps) == train.steps or train.patience is not None
+        ):
+            final_results = results
         yield RunRecords(
-            name=": ".join(name_parts) or Path(folder).name,
+            name=": ".join(filter(None, [name, member])) or Path(folder).name,
             path=folder,
             member=member,
             config=config_tree.replace(run.config, differences),
             measure=run.text.vocabulary.measure,
             records=[record for record in records if record.get("member") == member],
-            results=results if results and has_ended else None,
+            results=final_results,
         )
 
 
@@ -320,11 +328,10 @@ def markdown(names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
 
 def _table(columns: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
     headings = [_HEADINGS.get(column, column) for column in columns]
-    return table(headings, (_cells(row, columns) for row in rows))
-
-
-def _cells(row: Row, columns: Sequence[str]) -> list[str]:
-    return [_cell(row, column) for column in columns]
+    cells = []
+    for row in rows:
+        cells.append([_cell(row, column) for column in columns])
+    return table(headings, cells)
 
 
 def _cell(row: Row, column: str) -> str:
@@ -346,5 +353,5 @@ def _cell(row: Row, column: str) -> str:
     deviation = row.get(f"{column}_deviation")
     if deviation is None:
         return score
-    # Formatted like the score, without the name of the measure, which comes first.
+    # The deviation is formatted like the score, without the name of the measure before it.
     return f"{score} ± {format_score(deviation, measure).split()[-1]}"

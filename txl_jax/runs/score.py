@@ -351,11 +351,11 @@ class DocumentReader:
 
     def nats(self, tokens: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Yields the nats [T - 1] of all tokens but the first of each document, ids [T]."""
-        return self._read((Pairs(ids[:-1], ids[1:]) for ids in tokens), _Kind.NATS)
+        return self._read(map(_inputs_and_targets, tokens), _Kind.NATS)
 
     def likeness(self, tokens: Iterable[np.ndarray]) -> Iterator[Likeness]:
         """Yields the `Likeness` [T - 1] of all tokens but the first of each document, ids [T]."""
-        return self._read((Pairs(ids[:-1], ids[1:]) for ids in tokens), _Kind.LIKENESS)
+        return self._read(map(_inputs_and_targets, tokens), _Kind.LIKENESS)
 
     def hidden_states(
         self, inputs: Iterable[np.ndarray], *, vectors: bool = False
@@ -376,13 +376,16 @@ class DocumentReader:
         """Yields the results of each document, a tree of arrays [T, ..]."""
         config = self._built.config
         step = self._step(kind)
-        dtype = np.dtype(jnp.promote_types(jnp.float32, config.model.dtype))
+        inputs_form: tuple[int, np.dtype] | None = None
+        if vectors:
+            dtype = np.dtype(jnp.promote_types(jnp.float32, config.model.dtype))
+            inputs_form = (config.model.d_model, dtype)
         rows = DocumentRows(
             source,
             batch_size=config.eval.batch_size,
             segment_len=config.eval.segment_len,
             segments_per_call=SEGMENTS_PER_CALL,
-            vectors=(config.model.d_model, dtype) if vectors else None,
+            vectors=inputs_form,
         )
         memory = self._built.init_memory(self._prepared)
 
@@ -476,6 +479,10 @@ class DocumentReader:
         return most_likely == targets
 
 
+def _inputs_and_targets(ids: np.ndarray) -> Pairs:
+    return Pairs(ids[:-1], ids[1:])
+
+
 def _fetch(running: _RunningCall, pieces: dict[int, list[Any]], finished: dict[int, Any]) -> None:
     """Fetches a call's results: adds parts to `pieces`, and moves whole documents to `finished`."""
     results = jax.tree.map(distributed.to_host, running.results)
@@ -500,9 +507,11 @@ def read_all(
     """
     listed = list(documents)
     order = sorted(range(len(listed)), key=lambda number: -len(listed[number]))
-    results = read(listed[number] for number in order)
-    by_number = dict(zip(order, results, strict=True))
-    return [by_number[number] for number in range(len(listed))]
+    results: list[Any] = [None] * len(listed)
+    in_order = read(listed[number] for number in order)
+    for number, result in zip(order, in_order, strict=True):
+        results[number] = result
+    return results
 
 
 def check_batch_size(batch_size: int) -> None:
@@ -552,8 +561,12 @@ def documents(
     Unless they are read `as_bytes`, the \r of that newline and the file's byte-order mark are
     dropped too.
     """
-    mark = b"" if as_bytes else BYTE_ORDER_MARK.encode()
-    newline = b"\n" if as_bytes else b"\r\n"
+    if as_bytes:
+        mark = b""
+        newline = b"\n"
+    else:
+        mark = BYTE_ORDER_MARK.encode()
+        newline = b"\r\n"
     numbered = _numbered(lines, mark)
     if form is InputFormat.LINES:
         for number, line in numbered:
@@ -569,7 +582,10 @@ def documents(
 def _numbered(lines: Iterable[bytes], mark: bytes) -> Iterator[tuple[int, bytes]]:
     """Yields lines with their numbers, counted from 1, and drops the mark before the first."""
     for number, line in enumerate(lines, start=1):
-        yield number, line.removeprefix(mark) if number == 1 else line
+        if number == 1:
+            yield number, line.removeprefix(mark)
+        else:
+            yield number, line
 
 
 def score_documents(
@@ -666,8 +682,10 @@ def _token_records(
 
 def as_record(totals: Totals, vocabulary: Vocabulary) -> dict[str, Any]:
     """Returns the fields of a result in metrics.jsonl and results.json."""
-    per_byte = {vocabulary.per_byte: totals.bits_per_byte} if totals.bytes else {}
-    return totals.per_token(vocabulary.measure) | per_byte | {"tokens": totals.tokens}
+    record = totals.per_token(vocabulary.measure)
+    if totals.bytes:
+        record |= {vocabulary.per_byte: totals.bits_per_byte}
+    return record | {"tokens": totals.tokens}
 
 
 def as_result(totals: Totals, vocabulary: Vocabulary) -> dict[str, Any]:
