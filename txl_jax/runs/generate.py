@@ -215,7 +215,7 @@ class Sampler:
             stop_requested=stop_requested,
         )
         streams = [
-            TextStream(self.vocabulary.decode, (), self.ending, "surrogateescape")
+            TextStream(self.vocabulary.decode, (), self.ending, errors="surrogateescape")
             for _ in range(self.settings.samples)
         ]
         texts = _GrowingTexts(self.prompt, len(streams), write)

@@ -257,6 +257,7 @@ def seed_groups(names: Sequence[str], rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _without_seed(names: Sequence[str]) -> list[str]:
+    """Returns the settings that distinguish groups of seeds."""
     return [name for name in names if name != SEED]
 
 

@@ -376,6 +376,7 @@ class DocumentReader:
         """Yields the results of each document, a tree of arrays [T, ..]."""
         config = self._built.config
         step = self._step(kind)
+        # Size D and dtype of inputs that are vectors. Ids need neither.
         inputs_form: tuple[int, np.dtype] | None = None
         if vectors:
             dtype = np.dtype(jnp.promote_types(jnp.float32, config.model.dtype))
@@ -573,6 +574,7 @@ def documents(
             yield number, line.removesuffix(newline).removesuffix(b"\n")
         return
 
+    # Lines in succession that are not blank are one document.
     for has_text, group in itertools.groupby(numbered, lambda pair: bool(pair[1].strip())):
         if has_text:
             numbers, texts = zip(*group, strict=True)
@@ -607,12 +609,20 @@ def score_documents(
     `index` counts the documents, which are read as by `DocumentReader`. The first token of each is
     not scored. `bytes` is missing if the vocabulary does not know the bytes of its tokens. `token`
     is its name in the vocabulary, with \xNN for a byte that is not a whole character. `nats` is
-    minus the logprob, and reads back as exactly the number that was computed.
+    minus the logprob, and reads back as exactly the number that was computed. At the end a note is
+    printed if more than one in a thousand tokens are unknown.
 
-    `texts` are the documents, each after the number of its line. Errors name that number and the
-    input's `name`. `write` takes a document's records, lines with their newlines, and gets those
-    before an error too. At the end a note is printed if more than one in a thousand tokens are
-    unknown.
+    Args:
+      model: The trained model.
+      texts: The documents, each after the number of its line.
+      name: Name of the input. Errors name it and the number of the line.
+      per_token: Whether to write a record per token instead of one per document.
+      write: Takes a document's records, lines with their newlines. It gets the records before an
+        error too.
+
+    Raises:
+      UserError: If the model has no checkpoint, or a document cannot be encoded.
+      NonFiniteError: If the loss of a document is nan or infinite.
     """
     vocabulary = model.vocabulary
     built = model.build(log=say)
@@ -707,8 +717,8 @@ def format_scores(totals: Totals, measure: Measure) -> str:
     """Formats one line of a result, the usual measure first."""
     perplexity = f"  {totals.format(Measure.PPL)}" if measure.is_bits else ""
     return (
-        f"{totals.format(measure)}  loss {totals.nll:.4f}{perplexity} "
-        f" ({totals.tokens:,.0f} tokens)"
+        f"{totals.format(measure)}  loss {totals.nll:.4f}{perplexity}  "
+        f"({totals.tokens:,.0f} tokens)"
     )
 
 
@@ -731,14 +741,24 @@ def progress_bar(
     # disable=None: no bar unless the error stream is a terminal. leave=False: the result's line
     # takes its place.
     with tqdm.tqdm(total=total, desc=name, unit=unit, leave=False, disable=None) as bar:
-        yield _Progress(bar, name, total, measure, log, stop_requested, began, began).show
+        progress = _Progress(
+            bar=bar,
+            name=name,
+            total=total,
+            measure=measure,
+            log=log,
+            stop_requested=stop_requested,
+            began=began,
+            last_line=began,
+        )
+        yield progress.show
 
 
 @dataclasses.dataclass
 class _Progress:
     """The progress of scoring one text."""
 
-    bar: Any  # Of tqdm. It is disabled where lines are written instead.
+    bar: Any  # A bar of tqdm, which is disabled if lines are logged instead.
     name: str
     total: int
     measure: Measure

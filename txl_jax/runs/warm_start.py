@@ -187,7 +187,8 @@ def load(built: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
     trained = _open(config.init_from)
     rows = distributed.run_on_all(lambda: _match(config, trained, vocabulary))
 
-    # The trained model is placed on the mesh of the run that begins.
+    # The trained model is placed on the mesh of the run that begins. Its best parameters are read,
+    # even if its config asks for an average of checkpoints.
     names = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
     changes = {name: config_tree.get(config, name) for name in names}
     changes["eval.average_checkpoints"] = None
@@ -229,12 +230,14 @@ def digest(params: Any) -> str:
 
 
 def _open(path: str) -> TrainedModel:
+    """Opens the model at `init_from`. Errors name the flag."""
     with rephrased(f"--init_from is {path}, whose weights cannot be used: %s", UserError):
         return open_weights(path)
 
 
 def tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:
     """Returns the settings that determine token ids, from a vocabulary."""
+    # A vocabulary records only some of them. The others have their defaults.
     recorded = {"kind": vocabulary.kind, **vocabulary.header()}
     leaves = config_tree.leaves(TokenizerConfig)
     names = [leaf.name for leaf in leaves if leaf.setting.shapes_tokens]
