@@ -213,7 +213,7 @@ def test_every_member_of_an_ensemble_begins_with_the_weights(text_of, tmp_path):
         else:
             assert np.abs(first - second).max() > 1e-3
     split_off(tmp_path / "both", "seed=2", tmp_path / "alone")
-    assert Run.read(tmp_path / "alone").weights == Run.read_all(tmp_path / "both").weights
+    assert Run.read(tmp_path / "alone").warm_start == Run.read_all(tmp_path / "both").warm_start
 
 
 def test_weights_that_changed_before_the_first_checkpoint_are_refused(text_of, tmp_path):
@@ -221,7 +221,7 @@ def test_weights_that_changed_before_the_first_checkpoint_are_refused(text_of, t
     config, corpus = text_of("new", init_from=str(tmp_path / "old"))
     workdir, _ = drawn_run.make(tmp_path / "new", config, corpus)
     with Run.open(workdir.path) as run:
-        run.record_start(config, corpus, weights={"sha256": "0" * 64, "step": 3})
+        run.record_start(config, corpus, warm_start={"sha256": "0" * 64, "step": 3})
     with pytest.raises(UserError, match="changed since"):
         runs.train(config, corpus, workdir)
 

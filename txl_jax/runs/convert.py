@@ -32,7 +32,11 @@ from txl_jax.runtime.checkpoint import describe_difference
 from txl_jax.runtime.output import say
 from txl_jax.sharding.mesh import make_mesh
 
-_ROWS, _ROW_LEN = 3, 8  # Of tokens, for verification.
+# Rows and tokens per row of the random text whose losses are compared.
+_ROWS = 3
+_ROW_LEN = 8
+# Largest difference of two equal losses, as a fraction of the largest loss, or in nats below 1.
+_ROUNDING = 1e-5
 
 
 class TargetFormat(enum.StrEnum):
@@ -48,7 +52,8 @@ _WRITE: Mapping[TargetFormat, Callable[[Path, ModelInfo, Leaves], list[str] | No
     TargetFormat.HUGGINGFACE: huggingface.write,
     TargetFormat.ORIGINAL: original.write,
 }
-_THEIRS = {TargetFormat.HUGGINGFACE: Format.HUGGINGFACE, TargetFormat.ORIGINAL: Format.ORIGINAL}
+# Formats of other implementations.
+_OTHERS = {TargetFormat.HUGGINGFACE: Format.HUGGINGFACE, TargetFormat.ORIGINAL: Format.ORIGINAL}
 
 
 def convert(
@@ -78,29 +83,36 @@ def convert(
         cannot be written.
     """
     began = time.monotonic()
-    source, target = storage.as_path(source), storage.as_path(target)
+    source = storage.as_path(source)
+    target = storage.as_path(target)
     storage.check_new_folder(target)
-    inside = f"{target}/".startswith(f"{source}/")
-    require(not inside, f"--to={target} must be outside --from={source}. Pass another directory.")
-    read = _read(source, member, log)
-    _describe(read, log)
-    if to_format in _THEIRS:
-        original.check_exportable(read.info.config.model, _THEIRS[to_format])
+    require(
+        not f"{target}/".startswith(f"{source}/"),
+        f"--to={target} must be outside --from={source}. Pass another directory.",
+    )
+    model = _read(source, member, log)
+    _describe(model, log)
+    other_format = _OTHERS.get(to_format)
+    if other_format is not None:
+        original.check_exportable(model.info.config.model, other_format)
+
     with storage.new_folder(target) as folder:
-        for note in _WRITE[to_format](folder, read.info, read.leaves) or []:
+        for note in _WRITE[to_format](folder, model.info, model.leaves) or []:
             log(f"note      {note}")
-        if to_format in _THEIRS:
-            own_settings.write(folder, read.info, _THEIRS[to_format])
+        if other_format is not None:
+            own_settings.write(folder, model.info, other_format)
             log(
                 f"settings  {own_settings.NAME} has those that the format lacks, so that we read "
                 "the same model back"
             )
-        size = sum(map(storage.size, folder.iterdir())) / 1e6
+        megabytes = sum(map(storage.size, folder.iterdir())) / 1e6
+        seconds = time.monotonic() - began
         log(
-            f"written   {size:,.1f} MB after {time.monotonic() - began:.1f} s, reading it back to "
+            f"written   {megabytes:,.1f} MB after {seconds:.1f} s, reading it back to "
             "compare all of it"
         )
-        difference = _verify(read, folder, to_format)
+        difference = _verify(model, folder, to_format)
+
     seconds = time.monotonic() - began
     log(
         f"verified  tensors equal bit for bit, losses to {difference:.1g} nats, "
@@ -110,6 +122,7 @@ def convert(
 
 
 def _read(source: str, member: str | None, log: Callable[[str], None]) -> Model:
+    """Reads a model of any implementation, except for the arrays, which are read one by one."""
     if holds_other_weights(source) and not portable.is_portable(source):
         require(
             member is None,
@@ -121,74 +134,77 @@ def _read(source: str, member: str | None, log: Callable[[str], None]) -> Model:
             "access. Copy it first.",
         )
         return formats.read(source)
-    found = open_weights(source, member=member)
-    if not isinstance(found.source, Run):
-        return Model(TargetFormat.NATIVE, found.source, portable.read_leaves(source), [])
-    step, params = found.params(found.build(log=log), log=log)
-    # If checkpoints were averaged, the weights are the mean already, and results.json has the
-    # scores of others.
-    config = config_tree.replace(found.config, {"eval.average_checkpoints": None})
-    scores = (
-        {} if found.config.eval.average_checkpoints is not None else _scores(found.source, step)
+
+    trained = open_weights(source, member=member)
+    if not isinstance(trained.source, Run):
+        return Model(TargetFormat.NATIVE, trained.source, portable.read_leaves(source), [])
+
+    step, params = trained.params(trained.build(log=log), log=log)
+    scores: dict[str, Any] = {}
+    # An average of checkpoints is other parameters than those that the run's scores are of.
+    if trained.config.eval.average_checkpoints is None:
+        scores = _scores(trained.source, step)
+    info = ModelInfo(
+        # If checkpoints were averaged, the parameters are the mean already.
+        config=config_tree.replace(trained.config, {"eval.average_checkpoints": None}),
+        vocabulary=trained.vocabulary,
+        step=step,
+        description=f"{trained.description.partition(', ')[2]}, after {step:,} updates",
+        scores=scores,
     )
-    description = f"{found.description.partition(', ')[2]}, after {step:,} updates"
-    return Model(
-        "run",
-        ModelInfo(config, found.vocabulary, step, description, scores),
-        leaves.from_tree(params),
-        [],
-    )
+    return Model("run", info, leaves.from_tree(params), [])
 
 
 def _scores(run: Run, step: int) -> dict[str, Any]:
     """Returns the scores in results.json, empty if missing or for other parameters."""
     results = read_results(run.path, run.member)
     try:
-        belongs = results["test"]["step"] == step
-        return {name: results[name] for name in ("best_valid", "test", "eval")} if belongs else {}
+        if results["test"]["step"] != step:
+            return {}
+        return {name: results[name] for name in ("best_valid", "test", "eval")}
     except (KeyError, TypeError):  # The run has not ended, or the file is corrupted.
         return {}
 
 
-def _describe(read: Model, log: Callable[[str], None]) -> None:
-    info, count = read.info, sum(math.prod(leaf.shape) for leaf in read.leaves.values())
-    log(f"from      {read.format}: {info.description}")
+def _describe(model: Model, log: Callable[[str], None]) -> None:
+    """Logs what was read: tokens, parameters, and settings that differ from the defaults."""
+    info = model.info
+    n_parameter = sum(math.prod(leaf.shape) for leaf in model.leaves.values())
+    log(f"from      {model.format}: {info.description}")
     log(f"tokens    {info.vocabulary.size:,} of kind {info.vocabulary.kind}")
-    log(f"weights   {count:,} parameters in {len(read.leaves)} arrays")
+    log(f"weights   {n_parameter:,} parameters in {len(model.leaves)} arrays")
     for group in ("model", "eval"):
-        changed = config_tree.differences(
-            getattr(ExperimentConfig(), group), getattr(info.config, group)
-        )
-        values = ", ".join(
-            f"{leaf.name}={config_tree.format_value(value)}" for leaf, _, value in changed
-        )
-        log(f"{group:<10}{values or 'the defaults'}")
-    for note in read.notes:
+        defaults = getattr(ExperimentConfig(), group)
+        changed = config_tree.differences(defaults, getattr(info.config, group))
+        values = [f"{leaf.name}={config_tree.format_value(value)}" for leaf, _, value in changed]
+        log(f"{group:<10}{', '.join(values) or 'the defaults'}")
+    for note in model.notes:
         log(f"note      {note}")
 
 
-def _verify(read: Model, folder: Path, to_format: TargetFormat) -> float:
+def _verify(model: Model, folder: Path, to_format: TargetFormat) -> float:
     """Reads the directory back and compares. Returns the largest difference of a loss, in nats."""
     if to_format is TargetFormat.NATIVE:
         back = Model(to_format, portable.read_info(folder), portable.read_leaves(folder), [])
     else:
         back = formats.read(folder)
-    config = read.info.config
-    again = back.info.config
-    vocabulary = read.info.vocabulary
-    before = portable.stored_settings(config)
-    after = portable.stored_settings(again)
+
     # The sizes are checked with the tensors. Equal ones have more than one name: d_embed=none is
     # d_model.
-    sizes = {
-        leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.shapes_params
-    }
+    config_leaves = config_tree.leaves(ExperimentConfig)
+    sizes = {leaf.name for leaf in config_leaves if leaf.setting.shapes_params}
+    before = portable.stored_settings(model.info.config)
+    after = portable.stored_settings(back.info.config)
     changed = [name for name in before if before[name] != after[name] and name not in sizes]
-    changed += [] if back.info.vocabulary == vocabulary else ["the vocabulary"]
+    vocabulary = model.info.vocabulary
+    if back.info.vocabulary != vocabulary:
+        changed.append("the vocabulary")
     require(not changed, f"{', '.join(changed)} changed when read back. Please report this bug.")
-    _check_same_tensors(read.leaves, back.leaves)
-    expected = _losses(config, read.leaves, vocab_size=vocabulary.size)
-    return check_same_losses(expected, _losses(again, back.leaves, vocab_size=vocabulary.size))
+
+    _check_same_tensors(model.leaves, back.leaves)
+    expected = _losses(model.info.config, model.leaves, vocab_size=vocabulary.size)
+    losses = _losses(back.info.config, back.leaves, vocab_size=vocabulary.size)
+    return check_same_losses(expected, losses)
 
 
 def _check_same_tensors(read: Leaves, written: Leaves) -> None:
@@ -196,20 +212,23 @@ def _check_same_tensors(read: Leaves, written: Leaves) -> None:
 
     Names, shapes and float32 values must be equal. One array is compared at a time.
     """
-    shapes = [
-        {path: str(list(leaf.shape)) for path, leaf in each.items()} for each in (read, written)
-    ]
-    if difference := describe_difference(shapes[1], shapes[0]):
+    difference = describe_difference(_shapes(written), _shapes(read))
+    if difference:
         raise CheckpointError(f"the written weights differ from those read ({difference})")
     for path, leaf in read.items():
-        before, after = (np.asarray(each.read(), np.float32) for each in (leaf, written[path]))
+        before = np.asarray(leaf.read(), np.float32)
+        after = np.asarray(written[path].read(), np.float32)
         if not np.array_equal(before.view(np.uint32), after.view(np.uint32)):
             raise CheckpointError(
                 f"parameter {path} changed when it was written. Check the disk and try again."
             )
 
 
-def check_same_losses(expected: np.ndarray, found: np.ndarray) -> float:
+def _shapes(arrays: Leaves) -> dict[str, str]:
+    return {path: str(list(leaf.shape)) for path, leaf in arrays.items()}
+
+
+def check_same_losses(expected: np.ndarray, actual: np.ndarray) -> float:
     """Returns the largest difference in nats.
 
     Raises `CheckpointError` if it is more than rounding, or not finite.
@@ -219,8 +238,9 @@ def check_same_losses(expected: np.ndarray, found: np.ndarray) -> float:
             "the weights give losses that are not finite. They are corrupted, or "
             "from another model."
         )
-    difference = float(np.abs(expected - found).max())
-    if not difference <= 1e-5 * max(1.0, float(np.abs(expected).max())):
+    difference = float(np.abs(expected - actual).max())
+    # A difference that is nan must not pass, so the condition is not written with >.
+    if not difference <= _ROUNDING * max(1.0, float(np.abs(expected).max())):
         raise CheckpointError(
             f"the converted weights give different losses, by up to {difference:.3g} nats"
         )
@@ -233,22 +253,23 @@ def _losses(config: ExperimentConfig, parameters: Leaves, *, vocab_size: int) ->
     The tokens include the ends of every cluster.
     """
     # Equal settings share one compiled program: the source and the result usually have them.
-    built = _build(
-        ExperimentConfig(model=config.model, eval=config.eval, mesh=MeshConfig(data=1)), vocab_size
-    )
-    tokens = np.random.default_rng(0).integers(
-        vocab_size, size=_ROWS * _ROW_LEN + 1, dtype=np.int32
-    )
-    ends = [
-        end
-        for cutoff in (*config.model.cutoffs, vocab_size)
-        for end in (cutoff - 1, cutoff % vocab_size)
-    ]
+    settings = ExperimentConfig(model=config.model, eval=config.eval, mesh=MeshConfig(data=1))
+    built = _build(settings, vocab_size)
+
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(vocab_size, size=_ROWS * _ROW_LEN + 1, dtype=np.int32)
+    # The first targets are the last token of each cluster and the first of the next one.
+    ends: list[int] = []
+    for cutoff in (*config.model.cutoffs, vocab_size):
+        ends += [cutoff - 1, cutoff % vocab_size]
     ends = ends[: len(tokens) - 1]
     tokens[1 : len(ends) + 1] = ends
-    params = portable.place(parameters, built.abstract_state.params)  # One after another.
-    windows, targets = (each.reshape(_ROWS, _ROW_LEN) for each in (tokens[:-1], tokens[1:]))
-    return np.asarray(built.window_step(params, windows, targets), np.float32)
+
+    # Arrays are read and placed one after another.
+    params = portable.place(parameters, built.abstract_state.params)
+    inputs = tokens[:-1].reshape(_ROWS, _ROW_LEN)
+    targets = tokens[1:].reshape(_ROWS, _ROW_LEN)
+    return np.asarray(built.window_step(params, inputs, targets), np.float32)
 
 
 @functools.lru_cache(maxsize=1)

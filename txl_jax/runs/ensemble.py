@@ -159,7 +159,7 @@ def split_off(workdir: str, member: str, target: str) -> None:
         )
         if results := read_results(source.path, member):
             storage.write_json(os.path.join(made.path, RESULTS), results)
-        made.weights = source.weights
+        made.warm_start = source.warm_start
         # Last: without config.json the folder holds no run.
         made.record(source.config, source.text, attention=source.attention)
     say(f"split off {member} after step {step}: {target}")

@@ -4,12 +4,15 @@ The first text is streamed as it is written.
 """
 
 import codecs
+import dataclasses
 import functools
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from txl_jax.config import ExperimentConfig, GenerateConfig, Network
 from txl_jax.data import ready_ids
@@ -41,21 +44,22 @@ def generate_text(
     model has no checkpoint or cannot generate, or the prompt or the stop cannot be read.
     `stop_requested` is asked between segments of the prompt and between blocks of tokens.
     """
-    weights = TrainedModel.of(model, config)
+    trained = TrainedModel.of(model, config)
     check_same_settings(config)
-    sample = make_sampler(config, weights.vocabulary)
-    folder = weights.outputs()
-    built = weights.build(log=say)
-    step, params = weights.params(built, log=say)
+    sample = make_sampler(config, trained.vocabulary)
+    folder = trained.outputs()
+    built = trained.build(log=say)
+    step, params = trained.params(built, log=say)
+
+    seed = config.generate.seed
     at_most = "at most " if config.generate.stop else ""
-    print(
-        f"--- step {step}, seed {config.generate.seed}, "
-        f"{at_most}{config.generate.length} tokens ---"
-    )
+    print(f"--- step {step}, seed {seed}, {at_most}{config.generate.length} tokens ---")
     texts = sample(built, params, stop_requested, functools.partial(print, end="", flush=True))
-    path = os.path.join(folder or "", f"sample-seed{config.generate.seed}.txt")
+
+    path = os.path.join(folder or "", f"sample-seed{seed}.txt")
     is_saved = bool(texts) and folder is not None
-    if is_saved:  # First, because printing may fail.
+    # The texts are saved before the others are printed, because printing may fail.
+    if is_saved:
         distributed.broadcast_from_primary(lambda: storage.write(path, as_file(texts)))
     for number, text in enumerate(texts[1:], start=2):
         print(f"--- sample {number} ---\n{text.decode(errors='replace')}", flush=True)
@@ -79,110 +83,179 @@ def continue_prompts(
     `generate_text`. `eval.batch_size` samples are generated in parallel. Arguments and errors are
     as for `score.score_documents`.
     """
-    config, vocabulary, batch_size = (
-        model.config.generate,
-        model.vocabulary,
-        model.config.eval.batch_size,
-    )
+    config = model.config.generate
+    vocabulary = model.vocabulary
+    batch_size = model.config.eval.batch_size
     check_can_generate(model.config)
-    options: dict[str, Any] = {"ending": read_stop(config, vocabulary), "batch_size": batch_size}
+    ending = read_stop(config, vocabulary)
     built = model.build(log=say)
-    generator = built.generator(built.prepare_params(model.params(built, log=say)[1]))
+    _, params = model.params(built, log=say)
+    generator = built.generator(built.prepare_params(params))
+
     n_unknown = 0
     n_token = 0
-    rows = (
-        (numbered, sample) for numbered in enumerate(prompts) for sample in range(config.samples)
-    )
-    while group := list(itertools.islice(rows, batch_size)):
-        read = [
-            ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}")
-            for (_, (line, text)), _ in group
-        ]
-        n_unknown += vocabulary.count_unknown(*read)
-        n_token += sum(map(len, read))
-        ids, draws = (
-            [each if len(each) else vocabulary.start for each in read],
-            [(config.seed, k) for _, k in group],
+    # Prompts are read as they are needed, so an error in one comes after the records before it.
+    requests = _requests(prompts, vocabulary, samples=config.samples, name=name)
+    while batch := list(itertools.islice(requests, batch_size)):
+        for request in batch:
+            n_unknown += vocabulary.count_unknown(request.ids)
+            n_token += len(request.ids)
+
+        texts = [""] * len(batch)
+        pieces = generator.pieces(
+            [_or_start(request.ids, vocabulary) for request in batch],
+            config,
+            draws=[(config.seed, request.sample) for request in batch],
+            decode=vocabulary.decode,
+            ending=ending,
+            batch_size=batch_size,
         )
-        texts = [""] * len(group)
-        for number, piece in generator.pieces(
-            ids, config, draws=draws, decode=vocabulary.decode, **options
-        ):
-            texts[number] += piece
-        for ((index, (_, prompt)), sample), text in zip(group, texts, strict=True):
+        for row, piece in pieces:
+            texts[row] += piece
+
+        for request, text in zip(batch, texts, strict=True):
             record = {
-                "index": index,
-                "sample": sample,
-                "prompt": prompt.decode(errors="replace"),
+                "index": request.index,
+                "sample": request.sample,
+                "prompt": request.prompt.decode(errors="replace"),
                 "text": text,
             }
             write(json.dumps(record) + "\n")
     note_unknown(n_unknown, n_token, "so the model does not read the prompts as they are written")
 
 
-def make_sampler(config: ExperimentConfig, vocabulary: Vocabulary) -> Callable[..., list[bytes]]:
-    """Returns a function of (built model, parameters, stop_requested, write) that generates texts.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Request:
+    """One sample that is to be generated after one prompt."""
 
-    A collective.
+    index: int  # Number of the prompt, from 0.
+    sample: int  # Number of the sample among those of this prompt, from 0.
+    prompt: bytes
+    ids: np.ndarray  # Tokens of the prompt, int32 [T]. T may be 0.
 
-    It returns process 0's prompt with each sample after it, or no texts if a stop came while the
-    prompt was read. `write` takes the pieces of the first one as its tokens come. Samples of a
-    model compile once. Raises `UserError` if such a model cannot generate, or the prompt or the
-    stop cannot be read.
+
+def _requests(
+    prompts: Iterable[tuple[int, bytes]], vocabulary: Vocabulary, *, samples: int, name: str
+) -> Iterator[_Request]:
+    """Yields the samples of each prompt. A prompt is read and encoded when its first one is due."""
+    for index, (line, prompt) in enumerate(prompts):
+        ids = ready_ids.token_ids(vocabulary, prompt, name=f"line {line} of {name}")
+        for sample in range(samples):
+            yield _Request(index, sample, prompt, ids)
+
+
+def _or_start(ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
+    """Returns the ids that a model continues: a prompt's, or the start token for an empty one."""
+    return ids if len(ids) else vocabulary.start
+
+
+def make_sampler(config: ExperimentConfig, vocabulary: Vocabulary) -> "Sampler":
+    """Reads the prompt and the stop, and returns a sampler of texts after the prompt.
+
+    A collective. All processes get process 0's prompt.
+
+    Raises:
+      UserError: If such a model cannot generate, or the prompt or the stop cannot be read.
     """
     check_can_generate(config)
     settings = config.generate
     ending = read_stop(settings, vocabulary)
+
+    # A broadcast takes text, and the prompt may be bytes that are not valid UTF-8.
     as_bytes = isinstance(vocabulary, ByteVocabulary)
-    typed = os.fsencode(
-        distributed.broadcast_from_primary(
-            lambda: os.fsdecode(read_prompt(settings, as_bytes=as_bytes))
-        )
+    typed = distributed.broadcast_from_primary(
+        lambda: os.fsdecode(read_prompt(settings, as_bytes=as_bytes))
     )
-    ids = ready_ids.token_ids(vocabulary, typed, name="the prompt")
+    ids = ready_ids.token_ids(vocabulary, os.fsencode(typed), name="the prompt")
     note_unknown(
         vocabulary.count_unknown(ids),
         len(ids),
         "so the model does not read the prompt as it is written",
     )
-    # As the model reads it: words with single spaces between them, for example.
-    prompt = vocabulary.decode(ids)
+    return Sampler(settings, vocabulary, ending, ids, prompt=vocabulary.decode(ids))
 
-    def sample(
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sampler:
+    """Generates texts after one prompt, with any parameters of a model, which compiles once."""
+
+    settings: GenerateConfig
+    vocabulary: Vocabulary
+    # Token or text that ends a sample, or None.
+    ending: Ending
+    # Tokens of the prompt, int32 [T]. T may be 0.
+    ids: np.ndarray
+    # The prompt as the model reads it. For example, its words have single spaces between them.
+    prompt: bytes
+
+    def __call__(
+        self,
         built: Built,
         params: Any,
         stop_requested: Callable[[], Any],
         write: Callable[[str], Any] = lambda text: None,
     ) -> list[bytes]:
-        generator = built.generator(built.prepare_params(params))
-        first = ids if len(ids) else vocabulary.start
-        blocks = generator.tokens(first, settings, stop_token=ending, stop_requested=stop_requested)
-        streams = [
-            TextStream(vocabulary.decode, (), ending, "surrogateescape")
-            for _ in range(settings.samples)
-        ]
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        write(decoder.decode(prompt))
-        texts = [prompt] * settings.samples
+        """Generates `settings.samples` texts. All processes call it.
 
-        def add(pieces: Iterable[str]) -> None:
-            for number, piece in enumerate(pieces):
-                texts[number] += (content := piece.encode(errors="surrogateescape"))
-                if number == 0:
-                    write(decoder.decode(content))
+        Args:
+          built: The model.
+          params: Its parameters, as in training.
+          stop_requested: Is asked between segments of the prompt and between blocks of tokens.
+          write: Takes the first text in pieces, as its tokens come.
+
+        Returns:
+          The prompt with each sample after it, or an empty list if a stop was requested while the
+          prompt was read.
+        """
+        generator = built.generator(built.prepare_params(params))
+        blocks = generator.tokens(
+            _or_start(self.ids, self.vocabulary),
+            self.settings,
+            stop_token=self.ending,
+            stop_requested=stop_requested,
+        )
+        streams = [
+            TextStream(self.vocabulary.decode, (), self.ending, errors="surrogateescape")
+            for _ in range(self.settings.samples)
+        ]
+        texts = _GrowingTexts(self.prompt, len(streams), write)
 
         has_begun = False
         for block in blocks:
             has_begun = True
-            add(stream.add(row) for stream, row in zip(streams, block, strict=True))
-            # By strings, which the generator does not see.
+            for number, stream in enumerate(streams):
+                texts.add(number, stream.add(block[number]))
+            # The generator itself stops at a token, but does not see a text that ends a sample.
             if all(stream.ended for stream in streams):
                 break
-        add(stream.finish() for stream in streams)
-        write(decoder.decode(b"", final=True) + "\n")
-        return texts if has_begun else []
+        for number, stream in enumerate(streams):
+            texts.add(number, stream.finish())
+        texts.finish()
+        if not has_begun:
+            return []
+        return texts.contents
 
-    return sample
+
+class _GrowingTexts:
+    """Texts that begin with the same prompt. The first is written as it grows."""
+
+    def __init__(self, prompt: bytes, n_text: int, write: Callable[[str], Any]):
+        self.contents = [prompt] * n_text
+        self._write = write
+        # What is written is for people: invalid bytes become replacement characters.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        write(self._decoder.decode(prompt))
+
+    def add(self, number: int, piece: str) -> None:
+        """Appends a piece, with its invalid bytes as surrogates, to a text."""
+        content = piece.encode(errors="surrogateescape")
+        self.contents[number] += content
+        if number == 0:
+            self._write(self._decoder.decode(content))
+
+    def finish(self) -> None:
+        """Ends the line of the text that is written."""
+        self._write(self._decoder.decode(b"", final=True) + "\n")
 
 
 def as_file(texts: Sequence[bytes]) -> bytes:
@@ -192,16 +265,21 @@ def as_file(texts: Sequence[bytes]) -> bytes:
 
 def check_can_generate(config: ExperimentConfig) -> None:
     """Raises `UserError` if the model cannot generate token by token."""
-    is_transformer = config.model.network is Network.TRANSFORMER_XL
     config.expect(
-        is_transformer, "model.network", "its models can be scored, but cannot generate text"
+        config.model.network is Network.TRANSFORMER_XL,
+        "model.network",
+        "its models can be scored, but cannot generate text",
     )
-    counted = (
-        "its positions count within a segment. Only models with relative positions generate text"
+    config.expect(
+        encoding_of(config.model).generates_by_token,
+        "model.encoding",
+        "its positions count within a segment. Only models with relative positions generate text",
     )
-    config.expect(encoding_of(config.model).generates_by_token, "model.encoding", counted)
-    alone = "each token would attend only to the one before it. Set --eval.mem_len, and no stride"
-    config.expect(config.eval.mem_len, "eval.mem_len eval.stride", alone)
+    config.expect(
+        config.eval.mem_len,
+        "eval.mem_len eval.stride",
+        "each token would attend only to the one before it. Set --eval.mem_len, and no stride",
+    )
 
 
 def read_prompt(config: GenerateConfig, *, as_bytes: bool = False) -> bytes:
@@ -214,10 +292,10 @@ def read_prompt(config: GenerateConfig, *, as_bytes: bool = False) -> bytes:
     if not config.prompt_file:
         # The bytes that are typed need not be valid UTF-8.
         return os.fsencode(unescape(config.prompt or ""))
-    with rephrased(
-        f"cannot read the prompt file {config.prompt_file} (%s). Check --generate.prompt_file.",
-        OSError,
-    ):
+    sentence = (
+        f"cannot read the prompt file {config.prompt_file} (%s). Check --generate.prompt_file."
+    )
+    with rephrased(sentence, OSError):
         content = storage.read_small(config.prompt_file)
     return content if as_bytes else content.removeprefix(BYTE_ORDER_MARK.encode())
 
@@ -230,6 +308,7 @@ def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> Ending:
     if not config.stop:
         return None
     ids = ready_ids.find_tokens(vocabulary, config.stop, name="generate.stop", several=True)
-    if isinstance(vocabulary, SubwordVocabulary):  # The text may be inside of a token.
+    if isinstance(vocabulary, SubwordVocabulary):
+        # The text may be inside a token, so it is found in the text instead of by tokens.
         return os.fsencode(unescape(config.stop))
     return ids[0] if len(ids) == 1 else vocabulary.decode(ids)

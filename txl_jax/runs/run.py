@@ -33,12 +33,13 @@ from txl_jax.runtime.log import METRICS
 from txl_jax.runtime.storage import access_error
 
 RESULTS = "results.json"
-# Of config.json; raised when settings, parameters or draws change meaning.
+# Number of config.json's format. It is raised if settings, parameters or draws change meaning.
 FORMAT = 3
-# What the members of an ensemble differ in; empty: a run by itself.
+# The settings in which each member of an ensemble differs. Empty for a single run.
 MemberSettings = Sequence[Mapping[str, float]]
 
-_CONFIG, _VOCABULARY = "config.json", "vocabulary.txt"
+_CONFIG = "config.json"
+_VOCABULARY = "vocabulary.txt"
 # Runs that an error names: they fit on a few lines, and show what to pass.
 _MOST_NAMED = 5
 # Network file systems show a new file to other hosts once their caches expire.
@@ -58,16 +59,29 @@ class TextInfo:
     description: str
     digest: str
     vocabulary: Vocabulary
-    # The folders that it and its ids were read from; on another machine they may differ.
+    # The directories that the text and its ids were read from. They may differ on another machine.
     data_dir: str = ""
     cache_dir: str = ""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Run(contextlib.AbstractContextManager["Run"]):
-    """The directory of one run, and its record.
+    """The directory of one run, and its record (config.json and vocabulary.txt).
 
     All processes make the same calls. Process 0 reads and writes files.
+
+    A command that uses a trained run calls `read` (or `read_all` for a whole ensemble), which
+    changes nothing in the directory. A command that trains makes these calls, in this order:
+
+    1. `open` reads the record, if any, and locks the directory of a recorded run.
+    2. `compare` checks the settings against the record, before a text is read.
+    3. `record_start` locks the directory of a new run, and writes the record.
+    4. `check` between updates, and `confirm` before a checkpoint, stop a run that has lost its
+       lock.
+    5. `close` releases the lock.
+
+    `claim` (lock a new directory) and `record` (write the files) are the two parts of
+    `record_start` for process 0. They are public for a run that is copied instead of trained.
     """
 
     # Absolute.
@@ -76,65 +90,82 @@ class Run(contextlib.AbstractContextManager["Run"]):
     member: str | None = None
     # Whether nothing is recorded yet. `config` and `text` are not set then.
     is_new: bool = True
-    # As recorded, with the member's settings.
+    # Recorded settings, including the chosen member's.
     config: ExperimentConfig = dataclasses.field(init=False)
-    # As recorded.
+    # Recorded text.
     text: TextInfo = dataclasses.field(init=False)
     # Settings that the members of an ensemble differ in. Empty for a single run.
     members: MemberSettings = ()
     # Implementations by use, as first chosen: {"training": "tiled 128x256", "evaluation": ...}.
     attention: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # Path, step, sha256 and tokens of a warm start, or None if the run began with random weights.
-    weights: Mapping[str, Any] | None = None
+    warm_start: Mapping[str, Any] | None = None
     # Lines for the log: settings that changed, a lock that was taken over.
     notes: list[str] = dataclasses.field(default_factory=list)
     # Whether the run is to be trained.
     is_open: bool = False
-    _saved: list[str] | None = None
+    # Recorded contents of config.json and vocabulary.txt, or None for a new run.
+    _recorded: list[str] | None = None
+    # The lock, in process 0 of a run that is trained.
     _lock: RunLock | None = None
 
     def __post_init__(self) -> None:
         self.path = storage.as_path(self.path)
         storage.refuse_wildcards(self.path)
 
+    # Reading a trained run
+
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, member: str | None = None) -> "Run":
-        """Reads a trained run, or one member of an ensemble. Takes no lock and writes nothing."""
+        """Reads a trained run, or one member of an ensemble. Takes no lock and writes nothing.
+
+        Raises:
+          UserError: If the directory contains no run, its record cannot be read, `member` is not
+            in it, or it contains an ensemble and `member` is None.
+        """
         run = cls.read_all(path)
-        names = by_name(run.members)
-        choose = f"Choose a member with --ensemble_member: {', '.join(names)}"
-        require(not names or member is not None, f"{run.path} contains an ensemble. {choose}")
-        if member is not None:
-            there = (
-                f"Its members are {', '.join(names)}"
-                if names
-                else "It contains one run, so omit the flag"
-            )
+        members = by_name(run.members)
+        names = ", ".join(members)
+        if member is None:
             require(
-                member in names,
-                f"{run.path} has no member for --ensemble_member={member!r}. {there}",
+                not members,
+                f"{run.path} contains an ensemble. Choose a member with --ensemble_member: {names}",
             )
-            run.member, run.config = member, config_tree.replace(run.config, dict(names[member]))
+            return run
+
+        require(
+            members,
+            f"{run.path} has no member for --ensemble_member={member!r}. "
+            "It contains one run, so omit the flag",
+        )
+        require(
+            member in members,
+            f"{run.path} has no member for --ensemble_member={member!r}. Its members are {names}",
+        )
+        run.member = member
+        run.config = config_tree.replace(run.config, members[member])
         return run
 
     @classmethod
     def read_all(cls, path: str | os.PathLike[str]) -> "Run":
-        """Reads a run, or an ensemble with all of its members, like `read`."""
+        """Reads a trained run, or an ensemble with all of its members. Otherwise like `read`."""
         run = cls(os.fspath(path))
         run._read()
         if run.is_new:
             advice = "Pass the workdir of a trained run"
-            below = _runs_below(run.path)
-            if below:
-                advice += f", such as one of those in it: {', '.join(below)}"
+            runs_below = _runs_below(run.path)
+            if runs_below:
+                advice += f", such as one of those in it: {', '.join(runs_below)}"
             raise UserError(f"{run.path} contains no run (no {_CONFIG}). {advice}.")
         return run
 
+    # Training
+
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "Run":
-        """Opens a run to train, new or recorded, as a context manager.
+        """Opens a run to train, new or recorded, as a context manager. The first call of training.
 
-        A recorded one is locked before it is read, so that its record cannot change. For a new one
+        A recorded run is locked before it is read, so that its record cannot change. For a new run
         nothing is made before `record_start`, so that mistakes in settings leave no directory.
         """
         run = cls(os.fspath(path), is_open=True)
@@ -161,12 +192,15 @@ class Run(contextlib.AbstractContextManager["Run"]):
     @property
     def best(self) -> str:
         """Parameters with the lowest validation loss, the chosen member's in an ensemble."""
-        return os.path.join(self.path, "checkpoints", "best", *filter(None, [self.member]))
+        folder = os.path.join(self.path, "checkpoints", "best")
+        return os.path.join(folder, self.member) if self.member else folder
 
     @property
     def outputs(self) -> str:
         """Directory for scores and samples: the run's, or the member's in it. Made if missing."""
-        folder = os.path.join(self.path, "members", self.member) if self.member else self.path
+        folder = self.path
+        if self.member:
+            folder = os.path.join(self.path, "members", self.member)
         storage.make_folder(folder)
         return folder
 
@@ -187,38 +221,53 @@ class Run(contextlib.AbstractContextManager["Run"]):
         resumed run must stay equal bit for bit. If `model.attention`, or for evaluation a length,
         was changed, the config chooses again.
         """
-        asked, uses = str(config.model.attention), dict[str, Implementation | None]()
-        if not self.is_new and self.config.model.attention is config.model.attention:
-            uses = {use: Implementation.parse(text) for use, text in self.attention.items()}
-            if any(
-                getattr(self.config.eval, name) != getattr(config.eval, name)
-                for name in _EVALUATION
-            ):
-                uses["evaluation"] = None
-        return AttentionPaths(uses.get("training") or asked, uses.get("evaluation") or asked)
+        choice = str(config.model.attention)
+        if self.is_new or self.config.model.attention is not config.model.attention:
+            return AttentionPaths(training=choice, cached=choice)
+
+        recorded = {use: Implementation.parse(text) for use, text in self.attention.items()}
+        training = recorded.get("training", choice)
+        cached = recorded.get("evaluation", choice)
+        same_evaluation = all(
+            getattr(self.config.eval, name) == getattr(config.eval, name) for name in _EVALUATION
+        )
+        if not same_evaluation:
+            cached = choice
+        return AttentionPaths(training=training, cached=cached)
 
     def compare(self, config: ExperimentConfig, members: MemberSettings = ()) -> None:
-        """Compares settings between processes and with the record.
+        """Compares settings between processes and with the record. Writes nothing.
 
-        Raises `UserError` if one changed that must not.
+        Raises:
+          UserError: If the processes have different settings, or a setting that must not change
+            has changed.
         """
         check_same_settings(config)
         if self.is_new:
             return
-        refused = self._changes(config, allowed=False)
-        if (steps := config.train.steps) < (before := self.config.train.steps):
-            found = distributed.broadcast_from_primary(
+
+        changes = self._changes(config, allowed=False)
+
+        # A run may be shortened, but not below the steps that it has done.
+        steps = config.train.steps
+        recorded_steps = self.config.train.steps
+        if steps < recorded_steps:
+            saved_steps = distributed.broadcast_from_primary(
                 lambda: [step for step, _ in find_steps(self.latest)]
             )
-            if steps < (done := max(found, default=0)):
-                refused.append(
-                    f"--train.steps was {before} and is now {steps}, fewer than the {done} "
-                    "already done"
+            done = max(saved_steps, default=0)
+            if steps < done:
+                changes.append(
+                    f"--train.steps was {recorded_steps} and is now {steps}, "
+                    f"fewer than the {done} already done"
                 )
-        old, new = ("; ".join(by_name(each)) or "none" for each in (self.members, members))
-        if old != new:
-            refused.append(f"the members of the ensemble were {old} and are now {new}")
-        self._refuse(refused)
+
+        recorded_names = "; ".join(by_name(self.members)) or "none"
+        names = "; ".join(by_name(members)) or "none"
+        if names != recorded_names:
+            changes.append(f"the members of the ensemble were {recorded_names} and are now {names}")
+        if changes:
+            raise self._changed_error(changes)
 
     def record_start(
         self,
@@ -226,56 +275,42 @@ class Run(contextlib.AbstractContextManager["Run"]):
         text: TextInfo | Corpus,
         *,
         attention: AttentionPaths[ChosenPath] | None = None,
-        weights: Mapping[str, Any] | None = None,
+        warm_start: Mapping[str, Any] | None = None,
         members: MemberSettings = (),
     ) -> None:
-        """Claims the directory and records the run in it.
+        """Records the start of a run, after `compare`: claims a new directory, writes the record.
 
         This is the first write of a start, and the only write of the record.
 
-        Raises `UserError` if text, vocabulary or `weights` (the record of a warm start) are not the
-        recorded ones, the directory cannot be written to, not all processes see it, or another run
-        is in it.
+        Args:
+          config: Settings of this start, which `compare` has accepted.
+          text: Text and vocabulary, which must be the recorded ones if the run resumes.
+          attention: Implementations that were chosen, or None to record none.
+          warm_start: Record of a warm start, or None to keep the recorded one, if any.
+          members: Settings that the members of an ensemble differ in. Empty for a single run.
+
+        Raises:
+          UserError: If text, vocabulary or weights of a warm start are not the recorded ones, the
+            directory cannot be written to, not all processes see it, or another run is in it.
         """
         if not self.is_new:
-            old, now = self.text.vocabulary, text.vocabulary
-            if self.text.digest != text.digest:
-                before = self.text.description
-                self._refuse(
-                    [f"the text was {before!r} and is now {text.description!r}, with other content"]
-                )
-            if old != now:
-                self._refuse(
-                    [f"the vocabulary had {old.size:,} tokens and has {now.size:,}, or others"]
-                )
-        if weights and self.weights and weights["sha256"] != self.weights["sha256"]:
-            was, is_now = (
-                f"sha256 {each['sha256'][:12]}... of step {each['step']}"
-                for each in (self.weights, weights)
-            )
-            changed = f"the weights in {weights['path']} changed since the run in {self.path} began"
-            raise UserError(f"{changed} ({was}, now {is_now}). Pass another --workdir.")
-        self.weights = weights or self.weights
+            self._compare_text(text)
+        if warm_start and self.warm_start:
+            self._compare_warm_start(self.warm_start, warm_start)
+        self.warm_start = warm_start or self.warm_start
+
         self.notes += self._changes(config, allowed=True)
-        implementations: dict[str, str] = {}
+        attention_record: Mapping[str, str] = {}
         if attention is not None:
-            implementations = attention_choice.record_of(attention)
-            changed = attention_choice.describe(attention, before=self.attention)
-            if changed:
-                self.notes.append(f"attention: {changed}")
+            attention_record = attention_choice.record_of(attention)
+            change = attention_choice.describe(attention, before=self.attention)
+            if change:
+                self.notes.append(f"attention: {change}")
 
-        def write() -> list[str]:
-            if self._lock is None:
-                self.claim()
-                if holds_run(self.path):
-                    raise UserError(
-                        f"another process has recorded a run in {self.path}. "
-                        "Rerun the same command."
-                    )
-            self.record(config, text, attention=implementations, members=members)
-            return self._lock.notes if self._lock else []
-
-        self.notes[:0] = distributed.broadcast_from_primary(write)
+        # What the lock has to say comes first in the log.
+        self.notes[:0] = distributed.broadcast_from_primary(
+            lambda: self._claim_and_record(config, text, attention_record, members)
+        )
         distributed.check_seen_by_all(
             self.path,
             f"the workdir {self.path} is not the directory that process 0 writes to. "
@@ -283,128 +318,78 @@ class Run(contextlib.AbstractContextManager["Run"]):
             seconds=_SECONDS_TO_APPEAR,
         )
 
-    def _changes(self, config: ExperimentConfig, *, allowed: bool) -> list[str]:
-        """Returns a line for each setting that differs from the record.
-
-        If `allowed`, these are the settings that may differ. Otherwise, they are the others.
-        """
-        return [
-            config_tree.describe_change(leaf, before, after)
-            for leaf, before, after in config_tree.differences(
-                config if self.is_new else self.config, config
-            )
-            if (leaf.setting.free_on_resume or leaf.setting.may_grow) is allowed
-        ]
-
-    def _refuse(self, refused: list[str]) -> None:
-        advice = "To resume, omit these flags. To train a new run, pass another --workdir."
-        require(
-            not refused,
-            f"{self.path} contains a run with other settings: {'; '.join(refused)}. {advice}",
-        )
-
-    def record(
+    def _claim_and_record(
         self,
         config: ExperimentConfig,
         text: TextInfo | Corpus,
-        *,
         attention: Mapping[str, str],
-        members: MemberSettings = (),
-    ) -> None:
-        """Writes vocabulary.txt and then config.json, unless nothing changed.
-
-        The file config.json makes the directory a run.
-        """
-        facts = {name: getattr(text, name) for name in _TEXT_FACTS} | {
-            "vocabulary_sha256": digest(text.vocabulary)
-        }
-        saved = {"format": FORMAT, "config": config_tree.to_dict(config), "text": facts}
-        optional = {"attention": attention, "warm_start": self.weights, "members": members}
-        saved |= {name: value for name, value in optional.items() if value}
-        texts = [
-            json.dumps(saved, indent=2, allow_nan=False, default=dict) + "\n",
-            dumps(text.vocabulary),
-        ]
-        if texts != self._saved:
-            storage.write(os.path.join(self.path, _VOCABULARY), texts[1].encode())
-            storage.write(os.path.join(self.path, _CONFIG), texts[0].encode())
-
-    def check(self) -> None:
-        """Raises `UserError` if this process knows that another run has taken the lock over."""
-        if self._lock is not None:
-            self._lock.check()
-
-    def confirm(self) -> None:
-        """Confirms the lock before a checkpoint. Raises `UserError` if another run has it."""
-        if self._lock is not None:
-            self._lock.confirm()
-
-    def _read(self) -> None:
-        """Reads the record in process 0, and parses the same bytes in every process."""
-        self._saved = texts = distributed.broadcast_from_primary(self._texts)
-        distributed.run_on_all(lambda: None if texts is None else self._parse(*texts))
-
-    def _texts(self) -> list[str] | None:
-        """Reads config.json and vocabulary.txt, each once.
-
-        Returns None if the directory contains no run.
-        """
-        if self.is_open and holds_run(self.path):
+        members: MemberSettings,
+    ) -> list[str]:
+        """Claims a new directory and writes the record, in process 0. Returns the lock's notes."""
+        if self._lock is None:
             self.claim()
-        texts = []
-        for name in (_CONFIG, _VOCABULARY):
-            path = os.path.join(self.path, name)
-            try:
-                texts.append(storage.read(path).decode())
-            except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-                if name == _CONFIG and isinstance(error, OSError):
-                    return None
-                raise UserError(self._damaged(name).replace("%s", str(error))) from error
-            except OSError as error:
-                raise access_error("read", path, error) from error
-        return texts
-
-    def _parse(self, record: str, vocabulary: str) -> None:
-        with rephrased(self._damaged(_CONFIG), ValueError, LookupError, TypeError, AttributeError):
-            saved = json.loads(record)
-            require(
-                "txl_jax_model" not in saved,
-                "it belongs to a portable checkpoint: pass that to --init_from",
-            )
-            number = saved.get("format", 1)  # Format 1 has no number.
-            # Before anything else, which may mean something else there.
-            other = "use commit 624573f for formats 1 and 2, and a newer txl_jax for later formats"
-            require(number == FORMAT, f"its format must be {FORMAT}, got {number!r}: {other}")
-            self.config, text = from_dict(ExperimentConfig, saved["config"]), saved["text"]
-            facts = {name: str(text[name]) for name in _TEXT_FACTS}
-            expected, self.members = str(text["vocabulary_sha256"]), saved.get("members", [])
-            for changes in by_name(self.members).values():
-                # And no "../..".
-                numbers = all(isinstance(value, int | float) for value in changes.values())
-                require(
-                    numbers,
-                    "the settings of ensemble members must be numbers, as they name directories",
+            # The directory was not locked since it was read.
+            if holds_run(self.path):
+                raise UserError(
+                    f"another process has recorded a run in {self.path}. Rerun the same command."
                 )
-                from_dict(ExperimentConfig, saved["config"] | changes)
-            self.attention, self.weights = saved.get("attention", {}), saved.get("warm_start")
-            for implementation in self.attention.values():
-                Implementation.parse(implementation)
-        with rephrased(self._damaged(_VOCABULARY), ValueError):
-            self.text = TextInfo(**facts, vocabulary=loads(vocabulary, KINDS))
-            if (found := digest(self.text.vocabulary)) != expected:
-                size = f"{self.text.vocabulary.size:,} tokens"
-                raise ValueError(f"sha256 {found[:12]}... for {size} instead of {expected[:12]}...")
-        self.is_new = False
+        self.record(config, text, attention=attention, members=members)
+        return self._lock.notes if self._lock else []
 
-    def _damaged(self, name: str) -> str:
-        file = os.path.join(self.path, name)
-        return (
-            f"{file} is corrupted, or this version cannot read it (%s). "
-            "Restore it, or pass another --workdir."
+    def _changes(self, config: ExperimentConfig, *, allowed: bool) -> list[str]:
+        """Returns a line for each setting that differs from the record.
+
+        If `allowed`, these are the settings that may differ. Otherwise, they are the others. A new
+        run has no changes.
+        """
+        if self.is_new:
+            return []
+        lines = []
+        for leaf, before, after in config_tree.differences(self.config, config):
+            may_differ = leaf.setting.free_on_resume or leaf.setting.may_grow
+            if may_differ is allowed:
+                lines.append(config_tree.describe_change(leaf, before, after))
+        return lines
+
+    def _compare_text(self, text: TextInfo | Corpus) -> None:
+        """Raises `UserError` if text or vocabulary are not the recorded ones."""
+        if self.text.digest != text.digest:
+            before = self.text.description
+            change = f"the text was {before!r} and is now {text.description!r}, with other content"
+            raise self._changed_error([change])
+        if self.text.vocabulary != text.vocabulary:
+            size = self.text.vocabulary.size
+            change = (
+                f"the vocabulary had {size:,} tokens and has {text.vocabulary.size:,}, or others"
+            )
+            raise self._changed_error([change])
+
+    def _compare_warm_start(self, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+        """Raises `UserError` if the weights of a warm start are not the recorded ones."""
+        if current["sha256"] != recorded["sha256"]:
+            raise UserError(
+                f"the weights in {current['path']} changed since the run in {self.path} began "
+                f"(sha256 {recorded['sha256'][:12]}... of step {recorded['step']}, "
+                f"now sha256 {current['sha256'][:12]}... of step {current['step']}). "
+                "Pass another --workdir."
+            )
+
+    def _changed_error(self, changes: Sequence[str]) -> UserError:
+        """Returns the error for changes of a recorded run that are not allowed."""
+        return UserError(
+            f"{self.path} contains a run with other settings: {'; '.join(changes)}. "
+            "To resume, omit these flags. To train a new run, pass another --workdir.",
         )
 
     def claim(self) -> None:
-        """Makes the directory, locks it, and removes what killed runs left. Process 0 calls it."""
+        """Makes and locks the directory. The first part of `record_start`, for process 0 only.
+
+        Also removes the temporary files that killed runs have left.
+
+        Raises:
+          UserError: If the directory already contains a run, cannot be written to, or is locked by
+            another run.
+        """
         require(
             self.is_new,
             f"{self.path} already contains a run. Pass another directory with --to=PATH.",
@@ -416,12 +401,160 @@ class Run(contextlib.AbstractContextManager["Run"]):
         lock = RunLock(self.path)
         lock.acquire()
         self._lock = lock
-        # Other half-written files may belong to a running program.
-        ours = (_CONFIG, _VOCABULARY, METRICS, RESULTS)
+
+        # Only temporary files of training, because other commands may be writing theirs now.
+        prefixes = tuple(f".{name}." for name in (_CONFIG, _VOCABULARY, METRICS, RESULTS))
         for name in storage.names(self.path):
-            partial = name.endswith(".tmp") and any(name.startswith(f".{own}.") for own in ours)
-            if name.startswith(".probe-") or partial:
+            is_probe = name.startswith(".probe-")
+            is_partial = name.endswith(".tmp") and name.startswith(prefixes)
+            if is_probe or is_partial:
                 storage.remove(os.path.join(self.path, name))
+
+    def record(
+        self,
+        config: ExperimentConfig,
+        text: TextInfo | Corpus,
+        *,
+        attention: Mapping[str, str],
+        members: MemberSettings = (),
+    ) -> None:
+        """Writes the record, unless it is unchanged. The second part of `record_start`.
+
+        Process 0 calls it, with the lock. vocabulary.txt comes before config.json, which makes the
+        directory a run.
+        """
+        text_facts = {name: getattr(text, name) for name in _TEXT_FACTS}
+        text_facts["vocabulary_sha256"] = digest(text.vocabulary)
+        record: dict[str, Any] = {
+            "format": FORMAT,
+            "config": config_tree.to_dict(config),
+            "text": text_facts,
+        }
+        if attention:
+            record["attention"] = attention
+        if self.warm_start:
+            record["warm_start"] = self.warm_start
+        if members:
+            record["members"] = members
+
+        config_file = json.dumps(record, indent=2, allow_nan=False, default=dict) + "\n"
+        vocabulary_file = dumps(text.vocabulary)
+        if [config_file, vocabulary_file] != self._recorded:
+            storage.write(os.path.join(self.path, _VOCABULARY), vocabulary_file.encode())
+            storage.write(os.path.join(self.path, _CONFIG), config_file.encode())
+
+    def check(self) -> None:
+        """Raises `UserError` if this process already knows that another run has taken the lock.
+
+        It reads nothing, so it can be called between updates.
+        """
+        if self._lock is not None:
+            self._lock.check()
+
+    def confirm(self) -> None:
+        """Reads the lock again, and raises `UserError` if another run has taken it.
+
+        It is called before a checkpoint is written. Only in a bucket can a lock be taken over.
+        """
+        if self._lock is not None:
+            self._lock.confirm()
+
+    # Reading the record
+
+    def _read(self) -> None:
+        """Reads the record in process 0, and parses the same bytes in every process.
+
+        A run that is opened for training is locked first.
+        """
+        self._recorded = distributed.broadcast_from_primary(self._lock_and_read_files)
+        distributed.run_on_all(self._parse)
+
+    def _lock_and_read_files(self) -> list[str] | None:
+        """Reads config.json and vocabulary.txt, each once, in process 0.
+
+        Returns None if the directory contains no run.
+        """
+        if self.is_open and holds_run(self.path):
+            self.claim()
+        contents = []
+        for name in (_CONFIG, _VOCABULARY):
+            path = os.path.join(self.path, name)
+            try:
+                contents.append(storage.read(path).decode())
+            except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+                is_missing = isinstance(error, OSError)
+                if is_missing and name == _CONFIG:
+                    return None
+                raise UserError(self._corrupted(name).replace("%s", str(error))) from error
+            except OSError as error:
+                raise access_error("read", path, error) from error
+        return contents
+
+    def _parse(self) -> None:
+        """Sets config, text and the other recorded fields, if the run is recorded."""
+        if self._recorded is None:
+            return
+        config_file, vocabulary_file = self._recorded
+
+        with rephrased(
+            self._corrupted(_CONFIG), ValueError, LookupError, TypeError, AttributeError
+        ):
+            record = json.loads(config_file)
+            # The format comes first, because other fields mean something else in other formats.
+            _check_format(record)
+            self.config = from_dict(ExperimentConfig, record["config"])
+            text = record["text"]
+            text_facts = {name: str(text[name]) for name in _TEXT_FACTS}
+            expected_digest = str(text["vocabulary_sha256"])
+            self.members = record.get("members", [])
+            _check_members(self.members, record["config"])
+            self.attention = record.get("attention", {})
+            self.warm_start = record.get("warm_start")
+            for implementation in self.attention.values():
+                Implementation.parse(implementation)
+
+        with rephrased(self._corrupted(_VOCABULARY), ValueError):
+            vocabulary = loads(vocabulary_file, KINDS)
+            self.text = TextInfo(**text_facts, vocabulary=vocabulary)
+            actual_digest = digest(vocabulary)
+            if actual_digest != expected_digest:
+                raise ValueError(
+                    f"sha256 {actual_digest[:12]}... for {vocabulary.size:,} tokens "
+                    f"instead of {expected_digest[:12]}..."
+                )
+        self.is_new = False
+
+    def _corrupted(self, name: str) -> str:
+        """Returns the error for a file that cannot be parsed, with "%s" for the reason."""
+        return (
+            f"{os.path.join(self.path, name)} is corrupted, or this version cannot read it (%s). "
+            "Restore it, or pass another --workdir."
+        )
+
+
+def _check_format(record: Mapping[str, Any]) -> None:
+    """Raises `UserError` if config.json does not belong to a run, or has another format."""
+    require(
+        "txl_jax_model" not in record,
+        "it belongs to a portable checkpoint: pass that to --init_from",
+    )
+    number = record.get("format", 1)  # Format 1 has no number.
+    require(
+        number == FORMAT,
+        f"its format must be {FORMAT}, got {number!r}: "
+        "use commit 624573f for formats 1 and 2, and a newer txl_jax for later formats",
+    )
+
+
+def _check_members(members: MemberSettings, config: Mapping[str, Any]) -> None:
+    """Raises `UserError` if recorded settings of members are not numbers, or are not valid."""
+    for differences in by_name(members).values():
+        # A text such as "../.." in a member's name would lead out of the run's directory.
+        require(
+            all(isinstance(value, int | float) for value in differences.values()),
+            "the settings of ensemble members must be numbers, as they name directories",
+        )
+        from_dict(ExperimentConfig, {**config, **differences})
 
 
 def holds_run(path: str | os.PathLike[str]) -> bool:
@@ -438,32 +571,34 @@ def _runs_below(folder: str) -> list[str]:
     if storage.is_remote(folder) or not storage.is_dir(folder):
         return []
     with contextlib.suppress(OSError):
-        paths = [os.path.join(folder, name) for name in storage.names(folder)]
-        return [path for path in paths if os.path.isfile(os.path.join(path, _CONFIG))][:_MOST_NAMED]
+        runs = []
+        for name in storage.names(folder):
+            path = os.path.join(folder, name)
+            if os.path.isfile(os.path.join(path, _CONFIG)):
+                runs.append(path)
+        return runs[:_MOST_NAMED]
     return []
 
 
 def recorded_folders(path: str | os.PathLike[str]) -> dict[str, str]:
     """Returns data_dir and cache_dir of the run in a directory, if on this machine.
 
-    `Run` raises a record's errors.
+    A record that cannot be read counts as none. `Run` raises its errors.
 
     They are of use where the run is trained on: the record of a stranger's run may name any
     directory.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         text = storage.read_json(os.path.join(storage.as_path(path), _CONFIG))["text"]
-        folders = {name: text[name] for name in ("data_dir", "cache_dir")}
-        is_here = {
-            name: _is_absolute(folder) and storage.is_dir(folder)
-            for name, folder in folders.items()
-        }
-        # Own text may have been read without a data_dir.
-        return {
-            name: folder
-            for name, folder in folders.items()
-            if is_here["cache_dir"] or is_here[name]
-        }
+        data_dir = text["data_dir"]
+        cache_dir = text["cache_dir"]
+        data_is_here = _is_absolute(data_dir) and storage.is_dir(data_dir)
+        cache_is_here = _is_absolute(cache_dir) and storage.is_dir(cache_dir)
+        if cache_is_here:
+            # Own text may have been read without a data_dir.
+            return {"data_dir": data_dir, "cache_dir": cache_dir}
+        if data_is_here:
+            return {"data_dir": data_dir}
     return {}
 
 
@@ -482,9 +617,13 @@ def read_results(workdir: str, member: str | None = None) -> dict[str, Any]:
     """
     try:
         results = dict(storage.read_json(os.path.join(workdir, RESULTS)))
-        results |= {} if member is None else results.pop("members")[member]
-        for scores in filter(None, (results.get("best_valid"), results.get("test"))):
-            float(scores["loss"])
+        if member is not None:
+            results |= results.pop("members")[member]
+        # Scores without a loss raise an error here instead of where they are used.
+        for name in ("best_valid", "test"):
+            scores = results.get(name)
+            if scores:
+                float(scores["loss"])
         return results
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return {}
@@ -500,7 +639,7 @@ def member_name(differences: Mapping[str, float]) -> str:
 
 def by_name(members: MemberSettings) -> dict[str, Mapping[str, float]]:
     """Returns the settings in which each member differs, by its name."""
-    return {member_name(each): each for each in members}
+    return {member_name(differences): differences for differences in members}
 
 
 def short_name(setting: str) -> str:
@@ -516,9 +655,8 @@ def check_same_settings(config: ExperimentConfig) -> None:
 
     The places of files may differ.
     """
-    settings = {
-        name: value for name, value in config_tree.to_dict(config).items() if name not in _PLACES
-    }
+    values = config_tree.to_dict(config)
+    settings = {name: value for name, value in values.items() if name not in _PLACES}
     distributed.assert_same_on_all(settings, "Start all hosts with the same command.")
 
 
@@ -527,16 +665,19 @@ def check_same_text(text: Corpus) -> None:
 
     Each process reads its own rows of the text.
     """
-    found = f"{text.description} (sha256 {text.digest[:12]}...)"
-    facts = {"the text": found, "the vocabulary": f"sha256 {digest(text.vocabulary)[:12]}..."}
+    facts = {
+        "the text": f"{text.description} (sha256 {text.digest[:12]}...)",
+        "the vocabulary": f"sha256 {digest(text.vocabulary)[:12]}...",
+    }
     distributed.assert_same_on_all(facts, "Use the same files and library versions on all hosts.")
 
 
 def check_same_attention(choice: AttentionPaths[ChosenPath] | None) -> None:
     """Raises `UserError` in all processes if one has chosen other implementations of attention."""
-    facts = {}
+    facts: dict[str, str] = {}
     if choice is not None:
-        for use, name in attention_choice.record_of(choice).items():
-            facts[f"attention in {use}"] = name
+        facts = {
+            f"attention in {use}": name for use, name in attention_choice.record_of(choice).items()
+        }
     advice = "Use the same devices and library versions on all hosts, or set --model.attention."
     distributed.assert_same_on_all(facts, advice)

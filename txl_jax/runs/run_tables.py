@@ -27,28 +27,38 @@ from txl_jax.runtime.storage import as_path, is_dir, names
 Row = Mapping[str, Any]
 Point = tuple[int, float]  # A training step, and the value recorded there.
 
-# Of the test text; the second one where tokens are words.
+# Losses per byte of the test text. The second one is for tokens that are words.
 PER_BYTE = ("bits_per_byte", "approximate_bits_per_byte")
 MEASURED = ("best_valid", "test", "measure", *PER_BYTE, "steps", "seconds")
 SEED = "seed"
 _SCORES = ("best_valid", "test")
+# Headings of the columns that are not headed by their own name.
+_HEADINGS = {
+    "best_valid": "best valid",
+    "tokens_per_second": "tokens/s",
+    "seconds": "time",
+    "bits_per_byte": "bits per byte",
+    "approximate_bits_per_byte": "approximate bits per byte",
+}
+# Larger values count as not finite. `math.isfinite` fails for integers above the largest float.
+_LARGEST = 1e300
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRecords:
     """One run, or one member of an ensemble, as its directory describes it."""
 
-    # Of the directory and of the member, or the path where two directories have the same name.
+    # Names of the directory and the member, or the path if two directories have the same name.
     name: str
     # The workdir.
     path: str
     member: str | None
     config: ExperimentConfig
-    # In which its losses are reported.
+    # The measure in which its losses are reported.
     measure: Measure
-    # In metrics.jsonl.
+    # The lines of metrics.jsonl.
     records: Sequence[Mapping[str, Any]]
-    # In results.json, or None before training has ended.
+    # The content of results.json, or None before training has ended.
     results: Mapping[str, Any] | None
 
     def curve(self, kind: str, field: str) -> list[Point]:
@@ -56,12 +66,14 @@ class RunRecords:
 
         The kinds are "train", "valid" and "test".
         """
-        found = ((each["step"], each.get(field)) for each in self.records if each["kind"] == kind)
-        return [
-            (step, value)
-            for step, value in found
-            if isinstance(value, int | float) and abs(value) < 1e300
-        ]
+        points = []
+        for record in self.records:
+            if record["kind"] != kind:
+                continue
+            value = record.get(field)
+            if isinstance(value, int | float) and abs(value) < _LARGEST:
+                points.append((record["step"], value))
+        return points
 
     def scores(self, kind: str) -> list[Point]:
         """Returns the curve of the measure in the records of a kind."""
@@ -76,7 +88,9 @@ class RunRecords:
     def tokens_per_second(self) -> float | None:
         """Median of the recorded rates, or None if there are no records."""
         rates = [rate for _, rate in self.curve("train", "tokens_per_second")]
-        return statistics.median(rates) if rates else None
+        if not rates:
+            return None
+        return statistics.median(rates)
 
     @property
     def training_seconds(self) -> float:
@@ -84,15 +98,15 @@ class RunRecords:
 
         Startup, evaluation and checkpoints are not included.
         """
-        rates = [
-            (step, rate) for step, rate in self.curve("train", "tokens_per_second") if rate > 0
-        ]
         tokens_per_step = self.config.train.batch_size * self.config.train.new_tokens
-        before = [0, *(step for step, _ in rates)]
-        return sum(
-            (step - since) * tokens_per_step / rate
-            for since, (step, rate) in zip(before, rates, strict=False)
-        )
+        # A rate is recorded at the end of the steps that it was measured over.
+        seconds = []
+        previous_step = 0
+        for step, rate in self.curve("train", "tokens_per_second"):
+            if rate > 0:
+                seconds.append((step - previous_step) * tokens_per_step / rate)
+                previous_step = step
+        return sum(seconds)
 
     def row(self, names: Sequence[str]) -> dict[str, Any]:
         """Returns the run as a row with these settings.
@@ -100,38 +114,47 @@ class RunRecords:
         Until training ends, the best score is the recorded one.
         """
         row: dict[str, Any] = {"run": self.name}
-        row |= {
-            name: config_tree.format_value(config_tree.get(self.config, name)) for name in names
-        }
-        if seconds := self.training_seconds:
+        for name in names:
+            row[name] = config_tree.format_value(config_tree.get(self.config, name))
+        seconds = self.training_seconds
+        if seconds:
             row["seconds"] = round(seconds, 1)
-        if self.results is not None:
-            for name, totals in _totals(self.results).items():
-                row[name] = math.inf if totals.diverged else totals.value(self.measure)
-            test = (self.results.get("test") or {}).items()
-            row |= {
-                name: value for name, value in test if name in PER_BYTE and isinstance(value, float)
-            }
-            row |= {
-                "measure": str(self.measure),
-                "steps": self.results.get("steps", self.last_step),
-            }
-            return row | {"state": state_of(self.results)}
-        row["state"] = f"{self.last_step:,} of {self.config.train.steps:,} training steps"
-        if valid := self.scores("valid"):
-            row |= {"best_valid": min(score for _, score in valid), "measure": str(self.measure)}
-        return row
+        if self.results is None:
+            return row | self._columns_so_far()
+        return row | self._columns_of_results(self.results)
+
+    def _columns_so_far(self) -> dict[str, Any]:
+        """Returns the columns of a run that is still training, from its records."""
+        steps = self.config.train.steps
+        columns: dict[str, Any] = {"state": f"{self.last_step:,} of {steps:,} training steps"}
+        valid = self.scores("valid")
+        if valid:
+            columns["best_valid"] = min(score for _, score in valid)
+            columns["measure"] = str(self.measure)
+        return columns
+
+    def _columns_of_results(self, results: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the columns of a run that has ended."""
+        columns: dict[str, Any] = {}
+        for name, totals in _totals(results).items():
+            columns[name] = math.inf if totals.diverged else totals.value(self.measure)
+        test = results.get("test") or {}
+        columns |= {name: test[name] for name in PER_BYTE if isinstance(test.get(name), float)}
+        columns["measure"] = str(self.measure)
+        columns["steps"] = results.get("steps", self.last_step)
+        columns["state"] = state_of(results)
+        return columns
 
 
 def _totals(results: Mapping[str, Any]) -> dict[str, Totals]:
+    """Returns the scores in results.json as totals of one token, which have the mean loss."""
     return {name: Totals(float(results[name]["loss"]), 1) for name in _SCORES if results.get(name)}
 
 
 def state_of(results: Mapping[str, Any]) -> str:
     """Returns the state of a run with these results: "finished", or "diverged"."""
-    return (
-        "diverged" if any(totals.diverged for totals in _totals(results).values()) else "finished"
-    )
+    has_diverged = any(totals.diverged for totals in _totals(results).values())
+    return "diverged" if has_diverged else "finished"
 
 
 def read_runs(paths: Sequence[str]) -> list[RunRecords]:
@@ -139,17 +162,21 @@ def read_runs(paths: Sequence[str]) -> list[RunRecords]:
 
     Raises `UserError` if it cannot.
     """
-    folders = list(dict.fromkeys(folder for path in paths for folder in _workdirs(path)))
-    last = [Path(folder).name for folder in folders]
-    short = {
-        folder: name if last.count(name) == 1 else folder
-        for folder, name in zip(folders, last, strict=True)
-    }
-    return [
-        run
-        for folder in folders
-        for run in _read(folder, "" if len(folders) == 1 else short[folder])
-    ]
+    # A directory that is passed twice is read once.
+    folders: dict[str, None] = {}
+    for path in paths:
+        folders |= dict.fromkeys(_workdirs(path))
+
+    last_parts = [Path(folder).name for folder in folders]
+    runs: list[RunRecords] = []
+    for folder, last_part in zip(folders, last_parts, strict=True):
+        if len(folders) == 1:
+            runs += _read(folder, "")
+        elif last_parts.count(last_part) == 1:
+            runs += _read(folder, last_part)
+        else:
+            runs += _read(folder, folder)
+    return runs
 
 
 def _workdirs(path: str) -> list[str]:
@@ -157,36 +184,50 @@ def _workdirs(path: str) -> list[str]:
     folder = as_path(path)
     if holds_run(folder):
         return [folder]
-    below = [os.path.join(folder, name) for name in names(folder)] if is_dir(folder) else []
-    if not (found := [each for each in below if holds_run(each)]):
-        what = (
-            "a directory without runs (no config.json in it or right below)"
-            if is_dir(folder)
-            else "not a directory"
+    if not is_dir(folder):
+        raise UserError(f"{path} is not a directory. Pass a run's --workdir, or a sweep's --out.")
+
+    workdirs = []
+    for name in names(folder):
+        subfolder = os.path.join(folder, name)
+        if holds_run(subfolder):
+            workdirs.append(subfolder)
+    if not workdirs:
+        raise UserError(
+            f"{path} is a directory without runs (no config.json in it or right below). "
+            "Pass a run's --workdir, or a sweep's --out."
         )
-        raise UserError(f"{path} is {what}. Pass a run's --workdir, or a sweep's --out.")
-    return found
+    return workdirs
 
 
 def _read(folder: str, name: str) -> Iterator[RunRecords]:
-    """Yields a run, or each member of an ensemble, whose own name is enough if `name` is empty."""
-    record, records = Run.read_all(folder), read_metrics(folder)
-    members = by_name(record.members)
-    for member in members or [None]:
-        results, train = read_results(folder, member), record.config.train
-        # Those of an earlier end stay until a run that got more steps ends. With patience a run may
-        # end before.
-        ended = results.get("steps", train.steps) == train.steps or train.patience is not None
+    """Yields a run, or each member of an ensemble.
+
+    `name` is the directory's part of their names. It may be empty, because a member's name is
+    enough if no other directory is read.
+    """
+    run = Run.read_all(folder)
+    records = read_metrics(folder)
+    # A single run is read like an ensemble of one member without a name.
+    members: Mapping[Any, Mapping[str, float]] = by_name(run.members) or {None: {}}
+    for member, differences in members.items():
+        results = read_results(folder, member)
+        # Results of an earlier end stay until a run that got more steps ends. With patience a run
+        # may end before.
+        train = run.config.train
+        final_results: dict[str, Any] | None = None
+        if results and (
+            results.get("steps", train.steps) == train.steps or train.patience is not None
+        ):
+            final_results = results
         yield RunRecords(
             name=": ".join(filter(None, [name, member])) or Path(folder).name,
             path=folder,
             member=member,
-            config=config_tree.replace(record.config, dict(members[member]))
-            if member
-            else record.config,
-            measure=record.text.vocabulary.measure,
-            records=[each for each in records if each.get("member") == member],
-            results=results if results and ended else None,
+            config=config_tree.replace(run.config, differences),
+            measure=run.text.vocabulary.measure,
+            records=[record for record in records if record.get("member") == member],
+            results=final_results,
         )
 
 
@@ -195,10 +236,12 @@ def swept_settings(runs: Sequence[RunRecords]) -> list[str]:
 
     Only settings that change numbers beyond rounding are included.
     """
-    first, *others = [run.config for run in runs]
-    found = {leaf.name for other in others for leaf, _, _ in config_tree.differences(first, other)}
-    leaves = config_tree.leaves(ExperimentConfig)
-    return [leaf.name for leaf in leaves if leaf.name in found and not leaf.setting.free_on_resume]
+    differing = set()
+    for run in runs[1:]:
+        for leaf, _, _ in config_tree.differences(runs[0].config, run.config):
+            if not leaf.setting.free_on_resume:
+                differing.add(leaf.name)
+    return [leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.name in differing]
 
 
 def seed_groups(names: Sequence[str], rows: Sequence[Row]) -> list[list[Row]]:
@@ -208,10 +251,14 @@ def seed_groups(names: Sequence[str], rows: Sequence[Row]) -> list[list[Row]]:
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(repr([row.get(name, "") for name in names if name != SEED]), []).append(
-            row
-        )
+        values = [row.get(name, "") for name in _without_seed(names)]
+        groups.setdefault(repr(values), []).append(row)
     return list(groups.values())
+
+
+def _without_seed(names: Sequence[str]) -> list[str]:
+    """Returns the settings that distinguish groups of seeds."""
+    return [name for name in names if name != SEED]
 
 
 def means(names: Sequence[str], rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -220,29 +267,34 @@ def means(names: Sequence[str], rows: Sequence[Row]) -> list[dict[str, Any]]:
     A row has the settings, "seeds" (the number of finished runs), and means and standard deviations
     of the scores.
     """
-    groups, found = seed_groups(names, rows), []
+    groups = seed_groups(names, rows)
+    if len(groups) == len(rows):
+        return []
+
+    mean_rows = []
     for group in groups:
-        ended = [row for row in group if row["state"] == "finished"]
-        mean = {name: group[0].get(name, "") for name in names if name != SEED} | {
-            "seeds": len(ended)
-        }
-        if ended:
-            mean["measure"] = ended[0]["measure"]
+        finished = [row for row in group if row["state"] == "finished"]
+        mean: dict[str, Any] = {name: group[0].get(name, "") for name in _without_seed(names)}
+        mean["seeds"] = len(finished)
+        if finished:
+            mean["measure"] = finished[0]["measure"]
         for name in _SCORES:
-            # Not of runs that diverged.
-            known = [row[name] for row in ended if math.isfinite(row.get(name, math.nan))]
-            if known:
-                mean[name] = statistics.fmean(known)
-            if len(known) > 1:
-                mean[f"{name}_deviation"] = statistics.stdev(known)
-        found.append(mean)
-    return found if len(groups) < len(rows) else []
+            # A score that is missing, or infinite after a divergence, does not count.
+            scores = [row[name] for row in finished if math.isfinite(row.get(name, math.nan))]
+            if scores:
+                mean[name] = statistics.fmean(scores)
+            if len(scores) > 1:
+                mean[f"{name}_deviation"] = statistics.stdev(scores)
+        mean_rows.append(mean)
+    return mean_rows
 
 
 def mean_columns(names: Sequence[str]) -> list[str]:
     """Returns the columns of `means`."""
-    scores = [column for name in _SCORES for column in (name, f"{name}_deviation")]
-    return [*(name for name in names if name != SEED), *scores, "measure", "seeds"]
+    columns = _without_seed(names)
+    for name in _SCORES:
+        columns += [name, f"{name}_deviation"]
+    return [*columns, "measure", "seeds"]
 
 
 def csv_file(columns: Sequence[str], rows: Sequence[Row]) -> bytes:
@@ -259,37 +311,48 @@ def markdown(names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
 
     A second table with the means over seeds follows, if there are any.
     """
-    speed = ["tokens_per_second"] * any("tokens_per_second" in row for row in rows)
-    # Not where it is every run's bpc.
-    per_byte = [
-        name for name in PER_BYTE if any(name in row and row[name] != row["test"] for row in rows)
-    ]
-    yield from _table(
-        ["run", *names, *_SCORES, *per_byte, "steps", *speed, "seconds", "state"], rows
-    )
-    if averaged := means(names, rows):
+    columns = ["run", *names, *_SCORES]
+    for name in PER_BYTE:
+        # If every run's bpc is the same number, the column would only repeat it.
+        if any(name in row and row[name] != row["test"] for row in rows):
+            columns.append(name)
+    columns.append("steps")
+    if any("tokens_per_second" in row for row in rows):
+        columns.append("tokens_per_second")
+    yield from _table([*columns, "seconds", "state"], rows)
+
+    mean_rows = means(names, rows)
+    if mean_rows:
         yield ""
-        yield from _table([*(name for name in names if name != SEED), *_SCORES, "seeds"], averaged)
+        yield from _table([*_without_seed(names), *_SCORES, "seeds"], mean_rows)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
-    headings = {"best_valid": "best valid", "tokens_per_second": "tokens/s", "seconds": "time"}
-    headings |= {name: name.replace("_", " ") for name in PER_BYTE}
-    cells = ([_cell(row, column) for column in columns] for row in rows)
-    return table([headings.get(column, column) for column in columns], cells)
+    headings = [_HEADINGS.get(column, column) for column in columns]
+    cells = []
+    for row in rows:
+        cells.append([_cell(row, column) for column in columns])
+    return table(headings, cells)
 
 
 def _cell(row: Row, column: str) -> str:
+    """Formats the value of a column, which is empty if it is missing."""
     if column not in row:
         return ""
+    value = row[column]
     if column == "seconds":
-        return duration(row[column])
+        return duration(value)
     if column == "tokens_per_second":
-        return f"{row[column]:,.0f}"
+        return f"{value:,.0f}"
     if column in PER_BYTE:
-        return f"{row[column]:.4f}"
-    if column in _SCORES:
-        measure, deviation = Measure(row["measure"]), row.get(f"{column}_deviation")
-        spread = "" if deviation is None else f" ± {format_score(deviation, measure).split()[-1]}"
-        return format_score(row[column], measure) + spread
-    return str(row[column]).replace("|", "\\|")
+        return f"{value:.4f}"
+    if column not in _SCORES:
+        return str(value).replace("|", "\\|")
+
+    measure = Measure(row["measure"])
+    score = format_score(value, measure)
+    deviation = row.get(f"{column}_deviation")
+    if deviation is None:
+        return score
+    # The deviation is formatted like the score, without the name of the measure before it.
+    return f"{score} ± {format_score(deviation, measure).split()[-1]}"

@@ -15,7 +15,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import jax
@@ -47,8 +47,8 @@ from txl_jax.runtime.storage import as_path, download, is_remote, write_json, wr
 
 _SECONDS_BETWEEN_LINES = 20.0
 _TOKENS_PER_BLOCK = 1 << 16
-# Control characters and line separators: a reader may end a line there, and a terminal may obey
-# them.
+# Control characters and line separators. A reader may end a line there, and a terminal may obey
+# control characters.
 _CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}]")
 
 
@@ -74,12 +74,27 @@ def score(
     stop_requested: Callable[[], Any] = lambda: False,
     token_nats: np.ndarray | None = None,
 ) -> Totals:
-    """Computes the losses of a text [T], either streaming or in a sliding window.
+    """Computes the losses of a text, either streaming or in a sliding window.
 
-    The text is streamed with a memory or, with `eval.stride`, scored in a sliding window.
+    The text is streamed with a memory or, with `eval.stride`, scored in a sliding window. The first
+    token is not scored.
 
-    `token_nats`, floats [T], receives each token's loss in nats. The first token is not scored.
-    Raises `Interrupted` on request, and `NonFiniteError` if the loss is nan or infinite.
+    Args:
+      built: The model, with the evaluation lengths.
+      params: Its parameters, as in training.
+      tokens: Ids [T] of the text.
+      name: Name of the text, for progress and errors.
+      measure: The measure in which progress is shown.
+      log: Takes a line of progress.
+      stop_requested: Is asked after each call.
+      token_nats: Floats [T] that receive each token's loss in nats, or None.
+
+    Returns:
+      The sum of the losses, and the number of scored tokens.
+
+    Raises:
+      Interrupted: If a stop was requested.
+      NonFiniteError: If the loss is nan or infinite.
     """
     lengths = built.config.eval
     progress = functools.partial(
@@ -109,12 +124,12 @@ def score(
             # Each process reads the rows of its own devices.
             own=built.own_rows(lengths.batch_size),
         )
-        weights = built.prepare_params(params)
+        prepared = built.prepare_params(params)
         with progress(reader.n_segments, unit="segment") as show:
             totals = evaluate(
                 built.eval_step,
-                weights,
-                built.init_memory(weights),
+                prepared,
+                built.init_memory(prepared),
                 reader,
                 place=functools.partial(built.place, batch_size=lengths.batch_size),
                 after_call=show,
@@ -137,13 +152,15 @@ def score_with_line(
 
     The totals include the number of bytes of the text if the vocabulary knows it.
     """
-    began, measure = time.monotonic(), vocabulary.measure
+    began = time.monotonic()
+    measure = vocabulary.measure
     totals = score(built, params, tokens, name=name, measure=measure, **options)
     totals = dataclasses.replace(totals, bytes=vocabulary.count_bytes(tokens[1:]))
     line = f"{name} {format_scores(totals, measure)}"
     if totals.bytes and measure is Measure.PPL:
         line += f"  {vocabulary.per_byte.replace('_', ' ')} {totals.bits_per_byte:.4f}"
-    return totals, f"{line}  in {environment.duration(time.monotonic() - began)}"
+    line += f"  in {environment.duration(time.monotonic() - began)}"
+    return totals, line
 
 
 def evaluate_splits(
@@ -158,17 +175,18 @@ def evaluate_splits(
     The text may differ from the training text if its vocabulary is the same. After `Interrupted`
     nothing is written.
     """
-    weights = TrainedModel.of(model, config)
-    folder = weights.outputs()
-    scored = list(_score_splits(weights, corpus, stop_requested))
+    trained = TrainedModel.of(model, config)
+    folder = trained.outputs()
+    scored_splits = list(_score_splits(trained, corpus, stop_requested))
     results: dict[str, Any] = {
         "text": corpus.description,
         "text_sha256": corpus.digest,
-        "step": scored[0][0],
+        "step": scored_splits[0].step,
         "eval": config_tree.to_dict(config.eval),
         **environment.describe(),
-        **{split: as_result(totals, corpus.vocabulary) for _, split, totals, _ in scored},
     }
+    for scored in scored_splits:
+        results[scored.split] = as_result(scored.totals, corpus.vocabulary)
     if folder is not None:
         path = os.path.join(folder, "evaluation.json")
         distributed.broadcast_from_primary(lambda: write_json(path, results))
@@ -196,32 +214,41 @@ def score_tokens(
     was computed. It depends on the evaluation lengths and on `eval.batch_size`: every row of the
     batch begins with an empty memory.
     """
-    found: dict[str, Totals] = {}
-    weights = TrainedModel.of(model, config)
-    folder = weights.outputs(needed=True) or ""
-    for _, split, totals, nats in _score_splits(weights, corpus, stop_requested, per_token=True):
-        found[split] = totals
-        path = os.path.join(folder, f"scores-{split}.tsv")
-        lines = token_lines(getattr(corpus, split), nats, corpus.vocabulary)
+    totals: dict[str, Totals] = {}
+    trained = TrainedModel.of(model, config)
+    folder = trained.outputs(needed=True) or ""
+    # Each file is written before the next split is scored.
+    for scored in _score_splits(trained, corpus, stop_requested, per_token=True):
+        totals[scored.split] = scored.totals
+        path = os.path.join(folder, f"scores-{scored.split}.tsv")
+        lines = token_lines(getattr(corpus, scored.split), scored.nats, corpus.vocabulary)
         distributed.broadcast_from_primary(functools.partial(write_lines, path, lines))
         print(f"scores    {path}")
-    return found
+    return totals
+
+
+class _ScoredSplit(NamedTuple):
+    """The scores of one split."""
+
+    # Training steps of the parameters.
+    step: int
+    split: Split
+    totals: Totals
+    # Floats [T], the nats of the split's tokens, or None if they were not asked for.
+    nats: Any
 
 
 def _score_splits(
-    weights: TrainedModel,
+    trained: TrainedModel,
     corpus: Corpus,
     stop_requested: Callable[[], Any],
     *,
     per_token: bool = False,
-) -> Iterator[tuple[int, Split, Totals, Any]]:
-    """Yields the scores of each split, with the step of the parameters.
-
-    Each item is (step of the parameters, split, scores, nats). The nats are an array [T] for the
-    split's tokens if `per_token`, otherwise None.
-    """
-    built, step, params = load_to_score(weights.config, corpus, weights, log=say)
-    scored: tuple[Totals, Any] | None = None
+) -> Iterator[_ScoredSplit]:
+    """Scores each split when it is asked for, with the nats of tokens if `per_token`."""
+    built, step, params = load_to_score(trained.config, corpus, trained, log=say)
+    vocabulary = corpus.vocabulary
+    scored: _ScoredSplit | None = None
     line = ""
     for split in Split:
         tokens = getattr(corpus, split)
@@ -231,17 +258,22 @@ def _score_splits(
             print(
                 f"note      {split} is the same text as {Split.VALID}, so it was not scored again"
             )
-            yield step, split, *scored
+            yield scored._replace(split=split)
             continue
-        nats = (
-            np.zeros(len(tokens), jnp.promote_types(jnp.float32, weights.config.model.dtype))
-            if per_token
-            else None
-        )
-        options = {"log": print, "stop_requested": stop_requested, "token_nats": nats}
-        vocabulary = corpus.vocabulary
+
+        nats = None
+        if per_token:
+            dtype = jnp.promote_types(jnp.float32, trained.config.model.dtype)
+            nats = np.zeros(len(tokens), dtype)
         totals, line = score_with_line(
-            built, params, tokens, name=split, vocabulary=vocabulary, **options
+            built,
+            params,
+            tokens,
+            name=split,
+            vocabulary=vocabulary,
+            log=print,
+            stop_requested=stop_requested,
+            token_nats=nats,
         )
         print(line)
         if not totals.bytes:
@@ -250,8 +282,8 @@ def _score_splits(
                 len(tokens) - 1,
                 "so bits per byte cannot be computed",
             )
-        scored = totals, nats
-        yield step, split, totals, nats
+        scored = _ScoredSplit(step, split, totals, nats)
+        yield scored
 
 
 def note_unknown(unknown: int, tokens: int, consequence: str) -> None:
@@ -267,9 +299,31 @@ class Likeness(NamedTuple):
 
     # Floats [T].
     nats: Any
-    # bool [T], whether the target is the most likely token. Of equally likely tokens, the lowest id
-    # is.
+    # bool [T], whether the target is the most likely token. If tokens are equally likely, it is the
+    # one with the lowest id.
     greedy: Any
+
+
+class _Kind(enum.Enum):
+    """What is computed at each position of a document."""
+
+    NATS = enum.auto()
+    LIKENESS = enum.auto()
+    HIDDEN_STATES = enum.auto()
+
+
+class _RunningCall(NamedTuple):
+    """A call whose results have not been fetched from the device."""
+
+    call: Call
+    results: Any  # Tree of arrays [S, B, L, ..].
+
+
+class _Carry(NamedTuple):
+    """What the reading of one segment hands to the next."""
+
+    memory: Any
+    results: Any  # Tree of arrays [S, B, L, ..], zero for segments that were not read.
 
 
 class DocumentReader:
@@ -282,7 +336,7 @@ class DocumentReader:
     documents' iterator.
     """
 
-    def __init__(self, built: Built, weights: Any, *, batch_size: int):
+    def __init__(self, built: Built, prepared: Any, *, batch_size: int):
         """Takes prepared parameters and the number of documents to read side by side.
 
         `Built.prepare_params` prepares the parameters.
@@ -293,15 +347,15 @@ class DocumentReader:
         )
         config = dataclasses.replace(built.config, eval=lengths)
         self._built = dataclasses.replace(built, config=config)
-        self._weights = weights
+        self._prepared = prepared
 
     def nats(self, tokens: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Yields the nats [T - 1] of all tokens but the first of each document, ids [T]."""
-        return self._read((Pairs(ids[:-1], ids[1:]) for ids in tokens), "nats")
+        return self._read(map(_inputs_and_targets, tokens), _Kind.NATS)
 
     def likeness(self, tokens: Iterable[np.ndarray]) -> Iterator[Likeness]:
         """Yields the `Likeness` [T - 1] of all tokens but the first of each document, ids [T]."""
-        return self._read((Pairs(ids[:-1], ids[1:]) for ids in tokens), "likeness")
+        return self._read(map(_inputs_and_targets, tokens), _Kind.LIKENESS)
 
     def hidden_states(
         self, inputs: Iterable[np.ndarray], *, vectors: bool = False
@@ -312,95 +366,105 @@ class DocumentReader:
         """
         if vectors:
             takes_embeddings(self._built)
-        documents = (Pairs(each, np.zeros(len(each), np.int32)) for each in inputs)
-        return self._read(documents, "hidden_states", vectors=vectors)
+        # Targets do not matter here, but a document needs as many as it has inputs.
+        documents = (Pairs(document, np.zeros(len(document), np.int32)) for document in inputs)
+        return self._read(documents, _Kind.HIDDEN_STATES, vectors=vectors)
 
-    def _read(self, source: Iterator[Pairs], what: str, *, vectors: bool = False) -> Iterator[Any]:
+    def _read(
+        self, source: Iterator[Pairs], kind: _Kind, *, vectors: bool = False
+    ) -> Iterator[Any]:
         """Yields the results of each document, a tree of arrays [T, ..]."""
-        config, step = self._built.config, self._step(what)
-        dtype = np.dtype(jnp.promote_types(jnp.float32, config.model.dtype))
+        config = self._built.config
+        step = self._step(kind)
+        # Size D and dtype of inputs that are vectors. Ids need neither.
+        inputs_form: tuple[int, np.dtype] | None = None
+        if vectors:
+            dtype = np.dtype(jnp.promote_types(jnp.float32, config.model.dtype))
+            inputs_form = (config.model.d_model, dtype)
         rows = DocumentRows(
             source,
             batch_size=config.eval.batch_size,
             segment_len=config.eval.segment_len,
             segments_per_call=SEGMENTS_PER_CALL,
-            vectors=(config.model.d_model, dtype) if vectors else None,
+            vectors=inputs_form,
         )
-        memory = self._built.init_memory(self._weights)
-        # Parts of documents that are being read.
+        memory = self._built.init_memory(self._prepared)
+
+        # Results of parts, by the number of their document, until its last part is read.
         pieces: dict[int, list[Any]] = collections.defaultdict(list)
+        # Results of whole documents, by number, until those before them are delivered.
         finished: dict[int, Any] = {}
-        pending: tuple[Call, Any] | None = None
-        while pending is not None or not rows.ended:
-            call, following = rows.next_call(), None
+        running: _RunningCall | None = None
+        while running is not None or not rows.ended:
+            following: _RunningCall | None = None
+            call = rows.next_call()
             if call is not None:
                 segments = self._built.place(call.segments)
-                memory, results = step(self._weights, memory, segments, np.int32(call.n_segments))
-                following = call, results
-            # Fetched one call late, so that the device never waits for the host.
-            if pending is not None:
-                results = jax.tree.map(distributed.to_host, pending[1])
-                for part in pending[0].parts:
-                    here = part.segment, part.row, slice(part.length)
-                    # Copied, or a short document's result would keep the whole array.
-                    pieces[part.number].append(
-                        jax.tree.map(lambda array, here=here: array[here].copy(), results)
-                    )
-                    if part.ends:
-                        parts = pieces.pop(part.number)
-                        finished[part.number] = jax.tree.map(
-                            lambda *each: np.concatenate(each), *parts
-                        )
+                memory, results = step(self._prepared, memory, segments, np.int32(call.n_segments))
+                following = _RunningCall(call, results)
+            # Results are fetched one call late, so that the device never waits for the host.
+            if running is not None:
+                _fetch(running, pieces, finished)
                 while rows.delivered in finished:
                     rows.delivered += 1
                     yield finished.pop(rows.delivered - 1)
-            pending = following
+            running = following
         if rows.error is not None:
             raise rows.error
 
     @functools.cache  # noqa: B019 (a reader lives as long as its compiled programs)
-    def _step(self, what: str) -> Callable[..., Any]:
+    def _step(self, kind: _Kind) -> Callable[..., Any]:
         """Returns a compiled function that reads segments, starting from a memory.
 
-        It maps (weights, memory, segments, number of segments) to (memory, results [S, B, L, ..]).
-        The memory is donated.
+        It maps (prepared parameters, memory, segments, number of segments) to (memory, results
+        [S, B, L, ..]). The memory is donated.
         """
         scorer = self._built.scorer
-        # (weights, hidden states [B, L, D], targets [B, L]) -> the results to keep, a tree of
-        # arrays [B, L, ..].
-        kinds: dict[str, Callable[[Any, jax.Array, jax.Array], Any]] = {
-            "nats": scorer.nll,
-            "likeness": lambda *of: Likeness(scorer.nll(*of), self._is_greedy(*of)),
-            "hidden_states": lambda weights, hidden, targets: hidden,
-        }
-        collect = kinds[what]
 
         def document_step(
-            weights: Any, memory: Any, segments: Segments, count: Any
+            prepared: Any, memory: Any, segments: Segments, count: Any
         ) -> tuple[Any, Any]:
             def read(memory: Any, segment: Any) -> tuple[Any, Any]:
-                memory = scorer.reset(weights, memory, segment.reset)
-                hidden, memory = scorer.forward(weights, memory, segment.inputs)
-                return memory, collect(weights, hidden, segment.targets)
+                memory = scorer.reset(prepared, memory, segment.reset)
+                hidden, memory = scorer.forward(prepared, memory, segment.inputs)
+                return memory, self._results(kind, prepared, hidden, segment.targets)
 
-            def body(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-                memory, results = carry
-                memory, found = read(memory, jax.tree.map(lambda array: array[i], segments))
-                return memory, jax.tree.map(lambda whole, new: whole.at[i].set(new), results, found)
+            def read_segment(i: jax.Array, carry: _Carry) -> _Carry:
+                segment = jax.tree.map(lambda array: array[i], segments)
+                memory, new = read(carry.memory, segment)
+                results = jax.tree.map(
+                    lambda whole, part: whole.at[i].set(part), carry.results, new
+                )
+                return _Carry(memory, results)
 
+            # Zeros in the shapes of the results of all segments.
             n_segment = segments.targets.shape[0]
-            _, shapes = jax.eval_shape(read, memory, jax.tree.map(lambda array: array[0], segments))
+            first = jax.tree.map(lambda array: array[0], segments)
+            _, shapes = jax.eval_shape(read, memory, first)
             results = jax.tree.map(
                 lambda shape: jnp.zeros((n_segment, *shape.shape), shape.dtype), shapes
             )
+
             # A loop instead of a `lax.scan`: few documents fill few of the S segments, and the
             # others take no time.
-            memory, results = jax.lax.fori_loop(0, count, body, (memory, results))
-            return memory, results
+            carry = jax.lax.fori_loop(0, count, read_segment, _Carry(memory, results))
+            return carry.memory, carry.results
 
         return self._built.jit(document_step, donate_argnums=1)
 
-    def _is_greedy(self, weights: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+    def _results(self, kind: _Kind, prepared: Any, hidden: jax.Array, targets: jax.Array) -> Any:
+        """Returns the results of one segment, a tree of arrays [B, L, ..].
+
+        They are computed from the hidden states [B, L, D] and the targets [B, L].
+        """
+        if kind is _Kind.HIDDEN_STATES:
+            return hidden
+        nats = self._built.scorer.nll(prepared, hidden, targets)
+        if kind is _Kind.NATS:
+            return nats
+        return Likeness(nats, self._is_greedy(prepared, hidden, targets))
+
+    def _is_greedy(self, prepared: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         """Returns whether each target [B, L] is the most likely token after the hidden states.
 
         The hidden states are [B, L, D].
@@ -408,11 +472,31 @@ class DocumentReader:
         model: Any = self._built.model
         if isinstance(model, TransformerXL):
             flat = hidden.reshape(-1, hidden.shape[-1])
-            likeliest = sampling.top_k_tokens(flat, weights.clusters, 1)[1].reshape(targets.shape)
+            _, tokens = sampling.top_k_tokens(flat, prepared.clusters, 1)
+            most_likely = tokens.reshape(targets.shape)
         else:
-            log_p = model.apply({"params": weights}, hidden, method=model.log_probabilities)
-            likeliest = jnp.argmax(log_p, axis=-1)
-        return likeliest == targets
+            log_p = model.apply({"params": prepared}, hidden, method=model.log_probabilities)
+            most_likely = jnp.argmax(log_p, axis=-1)
+        return most_likely == targets
+
+
+def _inputs_and_targets(ids: np.ndarray) -> Pairs:
+    return Pairs(ids[:-1], ids[1:])
+
+
+def _fetch(running: _RunningCall, pieces: dict[int, list[Any]], finished: dict[int, Any]) -> None:
+    """Fetches a call's results: adds parts to `pieces`, and moves whole documents to `finished`."""
+    results = jax.tree.map(distributed.to_host, running.results)
+    for part in running.call.parts:
+        place = (part.segment, part.row, slice(part.length))
+        # Copied, or a short document's result would keep the whole array.
+        piece = jax.tree.map(lambda array, place=place: array[place].copy(), results)
+        pieces[part.number].append(piece)
+        if part.ends:
+            document_pieces = pieces.pop(part.number)
+            finished[part.number] = jax.tree.map(
+                lambda *arrays: np.concatenate(arrays), *document_pieces
+            )
 
 
 def read_all(
@@ -423,9 +507,12 @@ def read_all(
     The longest are read first, so that rows end together.
     """
     listed = list(documents)
-    order = sorted(range(len(listed)), key=lambda i: -len(listed[i]))
-    found = dict(zip(order, read(listed[i] for i in order), strict=True))
-    return [found[i] for i in range(len(listed))]
+    order = sorted(range(len(listed)), key=lambda number: -len(listed[number]))
+    results: list[Any] = [None] * len(listed)
+    in_order = read(listed[number] for number in order)
+    for number, result in zip(order, in_order, strict=True):
+        results[number] = result
+    return results
 
 
 def check_batch_size(batch_size: int) -> None:
@@ -458,7 +545,7 @@ def open_input(path: str) -> BinaryIO:
     hint = "For standard input, pass /dev/stdin." if path == "-" else "Check --input."
     with rephrased(f"cannot read the input {path} (%s). {hint}", OSError):
         if is_remote(path):
-            # Its name goes; its bytes go with the descriptor.
+            # The copy loses its name here, and its bytes when the returned file is closed.
             with tempfile.NamedTemporaryFile() as copy:
                 download(as_path(path), copy.name)
                 return open(copy.name, "rb")
@@ -475,20 +562,32 @@ def documents(
     Unless they are read `as_bytes`, the \r of that newline and the file's byte-order mark are
     dropped too.
     """
-    mark, newline = (b"", b"\n") if as_bytes else (BYTE_ORDER_MARK.encode(), b"\r\n")
-    read = (
-        (number, line.removeprefix(mark) if number == 1 else line)
-        for number, line in enumerate(lines, start=1)
-    )
+    if as_bytes:
+        mark = b""
+        newline = b"\n"
+    else:
+        mark = BYTE_ORDER_MARK.encode()
+        newline = b"\r\n"
+    numbered = _numbered(lines, mark)
     if form is InputFormat.LINES:
-        yield from (
-            (number, line.removesuffix(newline).removesuffix(b"\n")) for number, line in read
-        )
+        for number, line in numbered:
+            yield number, line.removesuffix(newline).removesuffix(b"\n")
         return
-    for has_text, numbered in itertools.groupby(read, lambda pair: bool(pair[1].strip())):
+
+    # Lines in succession that are not blank are one document.
+    for has_text, group in itertools.groupby(numbered, lambda pair: bool(pair[1].strip())):
         if has_text:
-            numbers, texts = zip(*numbered, strict=True)
+            numbers, texts = zip(*group, strict=True)
             yield numbers[0], b"".join(texts).removesuffix(newline).removesuffix(b"\n")
+
+
+def _numbered(lines: Iterable[bytes], mark: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yields lines with their numbers, counted from 1, and drops the mark before the first."""
+    for number, line in enumerate(lines, start=1):
+        if number == 1:
+            yield number, line.removeprefix(mark)
+        else:
+            yield number, line
 
 
 def score_documents(
@@ -510,47 +609,46 @@ def score_documents(
     `index` counts the documents, which are read as by `DocumentReader`. The first token of each is
     not scored. `bytes` is missing if the vocabulary does not know the bytes of its tokens. `token`
     is its name in the vocabulary, with \xNN for a byte that is not a whole character. `nats` is
-    minus the logprob, and reads back as exactly the number that was computed.
+    minus the logprob, and reads back as exactly the number that was computed. At the end a note is
+    printed if more than one in a thousand tokens are unknown.
 
-    `texts` are the documents, each after the number of its line. Errors name that number and the
-    input's `name`. `write` takes a document's records, lines with their newlines, and gets those
-    before an error too. At the end a note is printed if more than one in a thousand tokens are
-    unknown.
+    Args:
+      model: The trained model.
+      texts: The documents, each after the number of its line.
+      name: Name of the input. Errors name it and the number of the line.
+      per_token: Whether to write a record per token instead of one per document.
+      write: Takes a document's records, lines with their newlines. It gets the records before an
+        error too.
+
+    Raises:
+      UserError: If the model has no checkpoint, or a document cannot be encoded.
+      NonFiniteError: If the loss of a document is nan or infinite.
     """
-    built, vocabulary = model.build(log=say), model.vocabulary
+    vocabulary = model.vocabulary
+    built = model.build(log=say)
     _, params = model.params(built, log=say)
-    weights = built.prepare_params(params)
-    reader = DocumentReader(built, weights, batch_size=built.config.eval.batch_size)
-    names = (
-        [token.decode(errors="backslashreplace") for token in vocabulary.names()]
-        if per_token
-        else []
-    )
-    encoded = (
-        (line, ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}"))
-        for line, text in texts
-    )
-    # The second holds only the documents that are being read.
-    to_read, to_name = itertools.tee(encoded)
-    scored = zip(reader.nats(ids for _, ids in to_read), to_name, strict=True)
+    prepared = built.prepare_params(params)
+    reader = DocumentReader(built, prepared, batch_size=built.config.eval.batch_size)
+    token_names: list[str] = []
+    if per_token:
+        token_names = [token.decode(errors="backslashreplace") for token in vocabulary.names()]
+
+    # The second iterator stores only the documents that are being read.
+    to_read, to_report = itertools.tee(_encoded(texts, vocabulary, name=name))
+    losses = reader.nats(document.ids for document in to_read)
     n_unknown = 0
     n_token = 0
-    for index, (nats, (line, ids)) in enumerate(scored):
-        n_unknown += vocabulary.count_unknown(ids[1:])
+    for index, (nats, document) in enumerate(zip(losses, to_report, strict=True)):
+        targets = document.ids[1:]
+        n_unknown += vocabulary.count_unknown(targets)
         n_token += len(nats)
         totals = Totals.of(nats)
-        check_finite(totals, f"line {line} of {name}")
-        known = {"bytes": n_bytes} if (n_bytes := vocabulary.count_bytes(ids[1:])) else {}
-        records: Iterable[dict[str, Any]] = [
-            {"index": index, "nats": totals.nats, "tokens": len(nats), **known}
-        ]
+        check_finite(totals, f"line {document.line} of {name}")
+        records: Iterable[dict[str, Any]]
         if per_token:
-            # numpy writes the fewest digits that give the number back.
-            values = zip(ids[1:].tolist(), map(float, nats.astype(str).tolist()), strict=True)
-            records = (
-                {"index": index, "position": position, "token": names[token], "nats": value}
-                for position, (token, value) in enumerate(values, start=1)
-            )
+            records = _token_records(index, targets, nats, token_names)
+        else:
+            records = [_document_record(index, totals, vocabulary.count_bytes(targets))]
         write("".join(json.dumps(record) + "\n" for record in records))
     note_unknown(
         n_unknown,
@@ -559,10 +657,45 @@ def score_documents(
     )
 
 
+class _Document(NamedTuple):
+    """A document of an input."""
+
+    line: int  # Number of its first line, from 1.
+    ids: np.ndarray  # int32 [T].
+
+
+def _encoded(
+    texts: Iterable[tuple[int, bytes]], vocabulary: Vocabulary, *, name: str
+) -> Iterator[_Document]:
+    """Encodes each document when it is asked for. Errors name the input `name` and the line."""
+    for line, text in texts:
+        yield _Document(line, ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}"))
+
+
+def _document_record(index: int, totals: Totals, n_byte: int) -> dict[str, Any]:
+    """Returns the record of a document. The number of its bytes is 0 if unknown."""
+    record = {"index": index, "nats": totals.nats, "tokens": int(totals.tokens)}
+    if n_byte:
+        record["bytes"] = n_byte
+    return record
+
+
+def _token_records(
+    index: int, targets: np.ndarray, nats: np.ndarray, token_names: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Yields the records of a document's targets [T] and their nats [T]."""
+    # numpy writes the fewest digits that give the number back.
+    values = map(float, nats.astype(str).tolist())
+    for position, (token, value) in enumerate(zip(targets.tolist(), values, strict=True), start=1):
+        yield {"index": index, "position": position, "token": token_names[token], "nats": value}
+
+
 def as_record(totals: Totals, vocabulary: Vocabulary) -> dict[str, Any]:
     """Returns the fields of a result in metrics.jsonl and results.json."""
-    per_byte = {vocabulary.per_byte: totals.bits_per_byte} if totals.bytes else {}
-    return totals.per_token(vocabulary.measure) | per_byte | {"tokens": totals.tokens}
+    record = totals.per_token(vocabulary.measure)
+    if totals.bytes:
+        record |= {vocabulary.per_byte: totals.bits_per_byte}
+    return record | {"tokens": totals.tokens}
 
 
 def as_result(totals: Totals, vocabulary: Vocabulary) -> dict[str, Any]:
@@ -584,8 +717,8 @@ def format_scores(totals: Totals, measure: Measure) -> str:
     """Formats one line of a result, the usual measure first."""
     perplexity = f"  {totals.format(Measure.PPL)}" if measure.is_bits else ""
     return (
-        f"{totals.format(measure)}  loss {totals.nll:.4f}{perplexity} "
-        f" ({totals.tokens:,.0f} tokens)"
+        f"{totals.format(measure)}  loss {totals.nll:.4f}{perplexity}  "
+        f"({totals.tokens:,.0f} tokens)"
     )
 
 
@@ -604,32 +737,54 @@ def progress_bar(
     Yields a function that takes how much of `total` is done, and the scores so far. It raises
     `Interrupted` on request.
     """
-    began = last_line = time.monotonic()
+    began = time.monotonic()
     # disable=None: no bar unless the error stream is a terminal. leave=False: the result's line
     # takes its place.
     with tqdm.tqdm(total=total, desc=name, unit=unit, leave=False, disable=None) as bar:
+        progress = _Progress(
+            bar=bar,
+            name=name,
+            total=total,
+            measure=measure,
+            log=log,
+            stop_requested=stop_requested,
+            began=began,
+            last_line=began,
+        )
+        yield progress.show
 
-        def show(done: float, totals: Totals) -> None:
-            nonlocal last_line
-            if stop_requested():
-                raise Interrupted(name)
-            now = time.monotonic()
-            # While only warm-up tokens have been read, and for what is no scoring, there is no
-            # score to show.
-            score_so_far = totals.format(measure) if totals.tokens else ""
-            if not bar.disable:
-                bar.set_postfix_str(score_so_far, refresh=False)
-                bar.update(done - bar.n)
-            elif now - last_line >= _SECONDS_BETWEEN_LINES:
-                last_line = now
-                remaining = (now - began) / done * (total - done) if done else math.nan
-                shown_score = f"  {score_so_far} so far" if score_so_far else ""
-                log(
-                    f"{name}: {done / total:.0%}{shown_score}  ETA "
-                    f"{environment.duration(remaining)}"
-                )
 
-        yield show
+@dataclasses.dataclass
+class _Progress:
+    """The progress of scoring one text."""
+
+    bar: Any  # A bar of tqdm, which is disabled if lines are logged instead.
+    name: str
+    total: int
+    measure: Measure
+    log: Callable[[str], None]
+    stop_requested: Callable[[], Any]
+    began: float  # Seconds of the monotonic clock.
+    last_line: float  # Seconds of the monotonic clock at the last line, or at the start.
+
+    def show(self, done: float, totals: Totals) -> None:
+        """Shows that `done` of `total` is done, with these scores. Raises `Interrupted`."""
+        if self.stop_requested():
+            raise Interrupted(self.name)
+        now = time.monotonic()
+        # Nothing is scored while warm-up tokens are read, or if this is no scoring.
+        score_so_far = totals.format(self.measure) if totals.tokens else ""
+        if not self.bar.disable:
+            self.bar.set_postfix_str(score_so_far, refresh=False)
+            self.bar.update(done - self.bar.n)
+        elif now - self.last_line >= _SECONDS_BETWEEN_LINES:
+            self.last_line = now
+            remaining = (now - self.began) / done * (self.total - done) if done else math.nan
+            shown_score = f"  {score_so_far} so far" if score_so_far else ""
+            self.log(
+                f"{self.name}: {done / self.total:.0%}{shown_score}  "
+                f"ETA {environment.duration(remaining)}"
+            )
 
 
 def check_finite(totals: Totals, name: str) -> None:
@@ -649,14 +804,11 @@ def token_lines(tokens: np.ndarray, nats: np.ndarray, vocabulary: Vocabulary) ->
     yield "index\ttoken\tnats\n"
     for first in range(1, len(tokens), _TOKENS_PER_BLOCK):
         block = slice(first, first + _TOKENS_PER_BLOCK)
+        block_tokens = tokens[block].tolist()
         # numpy writes the fewest digits that give the number back.
-        rows = zip(
-            itertools.count(first),
-            tokens[block].tolist(),
-            nats[block].astype(str).tolist(),
-            strict=False,
-        )
-        yield from (f"{index}\t{names[token]}\t{value}\n" for index, token, value in rows)
+        values = nats[block].astype(str).tolist()
+        for offset, (token, value) in enumerate(zip(block_tokens, values, strict=True)):
+            yield f"{first + offset}\t{names[token]}\t{value}\n"
 
 
 def printable(name: bytes) -> str:
@@ -671,8 +823,8 @@ def printable(name: bytes) -> str:
     '\\u0022a"'
     """
     text = escape(name.decode(errors="surrogateescape")).replace("\t", "\\t")
-    text = _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-    # Readers of tables take it for the start of a cell that may have several lines.
+    text = _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    # Readers of tables take a quotation mark for the start of a cell that may have several lines.
     if text.startswith('"'):
         text = f"\\u{ord(text[0]):04x}{text[1:]}"
     return text.encode(errors="surrogateescape").decode(errors="backslashreplace")

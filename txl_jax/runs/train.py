@@ -96,7 +96,7 @@ def train_run(
         config,
         corpus,
         attention=built.attention,
-        weights=weights and weights.record,
+        warm_start=weights and weights.record,
         members=members,
     )
     opening = _opening(built, corpus, readers[0]) + (weights.lines if weights else [])

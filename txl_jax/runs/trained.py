@@ -31,7 +31,7 @@ from txl_jax.training.step import TrainState
 if TYPE_CHECKING:
     from txl_jax.interop.portable import ModelInfo
 
-# Files of weights that other programs write, by their names: those in a bucket are not opened.
+# Names of weight files that other programs write. Files in a bucket are not opened to find out.
 _REMOTE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index", ".meta", ".ckpt", ".h5")
 
 
@@ -41,7 +41,7 @@ class TrainedModel:
 
     # Absolute.
     path: str
-    # Of the model and of its training.
+    # Settings of the model and its training, with the evaluation and generation of this use.
     config: ExperimentConfig
     vocabulary: Vocabulary
     # One clause for the user: what the directory contains, and what the weights were trained on.
@@ -61,34 +61,36 @@ class TrainedModel:
     @classmethod
     def of(cls, model: "Run | TrainedModel", config: ExperimentConfig) -> "TrainedModel":
         """Returns a trained model with other settings of evaluation, generation or data."""
-        return dataclasses.replace(
-            cls.of_run(model) if isinstance(model, Run) else model, config=config
-        )
+        trained = cls.of_run(model) if isinstance(model, Run) else model
+        return dataclasses.replace(trained, config=config)
 
     def outputs(self, *, needed: bool = False) -> str | None:
         """Returns the directory for scores and samples, or None if the model's own is read-only.
 
-        If it returns None, it also prints a note.
+        If it returns None, it also prints a note. All processes call it.
 
-        Raises `UserError` instead if the directory is `needed`, or if `out` cannot be written to.
+        Raises:
+          UserError: If the directory cannot be written to, and is `needed` or was passed as `out`.
         """
+        return distributed.broadcast_from_primary(lambda: self._find_outputs(needed=needed))
 
-        def find() -> str | None:
-            try:
-                folder = self.out or (
-                    self.source.outputs if isinstance(self.source, Run) else self.path
-                )
-                storage.probe(folder)
-                return folder
-            except OSError as error:
-                found = f"cannot write to {self.out or self.path} ({error.strerror or error})"
-                require(
-                    not needed and not self.out, f"{found}. Pass a writable directory as --out."
-                )
-                say(f"note      no file will be written: {found}. Pass --out to write elsewhere.")
-                return None
-
-        return distributed.broadcast_from_primary(find)
+    def _find_outputs(self, *, needed: bool) -> str | None:
+        """Returns the result of `outputs`, in process 0."""
+        try:
+            if self.out:
+                folder = self.out
+            elif isinstance(self.source, Run):
+                folder = self.source.outputs
+            else:
+                folder = self.path
+            storage.probe(folder)
+        except OSError as error:
+            reason = f"cannot write to {self.out or self.path} ({error.strerror or error})"
+            if needed or self.out:
+                raise UserError(f"{reason}. Pass a writable directory as --out.") from error
+            say(f"note      no file will be written: {reason}. Pass --out to write elsewhere.")
+            return None
+        return folder
 
     def build(self, *, log: Callable[[str], None] = lambda line: None) -> Built:
         """Builds the model on its config's mesh, a run's with its recorded attention.
@@ -102,11 +104,15 @@ class TrainedModel:
             lambda: build_for(self.config, self.vocabulary, recorded=recorded, uses=["evaluation"])
         )
         check_same_attention(built.attention)
-        # Settings that the recorded choice was not made for have none: then nothing was replaced.
+        if built.attention is None:
+            return built
+
+        # The log names attention only if it is not the recorded one, or if one failed here. For
+        # settings that the recorded choice was not made for, no implementation is recorded.
         before = None
         if recorded is not None and isinstance(recorded.cached, Implementation):
             before = {"evaluation": str(recorded.cached)}
-        if built.attention is not None and (before or built.attention.cached.replaces_failed):
+        if before or built.attention.cached.replaces_failed:
             line = attention_choice.describe(built.attention, before)
             if line:  # It is empty if the recorded path is used again.
                 log(f"attention: {line}")
@@ -115,12 +121,21 @@ class TrainedModel:
     def params(
         self, built: Built, *, log: Callable[[str], None] = lambda line: None
     ) -> tuple[int, Any]:
-        """Loads the parameters onto the mesh, in their shardings: (training steps, parameters).
+        """Loads the parameters onto the mesh, in their shardings.
 
         For a run see `load_parameters`. From a portable checkpoint each device reads its own part
-        of the file. `built` has this config's `model`, on any mesh. Raises `UserError` if no
-        checkpoint exists yet, and `CheckpointError` if the weights are corrupted or belong to
-        another model.
+        of the file.
+
+        Args:
+          built: This config's `model`, built on any mesh.
+          log: Takes one line.
+
+        Returns:
+          (training steps, parameters).
+
+        Raises:
+          UserError: If no checkpoint exists yet.
+          CheckpointError: If the weights are corrupted or belong to another model.
         """
         if isinstance(self.source, Run):
             return load_parameters(built, self.source, log=log)
@@ -139,22 +154,35 @@ def open_weights(
 ) -> TrainedModel:
     """Opens a trained model's directory, which is a run's workdir or a portable checkpoint.
 
-    Portable checkpoints are described in `interop.portable`.
+    Portable checkpoints are described in `interop.portable`. All processes call it, and not within
+    `distributed.run_on_all`.
 
-    Takes the arguments of `txl_jax.load`. All processes call it, and not within
-    `distributed.run_on_all`. Raises `UserError` if the run or member does not exist, its files
-    cannot be read, or the model cannot have these dtypes.
+    Args:
+      path: The directory.
+      member: The ensemble member, if the directory contains an ensemble.
+      weight_dtype: `eval.weight_dtype`, or None for the model's own setting.
+      cache_dtype: `eval.cache_dtype`, or None for the model's own setting.
+
+    Raises:
+      UserError: If the run or member does not exist, its files cannot be read, or the model cannot
+        have these dtypes.
     """
     folder = as_path(path)
     try:
-        found = TrainedModel.of_run(Run.read(folder, member=member))
+        trained = TrainedModel.of_run(Run.read(folder, member=member))
     except UserError as error:
-        found = _open_portable(folder, member, error)
-    given = {"eval.weight_dtype": weight_dtype, "eval.cache_dtype": cache_dtype}
-    if changes := {name: dtype for name, dtype in given.items() if dtype is not None}:
-        found = dataclasses.replace(found, config=config_tree.replace(found.config, changes))
-        found.config.validate()
-    return found
+        trained = _open_portable(folder, member, error)
+
+    dtypes: dict[str, str] = {}
+    if weight_dtype is not None:
+        dtypes["eval.weight_dtype"] = weight_dtype
+    if cache_dtype is not None:
+        dtypes["eval.cache_dtype"] = cache_dtype
+    if not dtypes:
+        return trained
+    config = config_tree.replace(trained.config, dtypes)
+    config.validate()
+    return dataclasses.replace(trained, config=config)
 
 
 def _open_portable(folder: str, member: str | None, no_run: UserError) -> TrainedModel:
@@ -162,35 +190,36 @@ def _open_portable(folder: str, member: str | None, no_run: UserError) -> Traine
 
     Raises `no_run`, or an error that says more, if the directory contains none.
     """
-    from txl_jax.interop import exported, portable
-
-    def check() -> None:
-        if portable.is_portable(folder):
-            one = (
-                f"the ensemble member is {member!r}, but {folder} contains one model. "
-                "Omit the member."
-            )
-            require(member is None, one)
-        elif exported.is_exported(folder):
-            raise UserError(
-                f"{folder} is an exported model (docs/export.md). "
-                "Pass the directory it was exported from."
-            )
-        elif holds_other_weights(folder):
-            convert = f"`python -m experiments.convert --from={folder} --to=NEW_DIRECTORY`"
-            raise UserError(
-                f"{folder} contains another implementation's weights. "
-                f"Convert them with {convert} first."
-            )
-        else:
-            raise no_run
+    from txl_jax.interop import portable
 
     # Process 0 decides, so that all processes go the same way, whatever each of them sees.
-    distributed.broadcast_from_primary(check)
+    distributed.broadcast_from_primary(lambda: _require_portable(folder, member, no_run))
     info = distributed.run_on_all(lambda: portable.read_info(folder))
-    return TrainedModel(
-        folder, info.config, info.vocabulary, f"the model {folder}, {info.description}", info
-    )
+    description = f"the model {folder}, {info.description}"
+    return TrainedModel(folder, info.config, info.vocabulary, description, info)
+
+
+def _require_portable(folder: str, member: str | None, no_run: UserError) -> None:
+    """Raises the error that says most, unless a directory contains a portable checkpoint."""
+    from txl_jax.interop import exported, portable
+
+    if portable.is_portable(folder):
+        require(
+            member is None,
+            f"the ensemble member is {member!r}, but {folder} contains one model. Omit the member.",
+        )
+        return
+    if exported.is_exported(folder):
+        raise UserError(
+            f"{folder} is an exported model (docs/export.md). "
+            "Pass the directory it was exported from."
+        )
+    if holds_other_weights(folder):
+        raise UserError(
+            f"{folder} contains another implementation's weights. Convert them with "
+            f"`python -m experiments.convert --from={folder} --to=NEW_DIRECTORY` first."
+        )
+    raise no_run
 
 
 def holds_other_weights(path: str) -> bool:
@@ -200,13 +229,14 @@ def holds_other_weights(path: str) -> bool:
     """
     from txl_jax.interop import exported, weight_files
 
+    # A run and an exported model may contain files with such names, too.
     if is_dir(path) and (exists(os.path.join(path, "checkpoints")) or exported.is_exported(path)):
         return False
-    if storage.is_remote(path):
-        if not is_dir(path):
-            return exists(path) and path.endswith(_REMOTE_SUFFIXES)
+    if not storage.is_remote(path):
+        return weight_files.find(Path(path)) is not None
+    if is_dir(path):
         return any(name.endswith(_REMOTE_SUFFIXES) for name in names(path))
-    return weight_files.find(Path(path)) is not None
+    return exists(path) and path.endswith(_REMOTE_SUFFIXES)
 
 
 def load_to_score(
@@ -218,39 +248,48 @@ def load_to_score(
 ) -> tuple[Built, int, Any]:
     """Loads a trained model to score a text of the same vocabulary.
 
-    Returns (the built model, step, parameters).
+    All processes call it.
+
+    Returns:
+      (the built model, step, parameters).
+
+    Raises:
+      UserError: If settings or text differ between processes, or the text was read in another
+        vocabulary.
     """
     check_same_settings(config)
     check_same_text(corpus)
-    weights = TrainedModel.of(model, config)
-    theirs, ours = weights.vocabulary, corpus.vocabulary
-    trained, scored = (
-        f"{weights.description}, with {theirs.size} tokens",
-        f"{corpus.description!r} was read with",
-    )
+    trained = TrainedModel.of(model, config)
     require(
-        ours == theirs,
-        f"this is {trained}, but {scored} {ours.size} or others. "
+        corpus.vocabulary == trained.vocabulary,
+        f"this is {trained.description}, with {trained.vocabulary.size} tokens, "
+        f"but {corpus.description!r} was read with {corpus.vocabulary.size} or others. "
         "Read it in the model's vocabulary.",
     )
-    if not isinstance(weights.source, Run) or corpus.digest != weights.source.text.digest:
-        log(f"note      scored text: {corpus.description}. Model: {weights.description}.")
-    built = weights.build(log=log)
-    return built, *weights.params(built, log=log)
+    if not isinstance(trained.source, Run) or corpus.digest != trained.source.text.digest:
+        log(f"note      scored text: {corpus.description}. Model: {trained.description}.")
+    built = trained.build(log=log)
+    step, params = trained.params(built, log=log)
+    return built, step, params
 
 
 def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tuple[int, Any]:
     """Loads the best parameters of a run, or its latest before the first evaluation.
 
-    Returns (step, parameters).
+    With `eval.average_checkpoints` it loads the mean of that many latest checkpoints instead. With
+    JAX_ENABLE_X64 parameters are read as float64, and the model computes in its own dtype as ever.
 
-    With JAX_ENABLE_X64 they are read as float64, and the model computes in its own dtype as ever.
-    With `eval.average_checkpoints` it is the mean of that many latest checkpoints, and the step of
-    the last. Raises `UserError` if the run has too few checkpoints, and `CheckpointError` if none
-    can be read.
+    Returns:
+      (step, parameters). For a mean, it is the step of the last checkpoint.
+
+    Raises:
+      UserError: If the run has too few checkpoints.
+      CheckpointError: If none can be read.
     """
-    if count := built.config.eval.average_checkpoints:
-        return _mean_of_latest(built, run, count, log=log)
+    n_averaged = built.config.eval.average_checkpoints
+    if n_averaged:
+        return _mean_of_latest(built, run, n_averaged, log=log)
+
     has_best, has_latest = distributed.broadcast_from_primary(
         lambda: [exists(run.best), exists(run.latest)]
     )
@@ -259,16 +298,19 @@ def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tu
             with Checkpointer(run.best, keep=1, log=log) as best:
                 restored = best.restore({"params": built.abstract_state.params}, casts=True)
             if restored is not None:
-                return restored[0], restored[1]["params"]
+                step, tree, _ = restored
+                return step, tree["params"]
         except CheckpointError as error:
             if not has_latest:
                 raise
             log(str(error))
+
     if has_latest:
         latest = load_state(built, run, log=log, casts=True)
         if latest is not None:
             log("note      no best checkpoint is available, so the latest parameters are used")
-            return latest[0], latest[1].scored_params
+            step, state, _ = latest
+            return step, state.scored_params
     raise UserError(f"{run.path} has no checkpoint yet. Train it first (--mode=train).")
 
 
@@ -282,11 +324,16 @@ def load_state(
 ) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Loads the latest valid training state.
 
-    If `before` is passed, only states before that step count. Returns (step, state, notes), or None
-    if no step exists.
+    Args:
+      built: The model, for the shapes and shardings of the state.
+      run: The run. For a chosen ensemble member it is that member's state, with the notes of all
+        members.
+      log: Takes one line.
+      before: If set, only states before that step count.
+      casts: As in `Checkpointer.restore`.
 
-    For a chosen ensemble member it is that member's state, with the notes of all members. `casts`
-    is as in `Checkpointer.restore`.
+    Returns:
+      (step, state, notes), or None if no step exists.
     """
     members = Members(run.member_names)
     index = run.member_names.index(run.member) if run.member else 0
@@ -307,21 +354,23 @@ def _mean_of_latest(
 
     Returns the last step and the mean.
     """
-    steps: list[int] = []
-    total = None
+    steps: list[int] = []  # From the last one backwards.
+    total: Any = None
     while len(steps) < count:
-        restored = load_state(built, run, log=log, before=steps[-1] if steps else None, casts=True)
+        before = steps[-1] if steps else None
+        restored = load_state(built, run, log=log, before=before, casts=True)
         if restored is None:
-            what = (
-                f"eval.average_checkpoints must be at most {len(steps)} (found "
-                f"in {run.latest}), got {count}"
+            raise UserError(
+                f"eval.average_checkpoints must be at most {len(steps)} (found in {run.latest}), "
+                f"got {count}. Lower it, or train with more --train.keep_checkpoints."
             )
-            raise UserError(f"{what}. Lower it, or train with more --train.keep_checkpoints.")
-        steps.append(restored[0])
-        params = restored[1].scored_params
-        total = params if total is None else jax.tree.map(jnp.add, total, params)
-    log(
-        "note      parameters are the mean of the checkpoints at steps "
-        f"{', '.join(map(str, reversed(steps)))}"
-    )
+        step, state, _ = restored
+        steps.append(step)
+        if total is None:
+            total = state.scored_params
+        else:
+            total = jax.tree.map(jnp.add, total, state.scored_params)
+
+    in_order = ", ".join(map(str, reversed(steps)))
+    log(f"note      parameters are the mean of the checkpoints at steps {in_order}")
     return steps[0], jax.tree.map(lambda leaf: leaf / count, total)

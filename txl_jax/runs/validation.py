@@ -211,7 +211,7 @@ class Validation:
 
         It describes the text, the size, and the weights that the run began with.
         """
-        corpus, weights = self.corpus, self.run.weights
+        corpus, weights = self.corpus, self.run.warm_start
         facts = {
             "corpus": corpus.name,
             "text": corpus.description,

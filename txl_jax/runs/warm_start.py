@@ -1,10 +1,9 @@
 """Warm starts: training from the parameters of a trained model (`init_from`), as in fine-tuning.
 
 Optimizer, step, memory and the position in the text start over. A warm start happens once, before
-the first checkpoint:
-config.json records the weights read, and later starts of the same command resume without the
-weights. The settings that determine the parameters come from the trained model unless a flag sets
-them.
+the first checkpoint: config.json records the weights that were read, and later starts of the same
+command resume without them. The settings that determine the parameters come from the trained model
+unless a flag sets them.
 """
 
 import hashlib
@@ -36,41 +35,36 @@ from txl_jax.training.step import TrainState
 from txl_jax.training.vocabulary_transfer import RowMap, match_tokens, row_map, transfer
 
 _CUTOFFS = "model.cutoffs"
-# Settings beside those of the model and its compatibility in which the fine-tuning may differ, and
-# which change losses.
+# Settings that are not the model's, in which the fine-tuning may differ, and which change losses.
 _NOTED = ("train.segment_len", "train.mem_len", "train.clamp_len", "train.same_length")
+# Settings of the model that change no loss of trained parameters.
 _UNNOTED = ("model.attention", "model.remat", "model.init_std", "model.projection_init_std")
 
 
 class WarmStart(NamedTuple):
     """The trained model that a run begins with, or began with."""
 
-    # Their path, step, sha256 and tokens, for config.json.
+    # Path, step and sha256 of the weights, and counts of their tokens, for config.json.
     record: Mapping[str, Any]
-    # Initial parameters of a new model -> the state before the first update.
+    # Maps the initial parameters of a new model to the state before the first update.
     state: Callable[[Any], TrainState]
-    # A line about settings that differ and change losses, if any.
+    # A line about settings that differ and change losses. Empty if there are none.
     note: str = ""
 
     @property
     def lines(self) -> list[str]:
         """Describes the weights, for the startup summary of the run."""
-        record, tokens = self.record, self.record["tokens"]
-        moved = (
-            f" ({tokens['moved']:,} moved to a cluster of another size)" if tokens["moved"] else ""
-        )
-        counts = (
-            f"{tokens['kept']:,} tokens kept, {tokens['new']:,} "
-            f"new{moved}, {tokens['dropped']:,} dropped"
-        )
-        return [
-            (
-                f"init      weights from {record['path']}, step {record['step']:,}, sha256 "
-                f"{record['sha256'][:12]}..."
-            ),
-            f"          vocabulary: {counts}",
-            *filter(None, [self.note]),
-        ]
+        record = self.record
+        tokens = record["tokens"]
+        counts = f"{tokens['kept']:,} tokens kept, {tokens['new']:,} new"
+        if tokens["moved"]:
+            counts += f" ({tokens['moved']:,} moved to a cluster of another size)"
+        counts += f", {tokens['dropped']:,} dropped"
+        source = f"{record['path']}, step {record['step']:,}, sha256 {record['sha256'][:12]}..."
+        lines = [f"init      weights from {source}", f"          vocabulary: {counts}"]
+        if self.note:
+            lines.append(self.note)
+        return lines
 
 
 def basis(path: str, run: Run) -> TrainedModel:
@@ -89,16 +83,13 @@ def with_trained_settings(
     These are its sizes and compatibility settings and, if its vocabulary is kept, its token
     settings.
     """
-    leaves = config_tree.leaves(ExperimentConfig)
-    names = [
-        leaf.name
-        for leaf in leaves
-        if leaf.setting.shapes_params or leaf.name.startswith("model.compat.")
-    ]
-    taken = {name: config_tree.get(trained.config, name) for name in names}
+    trained_values = {}
+    for leaf in config_tree.leaves(ExperimentConfig):
+        if leaf.setting.shapes_params or leaf.name.startswith("model.compat."):
+            trained_values[leaf.name] = config_tree.get(trained.config, leaf.name)
     if which is InitVocabulary.KEPT:
-        taken |= tokenizer_settings(trained.vocabulary)
-    return config_tree.replace(defaults, taken)
+        trained_values |= tokenizer_settings(trained.vocabulary)
+    return config_tree.replace(defaults, trained_values)
 
 
 def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: str | None) -> Corpus:
@@ -112,29 +103,38 @@ def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: st
 
     def read() -> Corpus:
         if vocabulary is not None:
-            theirs = config_tree.replace(config, tokenizer_settings(vocabulary))
-            different = config_tree.differences(theirs, config)
-            named = "; ".join(
-                f"{leaf.name} is {ours} instead of {kept}" for leaf, kept, ours in different
-            )
-            basis_of = f"init_vocabulary is kept (the vocabulary of {config.init_from})"
-            require(not different, f"{basis_of}, but {named}. Omit these flags.")
+            _check_tokenizer(config, vocabulary)
         return corpus_lib.read_corpus(config.data, data_dir, cache_dir, vocabulary=vocabulary)
 
     return distributed.run_on_all(read)
 
 
-def other_sizes(config: ExperimentConfig, trained: ExperimentConfig) -> dict[str, Any]:
-    """Returns the trained model's values of settings that determine parameters and differ."""
-    different = config_tree.differences(trained, config)
-    sizes = [
-        each
-        for each in different
-        if each[0].setting.shapes_params and _is_read(each[0].name, config)
+def _check_tokenizer(config: ExperimentConfig, kept: Vocabulary) -> None:
+    """Raises `UserError` if token settings are not those of a vocabulary that is kept."""
+    with_kept = config_tree.replace(config, tokenizer_settings(kept))
+    changes = [
+        f"{leaf.name} is {value} instead of {kept_value}"
+        for leaf, kept_value, value in config_tree.differences(with_kept, config)
     ]
-    return {
-        leaf.name: old for leaf, old, new in sizes if leaf.name != _CUTOFFS or len(old) != len(new)
-    }
+    require(
+        not changes,
+        f"init_vocabulary is kept (the vocabulary of {config.init_from}), "
+        f"but {'; '.join(changes)}. Omit these flags.",
+    )
+
+
+def other_sizes(config: ExperimentConfig, trained: ExperimentConfig) -> dict[str, Any]:
+    """Returns the trained model's values of settings that determine parameters and differ.
+
+    Cutoffs of the same number of clusters count as equal, because tokens can move between clusters.
+    """
+    sizes = {}
+    for leaf, trained_value, value in config_tree.differences(trained, config):
+        if not leaf.setting.shapes_params or not _is_read(leaf.name, config):
+            continue
+        if leaf.name != _CUTOFFS or len(trained_value) != len(value):
+            sizes[leaf.name] = trained_value
+    return sizes
 
 
 def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
@@ -142,51 +142,75 @@ def check_model(config: ExperimentConfig, trained: ExperimentConfig) -> None:
 
     Bounds of clusters may differ.
     """
-    refused = []
-    for name, theirs in other_sizes(config, trained).items():
-        here, there = (
-            config_tree.format_value(value) or "empty"
-            for value in (config_tree.get(config, name), theirs)
-        )
-        refused.append(f"{name} is {here} instead of {there}")
-    advice = "Omit these settings to take them from the weights."
+    changes = []
+    for name, trained_value in other_sizes(config, trained).items():
+        value_text = config_tree.format_value(config_tree.get(config, name)) or "empty"
+        trained_text = config_tree.format_value(trained_value) or "empty"
+        changes.append(f"{name} is {value_text} instead of {trained_text}")
     require(
-        not refused,
-        f"the weights in {config.init_from} are from another model: {', '.join(refused)}. {advice}",
+        not changes,
+        f"the weights in {config.init_from} are from another model: {', '.join(changes)}. "
+        "Omit these settings to take them from the weights.",
     )
 
 
 def load(built: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
-    """Reads the weights at `init_from`, once.
+    """Reads the weights at `init_from`, once. All processes call it.
 
-    If the run resumes, returns only their record, or None if it has none.
+    Args:
+      built: The model that is to be trained.
+      vocabulary: Vocabulary of the text that is to be trained on.
+      run: The run that begins or resumes.
+
+    Returns:
+      The warm start. If the run resumes from a checkpoint, no weights are read: then it is only
+      their record, or None if the run did not begin with weights.
+
+    Raises:
+      UserError: If the weights cannot be read, or are from another model.
     """
     config = built.config
     assert config.init_from is not None
 
-    def vanished(initial: Any) -> TrainState:
-        gone = f"the checkpoints in {run.latest} disappeared while the run was opened"
-        raise CheckpointError(f"{gone}. Rerun the same command.")
-
     if distributed.broadcast_from_primary(lambda: bool(find_steps(run.latest))):
-        return None if run.weights is None else WarmStart(run.weights, vanished)
+        if run.warm_start is None:
+            return None
+
+        def vanished(initial: Any) -> TrainState:
+            raise CheckpointError(
+                f"the checkpoints in {run.latest} disappeared while the run was opened. "
+                "Rerun the same command."
+            )
+
+        return WarmStart(run.warm_start, vanished)
+
     trained = _open(config.init_from)
     rows = distributed.run_on_all(lambda: _match(config, trained, vocabulary))
-    # The trained model on the mesh of the run that begins.
-    ours = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
-    changed = {name: config_tree.get(config, name) for name in ours} | {
-        "eval.average_checkpoints": None
+
+    # The trained model is placed on the mesh of the run that begins. Its best parameters are read,
+    # even if its config asks for an average of checkpoints.
+    names = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
+    changes = {name: config_tree.get(config, name) for name in names}
+    changes["eval.average_checkpoints"] = None
+    trained_built = build_for(
+        config_tree.replace(trained.config, changes),
+        trained.vocabulary,
+        mesh=built.mesh,
+        uses=(),
+    )
+    step, trained_params = trained.params(trained_built)
+    record = {
+        "path": trained.path,
+        "step": step,
+        "sha256": digest(trained_params),
+        "tokens": rows.counts,
     }
-    theirs = config_tree.replace(trained.config, changed)
-    same_mesh = build_for(theirs, trained.vocabulary, mesh=built.mesh, uses=())
-    step, params = trained.params(same_mesh)
-    initial = built.abstract_state.params
-    record = {"path": trained.path, "step": step, "sha256": digest(params), "tokens": rows.counts}
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, initial)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, built.abstract_state.params)
     move = built.jit(transfer(rows, trained.config.model, config.model), out_shardings=shardings)
 
-    def state(own: Any) -> TrainState:
-        return built.state_from_params(move(own, params))
+    def state(initial: Any) -> TrainState:
+        return built.state_from_params(move(initial, trained_params))
 
     return WarmStart(record, state, _note(config, trained.config))
 
@@ -196,27 +220,28 @@ def digest(params: Any) -> str:
 
     The digest covers names, dtypes, shapes and values. All processes call this function.
     """
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(params):
         values = np.ascontiguousarray(distributed.to_host(leaf))
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        found.update(f"{name} {values.dtype} {values.shape}\n".encode())
-        found.update(values.data)
-    return found.hexdigest()
+        sha256.update(f"{name} {values.dtype} {values.shape}\n".encode())
+        sha256.update(values.data)
+    return sha256.hexdigest()
 
 
 def _open(path: str) -> TrainedModel:
+    """Opens the model at `init_from`. Errors name the flag."""
     with rephrased(f"--init_from is {path}, whose weights cannot be used: %s", UserError):
         return open_weights(path)
 
 
 def tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:
     """Returns the settings that determine token ids, from a vocabulary."""
-    given = {"kind": vocabulary.kind, **vocabulary.header()}
-    names = [
-        leaf.name for leaf in config_tree.leaves(TokenizerConfig) if leaf.setting.shapes_tokens
-    ]
-    tokenizer = TokenizerConfig(**{name: given[name] for name in names if name in given})
+    # A vocabulary records only some of them. The others have their defaults.
+    recorded = {"kind": vocabulary.kind, **vocabulary.header()}
+    leaves = config_tree.leaves(TokenizerConfig)
+    names = [leaf.name for leaf in leaves if leaf.setting.shapes_tokens]
+    tokenizer = TokenizerConfig(**{name: recorded[name] for name in names if name in recorded})
     return {f"data.tokenizer.{name}": getattr(tokenizer, name) for name in names}
 
 
@@ -228,34 +253,35 @@ def _is_read(name: str, config: ExperimentConfig) -> bool:
 
 
 def _match(config: ExperimentConfig, trained: TrainedModel, vocabulary: Vocabulary) -> RowMap:
-    """Matches the tokens.
+    """Matches the tokens of the text's vocabulary with the trained model's.
 
     Raises `UserError` for another model, or if tokens of the vocabularies mean other things.
     """
     check_model(config, trained.config)
-    theirs = trained.vocabulary
-    same = theirs == vocabulary
-    kinds = [f"{each.kind} ({each.size:,})" for each in (theirs, vocabulary)]
-    require(
-        same or theirs.kind == vocabulary.kind,
-        f"the tokens of {trained.path} are of kind {kinds[0]}, but the text's are of kind "
-        f"{kinds[1]}. Pass --init_vocabulary=kept to read the text in that vocabulary.",
-    )
-    matched = (
-        np.arange(vocabulary.size, dtype=np.int32) if same else match_tokens(theirs, vocabulary)
-    )
-    return row_map(matched, trained.config.model, config.model, old_size=theirs.size)
+    trained_vocabulary = trained.vocabulary
+    if trained_vocabulary == vocabulary:
+        matched = np.arange(vocabulary.size, dtype=np.int32)
+    else:
+        require(
+            trained_vocabulary.kind == vocabulary.kind,
+            f"the tokens of {trained.path} are of kind {trained_vocabulary.kind} "
+            f"({trained_vocabulary.size:,}), but the text's are of kind {vocabulary.kind} "
+            f"({vocabulary.size:,}). "
+            "Pass --init_vocabulary=kept to read the text in that vocabulary.",
+        )
+        matched = match_tokens(trained_vocabulary, vocabulary)
+    return row_map(matched, trained.config.model, config.model, old_size=trained_vocabulary.size)
 
 
 def _note(config: ExperimentConfig, trained: ExperimentConfig) -> str:
     """Names the settings that differ and change losses, in one line, which may be empty."""
-    named = [
-        f"{leaf.name} {config_tree.format_value(ours)} (was {config_tree.format_value(theirs)})"
-        for leaf, theirs, ours in config_tree.differences(trained, config)
-        if leaf.name in _NOTED or (leaf.name.startswith("model.") and leaf.name not in _UNNOTED)
-    ]
-    return (
-        f"note      settings that differ from the pretrained model's: {', '.join(named)}"
-        if named
-        else ""
-    )
+    changes = []
+    for leaf, trained_value, value in config_tree.differences(trained, config):
+        is_models = leaf.name.startswith("model.") and leaf.name not in _UNNOTED
+        if is_models or leaf.name in _NOTED:
+            now = config_tree.format_value(value)
+            was = config_tree.format_value(trained_value)
+            changes.append(f"{leaf.name} {now} (was {was})")
+    if not changes:
+        return ""
+    return f"note      settings that differ from the pretrained model's: {', '.join(changes)}"
