@@ -68,13 +68,14 @@ def _work(train: TrainConfig, reader: SegmentReader) -> str:
     n_reread = train.segment_len - train.new_tokens
     if n_reread:
         context = f"after {n_reread} that are reread"
-    return (
-        f"batch {train.batch_size} x {train.new_tokens} tokens = "
-        f"{train.batch_size * train.new_tokens:,} per step, {context}; "
-        f"{train.steps:,} steps = {train.steps / reader.n_segments:.2f} epochs of "
-        f"{reader.n_segments:,} steps ({reader.skipped_tokens:,} tokens at the end of an epoch "
-        "are skipped)"
+    n_token = train.batch_size * train.new_tokens
+    per_step = f"batch {train.batch_size} x {train.new_tokens} tokens = {n_token:,} per step"
+    n_epoch = train.steps / reader.n_segments
+    epochs = (
+        f"{train.steps:,} steps = {n_epoch:.2f} epochs of {reader.n_segments:,} steps "
+        f"({reader.skipped_tokens:,} tokens at the end of an epoch are skipped)"
     )
+    return f"{per_step}, {context}; {epochs}"
 
 
 def _scoring(lengths: EvalConfig) -> str:

@@ -169,9 +169,10 @@ def train_run(
         check_same_text(corpus)
 
     def build_and_cut() -> tuple[Built, list[SegmentReader]]:
-        # `attention_for` returns what an earlier start chose, and None on a first start, for which
-        # `build` follows model.attention.
-        built = build_for(config, corpus.vocabulary, recorded=run.attention_for(config))
+        # The attention that an earlier start chose, or on a first start what model.attention asks
+        # for: a resumed run must stay equal to the last bit.
+        attention = run.attention_for(config)
+        built = build_for(config, corpus.vocabulary, recorded=attention)
         built.check_batch_size()
         seeds = [config.seed]
         if members:
@@ -191,8 +192,9 @@ def train_run(
     if config.init_from is not None:
         pretrained = warm_start.load(built, corpus.vocabulary, run)
 
-    # The first write of this start.
     weights_record = None if pretrained is None else pretrained.record
+
+    # The first write of this start: whatever failed until here has left no directory behind.
     run.record_start(
         config,
         corpus,
@@ -246,7 +248,7 @@ def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
 
 
 class _Start(NamedTuple):
-    """Where a start of a run begins."""
+    """What a start of a run begins with: a checkpoint, or the initial state."""
 
     step: int  # Updates done.
     state: TrainState  # The state after them, with a leading member axis in an ensemble.
@@ -262,7 +264,7 @@ class Trainer:
 
     # What is trained: one run or, with a leading member axis, an ensemble.
     built: Built
-    # After `Run.record_start`.
+    # The open workdir, with the record of this start.
     run: Run
     corpus: Corpus
     # The training segments of each member, or of the one run.
@@ -316,10 +318,10 @@ class Trainer:
                 self._validation.read_losses()
                 results = self._results_if_finished(start.step)
                 if results is not None:
-                    return Outcome(True, start.step, results)
+                    return Outcome(finished=True, step=start.step, results=results)
 
                 if start.step:
-                    self._log.print(f"resuming  from {self._describe(start.step)}")
+                    self._log.print(f"resuming  from {self._position(start.step)}")
                 train_step = self._compile()
                 self._progress = self._make_progress(start.notes)
                 step, state = self._update_until_done(train_step, start)
@@ -327,12 +329,14 @@ class Trainer:
                 return self._finish(step, state)
 
     def _is_stopping(self) -> Any:
+        """Returns whether a stop is requested. Raises `UserError` if the lock is lost."""
         self.run.check()
         return self.stop_requested()
 
     def _has_ended(self, step: int) -> bool:
-        has_ended = step >= self._config.steps or self._validation.out_of_patience
-        return has_ended and not self._validation.pending
+        """Returns whether training has ended after `step` updates, with its last evaluation."""
+        is_last = step >= self._config.steps or self._validation.out_of_patience
+        return is_last and not self._validation.pending
 
     # Before the first update
 
@@ -408,7 +412,8 @@ class Trainer:
         self._log.print(f"finished  already: {self._validation.results_path}{advice}")
         return results
 
-    def _describe(self, step: int) -> str:
+    def _position(self, step: int) -> str:
+        """Describes step and place in the text, which is the same for all members."""
         epoch, segment = divmod(step, self.readers[0].n_segments)
         return f"step {step} (epoch {epoch + 1}, segment {segment})"
 
@@ -449,10 +454,10 @@ class Trainer:
 
         evaluation = self._validation.hooks()
         save = Hook(self._config.checkpoint_every, self._save)
-        hooks = self._in_order(evaluation, save)
+        hooks = self._hooks_in_order(evaluation, save)
 
-        # A stop cut the last evaluation short. The repeated one may be cut short too, or be the
-        # last one.
+        # A stop cut the last evaluation short. The repeated one may be cut short as well, or use up
+        # the patience.
         if self._validation.pending:
             state = self._repeat_evaluation(evaluation, save, step, state)
         if self._validation.pending or self._validation.out_of_patience:
@@ -478,15 +483,16 @@ class Trainer:
     def _repeat_evaluation(
         self, evaluation: Sequence[Hook], save: Hook, step: int, state: TrainState
     ) -> TrainState:
+        """Runs the hooks of an evaluation again. Returns the state that they leave."""
         state, _ = run_hooks(evaluation, step, state, self._progress)
         if not self._validation.pending:
             # Else a kill before the next checkpoint would evaluate, and record, again.
             run_hooks([save], step, state, self._progress)
         return state
 
-    def _in_order(self, evaluation: Sequence[Hook], save: Hook) -> list[Hook]:
+    def _hooks_in_order(self, evaluation: Sequence[Hook], save: Hook) -> list[Hook]:
         """Returns all hooks in the order in which they run after an update."""
-        hooks = [*evaluation]
+        hooks = list(evaluation)
         if self.hooks:
             # The caller's hooks may load the best parameters, so these must be on disk.
             every = self._config.eval_every
@@ -583,7 +589,7 @@ class Trainer:
             self._log.print(
                 f"stopped   at step {step}, checkpoint saved. Rerun the same command to resume."
             )
-        return Outcome(results is not None, step, results)
+        return Outcome(finished=results is not None, step=step, results=results)
 
 
 def _share_of_peak(config: ExperimentConfig, step: int) -> str:
