@@ -108,7 +108,7 @@ def member_configs(base: ExperimentConfig, members: MemberSettings) -> dict[str,
         trained as an ensemble.
     """
     require(len(members) > 1, f"an ensemble must have at least two members, got {len(members)}")
-    settings = {setting for member in members for setting in member}
+    settings: set[str] = set().union(*members)
     for setting in sorted(settings):
         suggestion = config_tree.did_you_mean(setting, member_axis.VARYING)
         require(

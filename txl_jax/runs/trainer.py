@@ -302,8 +302,8 @@ class Trainer:
             self.run,
             self._checkpoints,
             self._log,
-            self._is_stopping,
-            self.sampler,
+            stop_requested=self._is_stopping,
+            sampler=self.sampler,
         )
 
     def train(self) -> Outcome:

@@ -85,10 +85,9 @@ class Progress:
     device_memory: Callable[[], int | None] = environment.device_memory_bytes
 
     def __post_init__(self, running_totals: Any) -> None:
-        # By member.
-        self._totals = [
-            RunningTotals(**(stored or {})) for stored in self.members.from_json(running_totals)
-        ]
+        # By member. A new run has stored nothing.
+        stored_by_member = self.members.from_json(running_totals)
+        self._totals = [RunningTotals(**(stored or {})) for stored in stored_by_member]
         # Seconds that were spent on something else since the start.
         self._excluded = 0.0
 
