@@ -8,14 +8,14 @@ import jax
 
 from txl_jax import flops
 from txl_jax.config import ExperimentConfig
-from txl_jax.config.config_tree import require
 from txl_jax.data.corpus import Corpus
+from txl_jax.errors import UserError
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.trainer import training_reader
 
-_SECONDS_TO_TIME = 5.0  # Updates are timed for so long before their number is set.
-_LEAST_CALLS = 2  # Calls that are made at least: one that is not timed, and one that is.
-_LEAST_STEPS = 100  # Steps for which the error names the time that they need.
+_SECONDS_TO_TIME = 5.0  # Updates are timed for at least so long.
+_LEAST_CALLS = 2  # One call that is not timed, and at least one that is.
+_ADVISED_STEPS = 100  # If no step fits, the error names the time that so many steps need.
 
 
 def steps_in(
@@ -45,28 +45,30 @@ def steps_in(
     built = build_for(config, corpus.vocabulary)
     built.check_batch_size()
     train = config.train
-    per_update = _seconds_per_update(built, corpus, clock)
+    update_seconds = _seconds_per_update(built, corpus, clock)
 
     # The device is assumed to do the FLOPs of an evaluation as fast as those of an update.
     vocab_size = built.model.vocab_size
     update_flops = flops.of_step(config, vocab_size=vocab_size, n_device=built.mesh.size).flops
     token_flops = flops.of_inference(config.model, config.eval, vocab_size=vocab_size)
-    per_token = per_update * token_flops / (update_flops or math.inf)
-    validation = per_token * len(corpus.valid[: config.eval.valid_tokens])
+    token_seconds = update_seconds * token_flops / (update_flops or math.inf)
+    valid_seconds = token_seconds * len(corpus.valid[: config.eval.valid_tokens])
+    test_seconds = token_seconds * len(corpus.test)
 
-    # The last update is evaluated too, whether it is a multiple of eval_every or not.
-    last_scores = validation + per_token * len(corpus.test)
-    per_step = per_update + validation / train.eval_every
-    steps = int((seconds - last_scores) / per_step)
+    # A step is an update and its part of the evaluation that follows every so many updates. The
+    # last update is evaluated too, whether it is a multiple of eval_every or not.
+    step_seconds = update_seconds + valid_seconds / train.eval_every
+    end_seconds = valid_seconds + test_seconds
+    steps = int((seconds - end_seconds) / step_seconds)
     steps -= steps % train.segments_per_call
-    enough = math.ceil((last_scores + _LEAST_STEPS * per_step) / 60)
-    require(
-        steps > 0,
-        f"{seconds / 60:g} minutes are too few to train: a step takes {per_update:.3g} s, and "
-        f"scoring the validation and test splits {last_scores:.3g} s. Pass at least {enough} "
-        f"minutes for {_LEAST_STEPS} steps, or a smaller model.",
-    )
-    return steps, per_update
+    if steps <= 0:
+        enough = math.ceil((end_seconds + _ADVISED_STEPS * step_seconds) / 60)
+        raise UserError(
+            f"{seconds / 60:g} minutes are too few to train: a step takes {update_seconds:.3g} s, "
+            f"and scoring the validation and test splits {end_seconds:.3g} s. Pass at least "
+            f"{enough} minutes for {_ADVISED_STEPS} steps, or a smaller model."
+        )
+    return steps, update_seconds
 
 
 def _seconds_per_update(built: Built, corpus: Corpus, clock: Callable[[], float]) -> float:
