@@ -28,7 +28,7 @@ from txl_jax.config import ExperimentConfig
 from txl_jax.errors import UserError
 from txl_jax.runs import ensemble
 from txl_jax.runs.run import Run
-from txl_jax.runs.train import train_run
+from txl_jax.runs.trainer import train_run
 
 
 class Mode(enum.StrEnum):

@@ -41,8 +41,8 @@ from txl_jax.runs.build import build_for
 from txl_jax.runs.generate import generate_text
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import score
-from txl_jax.runs.train import train_run
 from txl_jax.runs.trained import load_parameters
+from txl_jax.runs.trainer import train_run
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import is_remote

@@ -21,8 +21,7 @@ from txl_jax.config.config_tree import require
 from txl_jax.data.corpus import Corpus
 from txl_jax.runs.convert import convert
 from txl_jax.runs.run import Run
-from txl_jax.runs.train import train_run
-from txl_jax.runs.trainer import Outcome
+from txl_jax.runs.trainer import Outcome, train_run
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.stop import StopRequest
 from txl_jax.runtime.storage import expand_home

@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # `as`: each is public for type checkers too.
     from txl_jax.recurrence import Segments as Segments
     from txl_jax.recurrence import scan_segments as scan_segments
     from txl_jax.recurrence import weighted_sum as weighted_sum
-    from txl_jax.runs.train import train as train
     from txl_jax.runs.trainer import Outcome as Outcome
+    from txl_jax.runs.trainer import train as train
     from txl_jax.runtime.sinks import Sink as Sink
     from txl_jax.trained_model import Continuation as Continuation
     from txl_jax.trained_model import LanguageModel as LanguageModel
@@ -50,8 +50,7 @@ _MODULES = {
     "modules.transformer_xl": ("TransformerXL",),
     "ops.attention": ("Visibility", "attention", "sinusoids"),
     "recurrence": ("Segments", "scan_segments", "weighted_sum"),
-    "runs.train": ("train",),
-    "runs.trainer": ("Outcome",),
+    "runs.trainer": ("Outcome", "train"),
     "runtime.sinks": ("Sink",),
     "trained_model": ("Continuation", "LanguageModel", "load"),
     "training.hooks": ("Hook", "HookContext"),

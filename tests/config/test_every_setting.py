@@ -27,7 +27,7 @@ from txl_jax.runs import score, warm_start
 from txl_jax.runs.build import build, build_for
 from txl_jax.runs.generate import read_prompt, read_stop
 from txl_jax.runs.run import Run
-from txl_jax.runs.train import training_reader
+from txl_jax.runs.trainer import training_reader
 from txl_jax.runtime.log import read_metrics
 from txl_jax.training.step import init_params, init_state, make_train_step
 

@@ -29,7 +29,7 @@ from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.generate import generate_text, make_sampler
 from txl_jax.runs.run import Run
 from txl_jax.runs.run_tables import read_runs
-from txl_jax.runs.train import steps_in
+from txl_jax.runs.time_budget import steps_in
 from txl_jax.runs.trained import load_parameters
 from txl_jax.runs.trainer import run_updates
 from txl_jax.runtime import stop

@@ -10,11 +10,10 @@ from typing import Any
 
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
-from txl_jax.runs import train as train_lib
 from txl_jax.runs.build import build_for
 from txl_jax.runs.run import Run, TextInfo
 from txl_jax.runs.trained import load_state
-from txl_jax.runs.trainer import Outcome
+from txl_jax.runs.trainer import Outcome, train_run
 from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.sinks import MEASURED
 from txl_jax.training.step import TrainState
@@ -23,7 +22,7 @@ from txl_jax.training.step import TrainState
 def train(config: ExperimentConfig, corpus: Corpus, run: Any, **more: Any) -> Outcome:
     """Trains in a folder, or in that of a `Run`."""
     with Run.open(_path(run)) as opened:
-        return train_lib.train_run(config, corpus, opened, **more)
+        return train_run(config, corpus, opened, **more)
 
 
 def record(path: Any, config: ExperimentConfig, text: TextInfo | Corpus, members: Any = ()) -> Run:

@@ -49,8 +49,9 @@ from txl_jax.runs import score, warm_start
 from txl_jax.runs.generate import check_can_generate, continue_prompts, generate_text
 from txl_jax.runs.run import Run, recorded_folders
 from txl_jax.runs.score import InputFormat, Interrupted
-from txl_jax.runs.train import steps_in, train_run
+from txl_jax.runs.time_budget import steps_in
 from txl_jax.runs.trained import TrainedModel, open_weights
+from txl_jax.runs.trainer import train_run
 from txl_jax.runtime import distributed, output
 from txl_jax.runtime.checkpoint import quiet_orbax
 from txl_jax.runtime.environment import is_out_of_memory

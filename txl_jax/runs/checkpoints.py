@@ -1,7 +1,8 @@
-"""The checkpoints of a run (`runs.run`), both the latest and the best.
+"""The checkpoints of a run (`runs.run`): the latest ones and the best ones.
 
-The latest checkpoint contains everything. The best checkpoints contain each member's best
-parameters.
+The latest checkpoints contain everything. The best checkpoints contain each member's best
+parameters, and are written by `runs.validation`. Both writers share the rule of this file: a
+checkpoint counts on the best parameters of its evaluation, so these are on disk before it starts.
 """
 
 import contextlib
@@ -18,23 +19,25 @@ from txl_jax.training.step import TrainState
 class RunCheckpoints(contextlib.ExitStack):
     """A context manager, the same in every process, that saves and restores.
 
-    Raises if another run writes too.
+    Saving raises if the run has lost its directory to another run.
     """
 
     def __init__(self, run: Run, members: Members, *, keep: int, log: Callable[[str], None]):
         super().__init__()
-        self.saved_step: int | None = None  # The last step that was saved or restored.
+        # The last step that was saved or restored, or None.
+        self.saved_step: int | None = None
         self._confirm = run.confirm
         self._latest = Checkpointer(run.latest, keep=keep, log=log)
-        # Of each member's best parameters; `save_best` writes them.
-        self.best = [
-            Checkpointer(Run(run.path, name).best, keep=1, log=log) for name in members.labels
-        ]
+        # The best parameters of each member, in the order of the member axis.
+        self.best: list[Checkpointer] = []
+        for name in members.labels:
+            self.best.append(Checkpointer(Run(run.path, name).best, keep=1, log=log))
 
     def __enter__(self) -> Self:
         for checkpointer in [self._latest, *self.best]:
-            # A run that was killed after its last save will save no more, and so would never sweep.
-            self.enter_context(checkpointer).sweep()
+            self.enter_context(checkpointer)
+            # Saving sweeps too, but a run that was killed after its last save will save no more.
+            checkpointer.sweep()
         return self
 
     def restore(self, abstract_state: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
@@ -43,7 +46,8 @@ class RunCheckpoints(contextlib.ExitStack):
         Returns (updates done, state, notes), or None.
         """
         restored = self._latest.restore(abstract_state)
-        self.saved_step = None if restored is None else restored[0]
+        if restored is not None:
+            self.saved_step, _, _ = restored
         return restored
 
     def save(self, step: int, state: TrainState, notes: dict[str, Any]) -> None:

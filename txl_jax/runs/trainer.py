@@ -1,35 +1,41 @@
-"""The trainer owns state, log and checkpoints of a run or an ensemble.
+"""Training: from config and text to checkpoints and results.json.
 
-Everything periodic is a hook.
+Top to bottom: `train` and `train_run` prepare a run, `Trainer` does it, `run_updates` is its loop.
+Cheap failures come first, and nothing is written before them: the model is built and the text cut
+into segments, the weights of a warm start are read, the run is recorded, and only then the state
+is restored or initialized. Everything periodic in training is a hook.
 """
 
 import contextlib
 import dataclasses
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from txl_jax import flops
-from txl_jax.config import config_tree
+from txl_jax.config import ExperimentConfig, Order, config_tree
+from txl_jax.config.config_tree import require
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.prefetch import Prefetcher
-from txl_jax.data.segments import SegmentReader
+from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.errors import NonFiniteError
 from txl_jax.recurrence import Segments
-from txl_jax.runs import attention_choice
-from txl_jax.runs.build import Built, Compilation
+from txl_jax.runs import announce, attention_check, ensemble, warm_start
+from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.checkpoints import RunCheckpoints
-from txl_jax.runs.run import Run
+from txl_jax.runs.generate import make_sampler
+from txl_jax.runs.run import MemberSettings, Run, check_same_attention, check_same_text
 from txl_jax.runs.validation import Validation
-from txl_jax.runtime import distributed, environment, stop
+from txl_jax.runtime import distributed, environment, profiler, stop
 from txl_jax.runtime.log import RunLog
-from txl_jax.runtime.profiler import PROFILE, StepProfiler
 from txl_jax.runtime.sinks import Sink
-from txl_jax.training.hooks import Hook, HookContext
+from txl_jax.runtime.stop import StopRequest
+from txl_jax.training.hooks import Hook, HookContext, check_hooks
 from txl_jax.training.optimizer import learning_rate
 from txl_jax.training.progress import Progress
 from txl_jax.training.step import TrainState, TrainStep, UpdateMetrics
@@ -51,231 +57,502 @@ class Outcome:
     results: dict[str, Any] | None
 
 
+def train(
+    config: ExperimentConfig,
+    path: str | os.PathLike[str],
+    *,
+    data_dir: str = "data",
+    cache_dir: str | None = None,
+    hooks: Sequence[Hook] = (),
+    sinks: Sequence[Sink] = (),
+    profile_steps: tuple[int, int] | None = None,
+) -> Outcome:
+    """Trains a config, starting or resuming the run in the directory `path`.
+
+    It reads the corpus of the config and then trains, as the scripts do.
+
+    The same call resumes a stopped run. For a finished run it returns the results.
+
+    Ctrl-C and SIGTERM save the run, and then raise KeyboardInterrupt or SystemExit(143). Signals
+    with your own handler, and all signals outside the main thread, are not handled: use a hook that
+    calls `HookContext.request_stop`.
+
+    Args:
+      config: All settings. Your own text is `DataConfig(corpus="text", file=...)`. The defaults of
+        `TrainConfig` and `EvalConfig` are for the 12-layer enwik8 model.
+      path: The workdir, made if missing.
+      data_dir: Directory of the corpora's own files.
+      cache_dir: Directory for prepared tokens, or None for `prepared` in `data_dir`.
+      hooks: As in `train_run`, like the other arguments.
+
+    Raises:
+      UserError: If `config` is not an `ExperimentConfig`, is not valid, or the text cannot be read.
+        Otherwise this raises as `train_run` does.
+    """
+    require(
+        isinstance(config, ExperimentConfig),
+        f"config must be an ExperimentConfig, got {config!r:.40}. "
+        'Pass txl_jax.preset("small"), for example.',
+    )
+    config = config.resolved()
+    config.validate()
+    # Before the text is read, which may take minutes.
+    check_hooks(hooks, config.train.segments_per_call)
+
+    with Run.open(path) as run:
+        run.compare(config)
+        corpus = warm_start.read_corpus(config, run, data_dir, cache_dir)
+        with StopRequest(only_defaults=True) as stop_request:
+            outcome = train_run(
+                config,
+                corpus,
+                run,
+                hooks=hooks,
+                sinks=sinks,
+                profile_steps=profile_steps,
+                stop_requested=lambda: stop_request,
+            )
+
+    # The caller's program ends by the signal, now that the run is saved.
+    if stop_request.signal_number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if stop_request.signal_number:
+        raise SystemExit(128 + stop_request.signal_number)
+    return outcome
+
+
+def train_run(
+    config: ExperimentConfig,
+    corpus: Corpus,
+    run: Run,
+    *,
+    members: MemberSettings = (),
+    hooks: Sequence[Hook] = (),
+    sinks: Sequence[Sink] = (),
+    profile_steps: tuple[int, int] | None = None,
+    verbose: bool = False,
+    stop_requested: Callable[[], Any] = lambda: False,
+) -> Outcome:
+    """Trains an open run to the end, or until a stop is requested.
+
+    A recorded run resumes where it stopped.
+
+    Args:
+      config: All settings, resolved and valid.
+      corpus: The text, in the vocabulary of the run.
+      run: The open workdir.
+      members: The settings in which the members of an ensemble differ (see `runs.ensemble`), or
+        empty for one run.
+      hooks: Run after evaluation and before the checkpoint of a step. To train N updates of a
+        longer schedule, pass one that calls `HookContext.request_stop` at update N, a multiple of
+        `train.eval_every`.
+      sinks: Get the records in addition to metrics.jsonl and TensorBoard's files.
+      profile_steps: First and last update, from 1, of a profile in the workdir's `profile`, or None
+        for no profile.
+      verbose: Whether to print details of attention and memory that on one device only log.txt has.
+      stop_requested: Asked between calls of the training step and while a split is scored. Training
+        stops, saved, once it returns something true.
+
+    Raises:
+      UserError: If settings, members, text and workdir are incompatible, or the workdir cannot be
+        used.
+      NonFiniteError: If a loss or gradient was not finite. The last checkpoint is from before it.
+      CheckpointError: If none of the run's checkpoints can be read.
+      RemoteProcessError: If another process could not continue.
+    """
+    check_hooks(hooks, config.train.segments_per_call)
+    if profile_steps is not None:
+        profiler.check_steps(profile_steps, steps=config.train.steps)
+    members = [ensemble.in_order(member) for member in members]
+    run.compare(config, members)
+    if distributed.is_multiprocess():
+        check_same_text(corpus)
+
+    def build_and_cut() -> tuple[Built, list[SegmentReader]]:
+        # The attention that an earlier start chose, or on a first start what model.attention asks
+        # for: a resumed run must stay equal to the last bit.
+        attention = run.attention_for(config)
+        built = build_for(config, corpus.vocabulary, recorded=attention)
+        built.check_batch_size()
+        seeds = [config.seed]
+        if members:
+            built = ensemble.Ensemble.of(built, members)
+            seeds = [member_config.seed for member_config in built.configs.values()]
+        return built, [training_reader(built, corpus, seed) for seed in seeds]
+
+    # An attention path that fails on one process is avoided by all of them.
+    built, readers = attention_check.build_on_all(build_and_cut)
+    if distributed.is_multiprocess():
+        check_same_attention(built.attention)
+
+    sampler = None
+    if config.train.sample_every:
+        sampler = make_sampler(config, corpus.vocabulary)
+    pretrained = None
+    if config.init_from is not None:
+        pretrained = warm_start.load(built, corpus.vocabulary, run)
+
+    warm_start_record = None if pretrained is None else pretrained.record
+
+    # The first write of this start: whatever failed until here has left no directory behind.
+    run.record_start(
+        config,
+        corpus,
+        attention=built.attention,
+        warm_start=warm_start_record,
+        members=members,
+    )
+
+    trainer = Trainer(
+        built,
+        run,
+        corpus,
+        readers,
+        pretrained=pretrained,
+        hooks=hooks,
+        sinks=sinks,
+        profile_steps=profile_steps,
+        sampler=sampler,
+        verbose=verbose,
+        stop_requested=stop_requested,
+    )
+    return trainer.train()
+
+
+def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
+    """Cuts the training split into segments, in the config's order.
+
+    Args:
+      built: The model's config and the devices. The reader reads only the rows of this process.
+      corpus: The text.
+      seed: Seed of the order of epochs, which differs between the members of an ensemble.
+
+    Raises:
+      UserError: If the text is too short for one segment.
+    """
+    data = built.config.data
+    train_config = built.config.train
+    sentence_starts = None
+    if data.order is Order.SENTENCES:
+        sentence_starts = corpus.sentences
+    return training_segments(
+        corpus.train,
+        batch_size=train_config.batch_size,
+        segment_len=train_config.segment_len,
+        stride=train_config.stride,
+        seed=seed,
+        roll=data.roll,
+        sentence_starts=sentence_starts,
+        own=built.own_rows(train_config.batch_size).tolist(),
+    )
+
+
+class _Start(NamedTuple):
+    """What a start of a run begins with: a checkpoint, or the initial state."""
+
+    step: int  # Updates done.
+    state: TrainState  # The state after them, with a leading member axis in an ensemble.
+    notes: Mapping[str, Any]  # The notes of the checkpoint (see `Trainer._save`), or empty.
+
+
 @dataclasses.dataclass(eq=False, repr=False)
 class Trainer:
-    """One start of a run that was begun in its directory. `train` is called once."""
+    """One start of a run that is recorded in its directory. `train` is called once.
+
+    It owns the state, the log and the checkpoints.
+    """
 
     # What is trained: one run or, with a leading member axis, an ensemble.
     built: Built
-    # After `Run.record_start`.
+    # The open workdir, with the record of this start.
     run: Run
     corpus: Corpus
-    # The training segments of each member.
+    # The training segments of each member, or of the one run.
     readers: Sequence[SegmentReader]
     _: dataclasses.KW_ONLY
-    # Initial parameters -> the first state of a warm start.
-    warm_state: Callable[[Any], TrainState] | None
-    # Lines that introduce the run in its log.
-    opening: Sequence[str]
-    # Asked between calls of the train step and while a text is scored.
-    stop_requested: Callable[[], Any]
+    # The model whose parameters a warm start begins with, or None for random parameters.
+    pretrained: warm_start.WarmStart | None
     # Run after evaluation and before the checkpoint of a step, which has the state they return.
     hooks: Sequence[Hook]
     # Get settings and records too.
     sinks: Sequence[Sink]
     # First and last update of a profile, or None for no profile.
     profile_steps: tuple[int, int] | None
-    # Writes the samples of `train.sample_every`.
+    # Writes the samples of `train.sample_every`, or None for no samples.
     sampler: Callable[..., list[bytes]] | None
-    # Whether to print details on one device too, where else only log.txt has them.
+    # Whether to print details that on one device only log.txt has.
     verbose: bool
+    # Asked between calls of the training step and while a split is scored.
+    stop_requested: Callable[[], Any]
 
     def __post_init__(self) -> None:
-        run = self.run
         self._config = self.built.config.train
-        self._log = RunLog(
-            run.path if distributed.is_primary() else None, sinks=self.sinks, confirm=run.confirm
-        )
+        # Only process 0 writes the log.
+        folder = self.run.path if distributed.is_primary() else None
+        self._log = RunLog(folder, sinks=self.sinks, confirm=self.run.confirm)
         self._checkpoints = RunCheckpoints(
-            run, self.built.members, keep=self._config.keep_checkpoints, log=self._log.note
+            self.run,
+            self.built.members,
+            keep=self._config.keep_checkpoints,
+            log=self._log.note,
         )
         self._validation = Validation(
             self.built,
             self.corpus,
-            run,
+            self.run,
             self._checkpoints,
             self._log,
-            self._is_stopping,
-            self.sampler,
+            stop_requested=self._is_stopping,
+            sampler=self.sampler,
         )
-
-    def _is_stopping(self) -> Any:
-        self.run.check()
-        return self.stop_requested()
 
     def train(self) -> Outcome:
         """Trains to the end, or until a stop is requested."""
-        built, config, log, validation = self.built, self._config, self._log, self._validation
         for note in self.run.notes:
-            log.note(note)
+            self._log.note(note)
         with self._checkpoints:
-            restored = self._checkpoints.restore(built.members.abstract(built.abstract_state))
-            step, state, saved = restored or (0, built.init_state(self.warm_state), {})
-            validation.pending = saved.get("evaluation_pending", False)
-            validation.changes = self._changes(step, saved)
-            # What was recorded and then lost its consequences to a kill is done, and recorded,
-            # again.
-            redone = {"valid"} if validation.pending else set()
-            if validation.results_after(step) is None:
-                redone.add("test")
-            with log.open(step, redone=redone, header=environment.origin(), opening=self.opening):
-                log.settings(
-                    config_tree.to_dict(built.config) | validation.facts | environment.describe()
-                )
-                validation.read_losses()
-                if self._has_ended(step):  # A first start skips this.
-                    results = distributed.broadcast_from_primary(
-                        lambda: validation.results_after(step)
-                    )
-                    if results:
-                        why = (
-                            ""
-                            if step >= config.steps
-                            else ". To continue, raise --train.patience or set it to none."
-                        )
-                        log.print(f"finished  already: {validation.results_path}{why}")
-                        return Outcome(True, step, results)
-                if step:
-                    epoch, index = divmod(step, self.readers[0].n_segments)
-                    log.print(f"resuming  from step {step} (epoch {epoch + 1}, segment {index})")
-                # Traces `make_train_step` (training/step.py) with its `jax.grad`.
-                compilation = built.compile_step()
-                _report_build(
-                    built, compilation, log, show_details=self.verbose or built.mesh.size > 1
-                )
-                self._progress = Progress(
-                    log,
-                    steps=config.steps,
-                    log_every=config.log_every,
-                    cost=flops.of_step(
-                        built.config, vocab_size=built.model.vocab_size, n_device=built.mesh.size
-                    ),
-                    measure=self.corpus.vocabulary.measure,
-                    members=built.members,
-                    running_totals=saved.get("running_totals"),
-                )
-                if not self._has_ended(step):
-                    step, state = self._loop(compilation.program, step, state)
-                if step < config.steps and validation.out_of_patience:
-                    log.note(
-                        f"training ends at step {step}: no better loss "
-                        f"in {config.patience} evaluations"
-                    )
-                if self._checkpoints.saved_step != step:
-                    self._save(HookContext(step, state, log))
-                self._checkpoints.wait()
-                results = validation.make_results(step, state) if self._has_ended(step) else None
-                if results is None:
-                    log.print(
-                        f"stopped   at step {step}, checkpoint saved. "
-                        "Rerun the same command to resume."
-                    )
-                return Outcome(results is not None, step, results)
+            start = self._restore_or_initialize()
+            with self._open_log(start.step):
+                self._log.settings(self._settings())
+                # Opening the log drops the losses that this start records again.
+                self._validation.read_losses()
+                results = self._results_if_finished(start.step)
+                if results is not None:
+                    return Outcome(finished=True, step=start.step, results=results)
 
-    def _changes(self, step: int, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+                if start.step:
+                    self._log.print(f"resuming  from {self._position(start.step)}")
+                train_step = self._compile()
+                self._progress = self._make_progress(start.notes)
+                step, state = self._update_until_done(train_step, start)
+                self._save_last(step, state)
+                return self._finish(step, state)
+
+    def _is_stopping(self) -> Any:
+        """Returns whether a stop is requested. Raises `UserError` if the lock is lost."""
+        self.run.check()
+        return self.stop_requested()
+
+    def _has_ended(self, step: int) -> bool:
+        """Returns whether training has ended after `step` updates, with its last evaluation."""
+        is_last = step >= self._config.steps or self._validation.out_of_patience
+        return is_last and not self._validation.pending
+
+    # Before the first update
+
+    def _restore_or_initialize(self) -> _Start:
+        """Restores the latest checkpoint, or initializes the state of a first start."""
+        built = self.built
+        restored = self._checkpoints.restore(built.members.abstract(built.abstract_state))
+        if restored is not None:
+            step, state, notes = restored
+        else:
+            warm_state = None if self.pretrained is None else self.pretrained.state
+            step = 0
+            state = built.init_state(warm_state)
+            notes = {}
+        start = _Start(step, state, notes)
+
+        self._validation.pending = start.notes.get("evaluation_pending", False)
+        self._validation.changes = self._changes(start)
+        return start
+
+    def _changes(self, start: _Start) -> list[dict[str, Any]]:
         """Returns the changes of `train.steps` so far.
 
         They are the checkpoint's changes, and the change made by this start, if any.
         """
-        changes, config, new = saved.get("changes", []), self.built.config, self._config.steps
-        old = saved.get("steps", new)
-        if old == new:
+        changes = start.notes.get("changes", [])
+        new_steps = self._config.steps
+        old_steps = start.notes.get("steps", new_steps)
+        if old_steps == new_steps:
             return changes
-        before = config_tree.replace(config, {"train.steps": old})
-        was, rate = (
-            f"{float(learning_rate(each, peak=1.0)(step)):.1%}" for each in (before, config)
-        )
-        if was != rate:
-            why = f"the schedule ends with train.steps, now {new:,} instead of {old:,}"
+
+        old_config = config_tree.replace(self.built.config, {"train.steps": old_steps})
+        old_rate = _share_of_peak(old_config, start.step)
+        new_rate = _share_of_peak(self.built.config, start.step)
+        if old_rate != new_rate:
             self._log.note(
-                f"from step {step:,} the learning rate is {rate} of its peak, not {was}: {why}"
+                f"from step {start.step:,} the learning rate is {new_rate} of its peak, not "
+                f"{old_rate}: the schedule ends with train.steps, now {new_steps:,} instead of "
+                f"{old_steps:,}"
             )
-        return [*changes, {"step": step, "name": "train.steps", "old": old, "new": new}]
+        change = {"step": start.step, "name": "train.steps", "old": old_steps, "new": new_steps}
+        return [*changes, change]
 
-    def _has_ended(self, step: int) -> bool:
-        ended = step >= self._config.steps or self._validation.out_of_patience
-        return ended and not self._validation.pending
+    def _open_log(self, step: int) -> RunLog:
+        """Opens the log for the records after `step`, with the startup summary."""
+        # These records of the step itself are made again: a kill came after they were written and
+        # before what follows from them was saved.
+        redone = set()
+        if self._validation.pending:
+            redone.add("valid")
+        if self._validation.results_after(step) is None:
+            redone.add("test")
+        opening = announce.startup_summary(
+            self.built, self.corpus, self.readers[0], pretrained=self.pretrained
+        )
+        return self._log.open(step, redone=redone, header=environment.origin(), opening=opening)
 
-    def _loop(self, train_step: TrainStep, step: int, state: TrainState) -> tuple[int, TrainState]:
-        """Updates the state, with everything periodic as hooks.
+    def _settings(self) -> dict[str, Any]:
+        """Returns what the sinks show as the run's settings."""
+        settings = config_tree.to_dict(self.built.config)
+        return settings | self._validation.facts | environment.describe()
+
+    def _results_if_finished(self, step: int) -> dict[str, Any] | None:
+        """Returns the results of a run that an earlier start finished, or None."""
+        if not self._has_ended(step):
+            return None
+        results = distributed.broadcast_from_primary(lambda: self._validation.results_after(step))
+        if not results:
+            return None
+        advice = ""
+        if step < self._config.steps:
+            advice = ". To continue, raise --train.patience or set it to none."
+        self._log.print(f"finished  already: {self._validation.results_path}{advice}")
+        return results
+
+    def _position(self, step: int) -> str:
+        """Describes step and place in the text, which is the same for all members."""
+        epoch, segment = divmod(step, self.readers[0].n_segments)
+        return f"step {step} (epoch {epoch + 1}, segment {segment})"
+
+    def _compile(self) -> TrainStep:
+        """Compiles the training step, and logs attention, memory and the compilation time."""
+        # Traces `make_train_step` (training/step.py) with its `jax.grad`.
+        compilation = self.built.compile_step()
+        show_details = self.verbose or self.built.mesh.size > 1
+        announce.report_build(self.built, compilation, self._log, show_details=show_details)
+        return compilation.program
+
+    def _make_progress(self, notes: Mapping[str, Any]) -> Progress:
+        built = self.built
+        cost = flops.of_step(
+            built.config, vocab_size=built.model.vocab_size, n_device=built.mesh.size
+        )
+        return Progress(
+            self._log,
+            steps=self._config.steps,
+            log_every=self._config.log_every,
+            cost=cost,
+            measure=self.corpus.vocabulary.measure,
+            members=built.members,
+            running_totals=notes.get("running_totals"),
+        )
+
+    # Updates
+
+    def _update_until_done(self, train_step: TrainStep, start: _Start) -> tuple[int, TrainState]:
+        """Updates the state to the end of training, or until a stop is requested.
 
         Returns (updates done, state after them).
         """
-        config, validation, progress = self._config, self._validation, self._progress
-        evaluation = validation.hooks()
-        # Saving is last: a checkpoint of a step implies that its evaluation is on disk.
-        save = Hook(config.checkpoint_every, self._save)
-        # The caller's hooks may load the best parameters.
-        wait = (
-            [Hook(config.eval_every, lambda context: self._checkpoints.wait_for_best())]
-            if self.hooks
-            else []
-        )
-        hooks = [*evaluation, *wait, *self.hooks, save]
-        if stop.is_watched_by_all():
-            hooks.append(Hook(config.log_every, self._save_on_notice))
-        # A stop cut the last evaluation short: it is repeated. A first start skips this.
-        if validation.pending:
-            state, _ = run_hooks(evaluation, step, state, progress)
-            if not self._validation.pending:
-                # Else a kill before the next checkpoint would evaluate, and record, again.
-                run_hooks([save], step, state, progress)
-            if self._validation.pending or validation.out_of_patience:
-                return step, state
-        per_call = config.segments_per_call
+        step = start.step
+        state = start.state
+        if self._has_ended(step):
+            return step, state
+
+        evaluation = self._validation.hooks()
+        save = Hook(self._config.checkpoint_every, self._save)
+        hooks = self._hooks_in_order(evaluation, save)
+
+        # A stop cut the last evaluation short. The repeated one may be cut short as well, or use up
+        # the patience.
+        if self._validation.pending:
+            state = self._repeat_evaluation(evaluation, save, step, state)
+        if self._validation.pending or self._validation.out_of_patience:
+            return step, state
+
+        segments_per_call = self._config.segments_per_call
+        calls = range(step, self._config.steps, segments_per_call)
         with contextlib.ExitStack() as stack:
             if self.profile_steps is not None:
-                train_step = stack.enter_context(
-                    StepProfiler(
-                        train_step,
-                        os.path.join(self.run.path, PROFILE),
-                        done=step,
-                        segments_per_call=per_call,
-                        profile_steps=self.profile_steps,
-                        log=self._log.note,
-                        exclude=progress.exclude,
-                    )
-                )
+                train_step = stack.enter_context(self._profiler(train_step, step))
             prefetched = stack.enter_context(
-                Prefetcher(self._read, segments_per_call=per_call, steps=config.steps)
+                Prefetcher(
+                    self._read, segments_per_call=segments_per_call, steps=self._config.steps
+                )
             )
             try:
-                calls = range(step, config.steps, per_call)
                 return run_updates(
-                    state, train_step, prefetched, calls, hooks, progress, self._is_stopping
+                    state, train_step, prefetched, calls, hooks, self._progress, self._is_stopping
                 )
             except NonFiniteError as error:
-                saved = self._checkpoints.saved_step
-                there = (
-                    "No checkpoint was written"
-                    if saved is None
-                    else f"The checkpoint of step {saved} is kept"
-                )
-                advice = "a longer --optimizer.warmup_steps, in a new --workdir"
-                if self.built.members.names:
-                    advice = (
-                        "start without that --ensemble_member, or split off the other members "
-                        "(--mode=split)"
-                    )
-                raise NonFiniteError(
-                    f"{error}. {there}. Try a lower --optimizer.learning_rate, or {advice}."
-                ) from None
+                raise self._with_advice(error) from None
 
-    def _read(self, first: int, count: int) -> Segments:
-        """Returns the segments of the updates from `first` on, placed on the devices.
+    def _repeat_evaluation(
+        self, evaluation: Sequence[Hook], save: Hook, step: int, state: TrainState
+    ) -> TrainState:
+        """Runs the hooks of an evaluation again. Returns the state that they leave."""
+        state, _ = run_hooks(evaluation, step, state, self._progress)
+        if not self._validation.pending:
+            # Else a kill before the next checkpoint would evaluate, and record, again.
+            run_hooks([save], step, state, self._progress)
+        return state
+
+    def _hooks_in_order(self, evaluation: Sequence[Hook], save: Hook) -> list[Hook]:
+        """Returns all hooks in the order in which they run after an update."""
+        hooks = list(evaluation)
+        if self.hooks:
+            # The caller's hooks may load the best parameters, so these must be on disk.
+            every = self._config.eval_every
+            hooks.append(Hook(every, lambda context: self._checkpoints.wait_for_best()))
+        hooks.extend(self.hooks)
+        # A checkpoint of a step implies that its evaluation is on disk.
+        hooks.append(save)
+        if stop.is_watched_by_all():
+            hooks.append(Hook(self._config.log_every, self._save_on_notice))
+        return hooks
+
+    def _read(self, first_step: int, n_step: int) -> Segments:
+        """Returns the segments of the updates from `first_step` on, placed on the devices.
 
         Their shape is [S, B, L], or [n, S, B, L] for an ensemble.
         """
-        segments, *others = [reader.segments(first, count) for reader in self.readers]
-        if others:
-            segments = jax.tree.map(lambda *arrays: np.stack(arrays), segments, *others)
+        blocks = [reader.segments(first_step, n_step) for reader in self.readers]
+        segments = blocks[0]
+        if len(blocks) > 1:
+            segments = jax.tree.map(lambda *arrays: np.stack(arrays), *blocks)
         return self.built.place(segments, batch_size=self._config.batch_size)
 
+    def _profiler(self, train_step: TrainStep, step: int) -> profiler.StepProfiler:
+        assert self.profile_steps is not None
+        return profiler.StepProfiler(
+            train_step,
+            os.path.join(self.run.path, profiler.PROFILE),
+            done=step,
+            segments_per_call=self._config.segments_per_call,
+            profile_steps=self.profile_steps,
+            log=self._log.note,
+            exclude=self._progress.exclude,
+        )
+
+    def _with_advice(self, error: NonFiniteError) -> NonFiniteError:
+        """Adds to the error which checkpoint remains, and what to try."""
+        checkpoint = "No checkpoint was written"
+        if self._checkpoints.saved_step is not None:
+            checkpoint = f"The checkpoint of step {self._checkpoints.saved_step} is kept"
+        advice = "a longer --optimizer.warmup_steps, in a new --workdir"
+        if self.built.members.names:
+            advice = (
+                "start without that --ensemble_member, or split off the other members "
+                "(--mode=split)"
+            )
+        return NonFiniteError(
+            f"{error}. {checkpoint}. Try a lower --optimizer.learning_rate, or {advice}."
+        )
+
+    # Checkpoints
+
     def _save(self, context: HookContext) -> None:
-        validation = self._validation
-        notes = {"running_totals": self._progress.state(), "evaluation_pending": validation.pending}
-        notes |= {"steps": self._config.steps, "changes": validation.changes}
-        # The records up to here are not made again by a run that resumes from this checkpoint.
+        """Starts writing a checkpoint with all that a later start needs."""
+        notes = {
+            "running_totals": self._progress.state(),
+            "evaluation_pending": self._validation.pending,
+            "steps": self._config.steps,
+            "changes": self._validation.changes,
+        }
+        # A run that resumes from this checkpoint does not make the records up to here again.
         self._log.seal()
         self._checkpoints.save(context.step, context.state, notes)
 
@@ -287,6 +564,38 @@ class Trainer:
                 f"checkpoint saved at step {context.step}, because maintenance may end this machine"
             )
 
+    # After the last update
+
+    def _save_last(self, step: int, state: TrainState) -> None:
+        """Saves the last step, if it is not saved yet, and waits until everything is on disk."""
+        if step < self._config.steps and self._validation.out_of_patience:
+            self._log.note(
+                f"training ends at step {step}: no better loss in {self._config.patience} "
+                "evaluations"
+            )
+        if self._checkpoints.saved_step != step:
+            self._save(HookContext(step, state, self._log))
+        self._checkpoints.wait()
+
+    def _finish(self, step: int, state: TrainState) -> Outcome:
+        """Scores the test split and writes results.json, if training has ended.
+
+        A stop while the split is scored leaves this to the next start.
+        """
+        results = None
+        if self._has_ended(step):
+            results = self._validation.make_results(step, state)
+        if results is None:
+            self._log.print(
+                f"stopped   at step {step}, checkpoint saved. Rerun the same command to resume."
+            )
+        return Outcome(finished=results is not None, step=step, results=results)
+
+
+def _share_of_peak(config: ExperimentConfig, step: int) -> str:
+    """Returns the learning rate after `step` updates, as a percentage of its peak."""
+    return f"{float(learning_rate(config, peak=1.0)(step)):.1%}"
+
 
 def run_updates(
     state: TrainState,
@@ -297,45 +606,68 @@ def run_updates(
     progress: Progress,
     stop_requested: Callable[[], Any],
 ) -> tuple[int, TrainState]:
-    """Updates the state by `calls`, or until a stop is requested: (updates done, state after them).
+    """Updates the state by `calls`, or until a stop is requested.
 
-    `calls` has the number of updates before each call, S apart. `train_step` makes S updates, and
-    the state is donated to it. `prefetched` returns the next S segments, on the devices, for the
-    number of updates done. Before any hook runs, every loss up to there was found finite, so that a
-    checkpoint never holds the result of a nan.
+    Before any hook runs, every loss up to there was found finite, so that a checkpoint never holds
+    the result of a nan.
+
+    Args:
+      state: The state before the first call.
+      train_step: Makes S updates. The state is donated to it.
+      prefetched: Returns the next S segments, on the devices, for the number of updates done.
+      calls: The number of updates before each call, S apart.
+      hooks: Run after the calls at which they are due, in this order.
+      progress: Gets the metrics, and the seconds spent on waiting and in hooks.
+      stop_requested: Asked after each call and its hooks.
+
+    Returns:
+      (updates done, state after them).
+
+    Raises:
+      NonFiniteError: If a loss or gradient norm is not finite.
     """
-    # At most the metrics of one call, which are not fetched yet.
-    pending: list[tuple[int, UpdateMetrics]] = []
-
-    def segments_of(step: int) -> Any:
-        began = time.monotonic()
-        found = prefetched(step) if step < calls.stop else None
-        progress.waited(time.monotonic() - began)
-        return found
-
-    def report() -> None:
-        if pending:
-            first_step, metrics = pending.pop()
-            progress.add(first_step, jax.device_get(metrics))
-
-    step, stopping = calls.start, False
-    upcoming = segments_of(step)
+    # The metrics of the last call, which are not fetched yet.
+    pending: tuple[int, UpdateMetrics] | None = None
+    step = calls.start
+    upcoming = _wait_for_segments(prefetched, step, calls, progress)
     while step < calls.stop:
         state, metrics = train_step(state, upcoming)
+
         # While the device works: the next segments, and the metrics of the call before.
-        upcoming = segments_of(step + calls.step)
-        report()
-        pending.append((step, metrics))
+        upcoming = _wait_for_segments(prefetched, step + calls.step, calls, progress)
+        _report(pending, progress)
+        pending = (step, metrics)
         step += calls.step
+
+        is_stopping = False
         due = [hook for hook in hooks if step % hook.every == 0 or step == calls.stop]
         if due:
-            report()
-            state, stopping = run_hooks(due, step, state, progress)
+            # The hooks must not see, or save, a state whose metrics are not checked.
+            _report(pending, progress)
+            pending = None
+            state, is_stopping = run_hooks(due, step, state, progress)
         # Asked after the hooks: one that was cut short must be repeated at this step.
-        if stop_requested() or stopping:
+        if stop_requested() or is_stopping:
             break
-    report()
+    _report(pending, progress)
     return step, state
+
+
+def _wait_for_segments(
+    prefetched: Callable[[int], Segments], step: int, calls: range, progress: Progress
+) -> Any:
+    """Returns the segments of the call after `step` updates, or None after the last call."""
+    began = time.monotonic()
+    segments = prefetched(step) if step < calls.stop else None
+    progress.waited(time.monotonic() - began)
+    return segments
+
+
+def _report(pending: tuple[int, UpdateMetrics] | None, progress: Progress) -> None:
+    """Fetches the metrics of a call, if any, and adds them to the progress."""
+    if pending is not None:
+        first_step, metrics = pending
+        progress.add(first_step, jax.device_get(metrics))
 
 
 def run_hooks(
@@ -345,31 +677,14 @@ def run_hooks(
 
     Returns the state to continue with, and whether a hook has requested a stop.
     """
-    stopping = False
+    is_stopping = False
     for hook in hooks:
         began = time.monotonic()
         context = HookContext(step, state, progress.log)
-        changed = hook.action(context)
+        new_state = hook.action(context)
         progress.exclude(time.monotonic() - began)
-        state = state if changed is None else changed
-        stopping = stopping or context.stopping
-    return state, stopping
-
-
-def _report_build(
-    built: Built, compilation: Compilation, log: RunLog, *, show_details: bool
-) -> None:
-    """Logs attention, the estimated memory per device, and the compilation time.
-
-    Details may go only to log.txt.
-    """
-    if built.attention is not None:
-        show = show_details or any(chosen.replaces_failed for chosen in built.attention)
-        log.print(f"attention {attention_choice.describe(built.attention)}", show=show)
-    sizes = {name: len(built.members) * size for name, size in built.device_bytes().items()}
-    if compilation.temporary_bytes is not None:
-        sizes["activations and gradients"] = compilation.temporary_bytes
-    by_kind = ", ".join(f"{name} {environment.megabytes(size)}" for name, size in sizes.items())
-    total = environment.megabytes(sum(sizes.values()))
-    log.print(f"memory    {total} per device, estimated (compiled in {compilation.seconds:.1f} s)")
-    log.print(f"          {by_kind}", show=show_details)
+        if new_state is not None:
+            state = new_state
+        if context.stopping:
+            is_stopping = True
+    return state, is_stopping

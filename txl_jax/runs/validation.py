@@ -6,7 +6,7 @@ It covers the best parameters, weight averaging, early stopping, and results.jso
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from txl_jax.config import config_tree
 from txl_jax.data.corpus import Corpus
@@ -25,11 +25,19 @@ from txl_jax.training.hooks import Hook, HookContext
 from txl_jax.training.step import TrainState
 
 
+class _Score(NamedTuple):
+    """The score of a split with the parameters of one member."""
+
+    totals: Totals
+    line: str  # The score and the time that it took, for the log.
+
+
 @dataclasses.dataclass(eq=False, repr=False)
 class Validation:
     """Scoring of the splits with the parameters of a run, or of each ensemble member.
 
-    It provides the hooks, and results.json.
+    It provides the hooks, and results.json. A run by itself is handled as the only member of an
+    ensemble without names, so whatever is listed by member then has one entry.
     """
 
     built: Built
@@ -37,22 +45,24 @@ class Validation:
     run: Run
     checkpoints: RunCheckpoints
     log: RunLog
+    # Asked while a split is scored.
     stop_requested: Callable[[], Any]
-    # Of `make_sampler`, with `train.sample_every`.
+    # Made by `make_sampler` if `train.sample_every` is set, otherwise None.
     sampler: Callable[..., list[bytes]] | None = None
     # Whether the last evaluation was cut short. A resumed run repeats it.
     pending: bool = False
-    # Changes of `train.steps`: [{"step": after which it came, "name": .., "old": .., "new": ..},
-    # ..].
+    # Changes of `train.steps`, as dicts with the keys "step" (updates done when the change came),
+    # "name", "old" and "new".
     changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Of validation, by member.
-        self.losses: list[list[float]] = [[] for _ in self.built.members.labels]
         self.results_path = os.path.join(self.run.path, RESULTS)
         self._config = self.built.config
         self._members = self.built.members
-        self._vocabulary, self._measure = self.corpus.vocabulary, self.corpus.vocabulary.measure
+        # The validation losses so far, by member.
+        self.losses: list[list[float]] = [[] for _ in self._members.labels]
+        self._vocabulary = self.corpus.vocabulary
+        self._measure = self._vocabulary.measure
         # Scores at other evaluation settings are not comparable.
         self._eval_settings = config_tree.to_dict(self._config.eval)
 
@@ -69,20 +79,20 @@ class Validation:
         return len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
 
     def read_losses(self) -> None:
-        """Reads the recorded losses, but not those at other evaluation settings."""
+        """Reads the recorded losses, except those at other evaluation settings."""
+        recorded = distributed.broadcast_from_primary(self._recorded_losses)
+        for index, losses in enumerate(recorded):
+            is_comparable = self._best(index) is not None
+            self.losses[index] = losses if is_comparable else []
 
-        def recorded() -> list[list[float]]:
-            valid = [record for record in read_metrics(self.run.path) if record["kind"] == "valid"]
-            of_members = [
-                [each for each in valid if each.get("member") == label]
-                for label in self._members.labels
-            ]
-            return [[record["loss"] for record in records] for records in of_members]
-
-        found = distributed.broadcast_from_primary(recorded)
-        self.losses = [
-            [] if self._best(index) is None else losses for index, losses in enumerate(found)
-        ]
+    def _recorded_losses(self) -> list[list[float]]:
+        """Returns the validation losses in metrics.jsonl, by member."""
+        losses: dict[str | None, list[float]] = {label: [] for label in self._members.labels}
+        for record in read_metrics(self.run.path):
+            label = record.get("member")
+            if record["kind"] == "valid" and label in losses:
+                losses[label].append(record["loss"])
+        return list(losses.values())
 
     def hooks(self) -> list[Hook]:
         """Returns the hooks that run every `eval_every` steps, in this order."""
@@ -99,111 +109,134 @@ class Validation:
 
         Requests a stop when the patience is used up.
         """
-        self.pending = True  # Until it is done: a checkpoint written now must record it.
-        of_members = self._members.split(context.state.scored_params)
-        scored = self._score(Split.VALID, of_members, prefix=f"step {context.step}: ")
-        if scored is None:  # All members are scored again when the run is resumed.
+        # True until all members are scored: a checkpoint written now must record it.
+        self.pending = True
+        params_by_member = self._members.split(context.state.scored_params)
+        scores = self._score(Split.VALID, params_by_member, prefix=f"step {context.step}: ")
+        if scores is None:
+            # A resumed run scores all members again.
             return
         self.pending = False
-        for index, (totals, line) in enumerate(scored):
-            best = self._best(index)
-            context.record(
-                "valid", as_record(totals, self._vocabulary), member=self._members.labels[index]
-            )
-            # Those of this very step are written again: a kill may have come before they had their
-            # digests.
-            if best is None or totals.nll < best["loss"] or best["step"] == context.step:
-                context.log(f"{line}  best so far")
-                notes = {
-                    "step": context.step,
-                    **as_result(totals, self._vocabulary),
-                    "eval": self._eval_settings,
-                }
-                self.checkpoints.save_best(index, context.step, of_members[index], notes)
-            else:
-                context.log(
-                    f"{line}  best {Totals(best['loss'], 1).format(self._measure)} at step "
-                    f"{best['step']}"
-                )
-            self.losses[index].append(totals.nll)
+
+        for index, score in enumerate(scores):
+            self._compare_with_best(context, index, params_by_member[index], score)
+            self.losses[index].append(score.totals.nll)
         if self.out_of_patience:
             context.request_stop()
 
+    def _compare_with_best(
+        self, context: HookContext, index: int, params: Any, score: _Score
+    ) -> None:
+        """Records a member's score, and saves its parameters if they are the best so far."""
+        totals = score.totals
+        best = self._best(index)
+        record = as_record(totals, self._vocabulary)
+        context.record("valid", record, member=self._members.labels[index])
+
+        # The best parameters of this very step are written again, because a kill may have come
+        # before they had their digests.
+        if best is None or totals.nll < best["loss"] or best["step"] == context.step:
+            context.log(f"{score.line}  best so far")
+            result = as_result(totals, self._vocabulary)
+            notes = {"step": context.step, **result, "eval": self._eval_settings}
+            self.checkpoints.save_best(index, context.step, params, notes)
+        else:
+            best_loss = Totals(best["loss"], 1).format(self._measure)
+            context.log(f"{score.line}  best {best_loss} at step {best['step']}")
+
     def _score(
-        self, split: Split, of_members: Sequence[Any], *, prefix: str = ""
-    ) -> list[tuple[Totals, str]] | None:
+        self, split: Split, params_by_member: Sequence[Any], *, prefix: str = ""
+    ) -> list[_Score] | None:
         """Scores a split with each member's parameters.
 
-        Returns the scores and a line about them for each member, or None if stopped.
+        Args:
+          split: The validation or the test split.
+          params_by_member: The parameters of each member.
+          prefix: Begins the lines about the scores.
+
+        Returns:
+          A score for each member, or None if a stop was requested meanwhile.
         """
-        tokens = (
-            self.corpus.test
-            if split is Split.TEST
-            else self.corpus.valid[: self._config.eval.valid_tokens]
-        )
-        options: dict[str, Any] = {"log": self.log.print, "stop_requested": self.stop_requested}
-        names = [
-            f"{prefix}{self._members.prefix(index)}{split}" for index in range(len(of_members))
-        ]
+        if split is Split.TEST:
+            tokens = self.corpus.test
+        else:
+            tokens = self.corpus.valid[: self._config.eval.valid_tokens]
+
+        scores = []
         try:
-            return [
-                score_with_line(
-                    self.built, params, tokens, name=name, vocabulary=self._vocabulary, **options
+            for index, params in enumerate(params_by_member):
+                totals, line = score_with_line(
+                    self.built,
+                    params,
+                    tokens,
+                    name=f"{prefix}{self._members.prefix(index)}{split}",
+                    vocabulary=self._vocabulary,
+                    log=self.log.print,
+                    stop_requested=self.stop_requested,
                 )
-                for name, params in zip(names, of_members, strict=True)
-            ]
+                scores.append(_Score(totals, line))
         except Interrupted:
             return None
+        return scores
 
     def start_averaging(self, context: HookContext) -> TrainState | None:
-        """Starts weight averaging (NT-ASGD) in members whose validation loss stopped improving."""
-        trigger, average = self._config.average.nt_asgd_patience or 0, context.state.average
+        """Starts weight averaging (NT-ASGD) in members whose validation loss stopped improving.
+
+        Returns the state with the averages that have started, or None if nothing is averaged or the
+        evaluation was cut short.
+        """
+        patience = self._config.average.nt_asgd_patience or 0
+        average = context.state.average
         if self.pending or average is None:
             return None
+
         for index, losses in enumerate(self.losses):
-            if not weight_averaging.has_begun(average, index) and weight_averaging.is_due(
-                losses, trigger
-            ):
+            if weight_averaging.has_begun(average, index):
+                continue
+            if weight_averaging.is_due(losses, patience):
                 context.log(
                     f"note      {self._members.prefix(index)}weight averaging starts: "
-                    f"no better loss than {trigger} evaluations ago"
+                    f"no better loss than {patience} evaluations ago"
                 )
                 average = weight_averaging.begin(average, context.step, index)
         return dataclasses.replace(context.state, average=average)
 
     def sample(self, context: HookContext) -> None:
         """Writes a sample from the evaluated parameters, in an ensemble the first member's."""
-        due = (
-            context.step % (self._config.train.sample_every or 1) == 0
-            or context.step == self._config.train.steps
-        )
-        if self.pending or not due or self.sampler is None:
+        is_last = context.step == self._config.train.steps
+        is_due = is_last or context.step % (self._config.train.sample_every or 1) == 0
+        if self.pending or not is_due or self.sampler is None:
             return
+
         params = self._members.take(context.state.scored_params, 0)
         text = as_file(self.sampler(self.built, params, self.stop_requested))
         path = os.path.join(self.run.path, "samples", f"step-{context.step}.txt")
         distributed.broadcast_from_primary(lambda: storage.write(path, text))
-        context.log("\n".join([f"sample    {path}", *map(printable, text.splitlines())]))
+        lines = [printable(line) for line in text.splitlines()]
+        context.log("\n".join([f"sample    {path}", *lines]))
         context.text("sample", text.decode(errors="replace"))
 
     def _best(self, index: int) -> dict[str, Any] | None:
-        """Returns step and scores of the best parameters so far, or None if none are comparable."""
+        """Returns step and scores of a member's best parameters so far.
 
-        def comparable() -> dict[str, Any] | None:
-            try:
-                notes = self.checkpoints.best[index].notes()
-            except CheckpointError as error:
-                self.log.note(f"{error} The best checkpoint is chosen again from this step.")
-                return None
-            if notes is None or notes["eval"] == self._eval_settings:
-                return notes
-            self.log.note(
-                f"the best step is chosen again: step {notes['step']} was scored with other "
-                "--eval settings"
-            )
+        Returns None if it has none, or they were scored at other evaluation settings.
+        """
+        return distributed.broadcast_from_primary(lambda: self._comparable_best(index))
+
+    def _comparable_best(self, index: int) -> dict[str, Any] | None:
+        """Does the work of `_best`, in process 0."""
+        try:
+            notes = self.checkpoints.best[index].notes()
+        except CheckpointError as error:
+            self.log.note(f"{error} The best checkpoint is chosen again from this step.")
             return None
-
-        return distributed.broadcast_from_primary(comparable)
+        if notes is None or notes["eval"] == self._eval_settings:
+            return notes
+        self.log.note(
+            f"the best step is chosen again: step {notes['step']} was scored with other "
+            "--eval settings"
+        )
+        return None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -211,13 +244,14 @@ class Validation:
 
         It describes the text, the size, and the weights that the run began with.
         """
-        corpus, weights = self.corpus, self.run.warm_start
-        facts = {
-            "corpus": corpus.name,
-            "text": corpus.description,
+        facts: dict[str, Any] = {
+            "corpus": self.corpus.name,
+            "text": self.corpus.description,
             "parameters": self.built.num_parameters,
         }
-        return facts | ({"warm_start": dict(weights)} if weights else {})
+        if self.run.warm_start:
+            facts["warm_start"] = dict(self.run.warm_start)
+        return facts
 
     def results_after(self, step: int) -> dict[str, Any] | None:
         """Returns the results after `step` updates, or None if there are no results.
@@ -226,65 +260,77 @@ class Validation:
         """
         results = read_results(self.run.path)
         try:
-            same = results["steps"] == step and results["eval"] == self._eval_settings
+            is_same = results["steps"] == step and results["eval"] == self._eval_settings
         except (KeyError, TypeError, AttributeError):
             # The file is missing, or corrupted: it is made again.
             return None
-        return results if same else None
+        return results if is_same else None
 
     def make_results(self, step: int, state: TrainState) -> dict[str, Any] | None:
-        """Scores the test split with each member's best parameters.
+        """Scores the test split with each member's best parameters, and writes results.json.
 
-        Returns None if a stop was requested meanwhile.
+        Returns the results, or None if a stop was requested meanwhile.
         """
-        best, of_members = zip(
-            *(self._best_or_last(i, state) for i in range(len(self._members))), strict=True
-        )
-        scored = self._score(Split.TEST, of_members)
-        if scored is None:
+        best_by_member = []
+        params_by_member = []
+        for index in range(len(self._members)):
+            best, params = self._best_or_last(index, state)
+            best_by_member.append(best)
+            params_by_member.append(params)
+        scores = self._score(Split.TEST, params_by_member)
+        if scores is None:
             return None
+
         results = []
-        for label, own, (totals, line) in zip(self._members.labels, best, scored, strict=True):
-            self.log.record("test", step, as_record(totals, self._vocabulary), member=label)
-            self.log.print(line)
-            if totals.diverged:
-                self.log.note(
-                    "the run diverged. Try a lower --optimizer.learning_rate, in a new --workdir."
-                )
-            test = as_result(totals, self._vocabulary)
-            results.append(
-                {"best_valid": own, "test": {"step": own["step"] if own else step, **test}}
-            )
-        content = {
-            **self.facts,
-            "steps": step,
-            **({"changes": self.changes} if self.changes else {}),
-            **({"members": self._members.to_json(results)} if self._members.names else results[0]),
-            "eval": self._eval_settings,
-            **environment.describe(),
-        }
+        for index, score in enumerate(scores):
+            self._record_test(step, index, score)
+            best = best_by_member[index]
+            best_step = step if best is None else best["step"]
+            test = {"step": best_step, **as_result(score.totals, self._vocabulary)}
+            results.append({"best_valid": best, "test": test})
 
-        def write() -> None:
-            self.log.seal()
-            write_json(self.results_path, content)
-
-        distributed.broadcast_from_primary(write)
+        content = self.facts
+        content["steps"] = step
+        if self.changes:
+            content["changes"] = self.changes
+        if self._members.names:
+            content["members"] = self._members.to_json(results)
+        else:
+            content |= results[0]
+        content["eval"] = self._eval_settings
+        content |= environment.describe()
+        distributed.broadcast_from_primary(lambda: self._write_results(content))
         self.log.print(f"results   {self.results_path}")
         return content
 
     def _best_or_last(self, index: int, state: TrainState) -> tuple[dict[str, Any] | None, Any]:
-        """Returns the scores and the parameters of the best checkpoint.
+        """Returns the scores and the parameters of a member's best checkpoint.
 
-        If the checkpoint is unreadable, returns None and the last parameters.
+        Without a readable checkpoint, returns None and the last parameters.
         """
+        abstract = {"params": self.built.abstract_state.params}
         try:
-            restored = self.checkpoints.best[index].restore(
-                {"params": self.built.abstract_state.params}
-            )
+            restored = self.checkpoints.best[index].restore(abstract)
         except CheckpointError as error:
             self.log.note(f"{error} The parameters of the last step are used instead.")
             restored = None
         if restored is None:
             return None, self._members.take(state.scored_params, index)
         _, saved, notes = restored
-        return {name: value for name, value in notes.items() if name != "eval"}, saved["params"]
+        scores = {name: value for name, value in notes.items() if name != "eval"}
+        return scores, saved["params"]
+
+    def _record_test(self, step: int, index: int, score: _Score) -> None:
+        """Records and logs a member's score of the test split."""
+        record = as_record(score.totals, self._vocabulary)
+        self.log.record("test", step, record, member=self._members.labels[index])
+        self.log.print(score.line)
+        if score.totals.diverged:
+            self.log.note(
+                "the run diverged. Try a lower --optimizer.learning_rate, in a new --workdir."
+            )
+
+    def _write_results(self, content: dict[str, Any]) -> None:
+        # With results.json the run counts as finished, so its records must be safe by then.
+        self.log.seal()
+        write_json(self.results_path, content)

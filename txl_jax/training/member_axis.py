@@ -1,10 +1,9 @@
-"""Ensemble members and their training step, with multiple runs vmapped into one.
+"""Ensemble members and their training step: multiple runs vmapped into one.
 
-The runs are vmapped over a leading member axis.
-
-A small model leaves an accelerator idle: its time goes into starting kernels. With `jax.vmap` over
-the members each kernel does the work of all of them. What they differ in changes no shape: it is
-passed with the config, as arrays.
+A small model leaves an accelerator idle, because its time goes into starting kernels. With
+`jax.vmap` over a leading member axis, each kernel does the work of all members. The settings in
+which members differ change no shape: they are passed as arrays, next to the config that members
+share.
 """
 
 import dataclasses
@@ -21,9 +20,11 @@ from txl_jax.recurrence import Segments
 from txl_jax.training.optimizer import learning_rate, make_optimizer
 from txl_jax.training.step import TrainState, UpdateMetrics, make_train_step
 
-SEED, LEARNING_RATE = "seed", "optimizer.learning_rate"
-# Settings in which members may differ: they change no shape, and nothing that evaluation reads.
+SEED = "seed"
+LEARNING_RATE = "optimizer.learning_rate"
+# Dropout rates by the fields of `DropoutConfig`.
 RATES = tuple(field.name for field in dataclasses.fields(DropoutConfig) if field.name != "locked")
+# Settings in which members may differ: they change no shape, and nothing that evaluation reads.
 VARYING = (SEED, LEARNING_RATE, *(f"model.dropout.{name}" for name in RATES))
 
 T = TypeVar("T")
@@ -31,9 +32,10 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Members:
-    """Members of an ensemble by name.
+    """The members of an ensemble by name.
 
-    Without names it is a single run, without a member axis; `labels` serves both.
+    Without names it is a run by itself: the only member, without a member axis. Loops over
+    `labels` serve both.
     """
 
     names: tuple[str, ...] = ()  # In the order of the axis.
@@ -48,38 +50,50 @@ class Members:
 
     def split(self, tree: Any) -> list[Any]:
         """Returns the tree of each member: leaves [n, ...] -> n trees of leaves [...]."""
-        return [self.take(tree, i) for i in range(len(self))]
+        return [self.take(tree, index) for index in range(len(self))]
 
     def take(self, tree: Any, index: int) -> Any:
         """Returns the tree of one member."""
-        return jax.tree.map(lambda leaf: leaf[index], tree) if self.names else tree
+        if not self.names:
+            return tree
+        return jax.tree.map(lambda leaf: leaf[index], tree)
 
     def stack(self, trees: Sequence[Any]) -> Any:
         """Inverts `split`, for arrays on the host or on devices."""
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees) if self.names else trees[0]
+        if not self.names:
+            return trees[0]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
     def abstract(self, tree: Any) -> Any:
-        """Adds the axis to a tree of `jax.ShapeDtypeStruct`."""
+        """Adds the axis to a tree of `jax.ShapeDtypeStruct` with shardings."""
+        if not self.names:
+            return tree
 
         def with_axis(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            placed = NamedSharding(leaf.sharding.mesh, PartitionSpec(None, *leaf.sharding.spec))
-            return jax.ShapeDtypeStruct((len(self), *leaf.shape), leaf.dtype, sharding=placed)
+            sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(None, *leaf.sharding.spec))
+            return jax.ShapeDtypeStruct((len(self), *leaf.shape), leaf.dtype, sharding=sharding)
 
-        return jax.tree.map(with_axis, tree) if self.names else tree
+        return jax.tree.map(with_axis, tree)
 
     def to_json(self, values: Sequence[T]) -> Any:
         """Returns one value per member as an object by name, or a single run's only value."""
-        return dict(zip(self.names, values, strict=True)) if self.names else values[0]
+        if not self.names:
+            return values[0]
+        return dict(zip(self.names, values, strict=True))
 
     def from_json(self, stored: Any) -> list[Any]:
-        """Inverts `to_json`. None (nothing was stored) gives None for each member."""
+        """Inverts `to_json`. None, if nothing was stored, gives None for each member."""
         if stored is None:
             return [None] * len(self)
-        return [stored[name] for name in self.names] if self.names else [stored]
+        if not self.names:
+            return [stored]
+        return [stored[name] for name in self.names]
 
     def prefix(self, index: int) -> str:
         """Returns the beginning of a line about one member: "seed=2: ", or nothing."""
-        return f"{self.names[index]}: " if self.names else ""
+        if not self.names:
+            return ""
+        return f"{self.names[index]}: "
 
 
 class Variation(NamedTuple):
@@ -88,24 +102,39 @@ class Variation(NamedTuple):
     There is an array [n] for each setting in which members differ.
     """
 
-    seed: jax.Array | None  # uint32, of the initial parameters and of dropout.
-    learning_rate: jax.Array | None  # The peak.
-    dropout: dict[str, jax.Array]  # Rates by the fields of `DropoutConfig`.
+    # uint32 seeds of initial parameters and dropout, or None if all have the base's seed.
+    seed: jax.Array | None
+    # Peak learning rates, or None if all have the base's.
+    learning_rate: jax.Array | None
+    # Dropout rates by the names in `RATES`, without those that all share with the base.
+    dropout: dict[str, jax.Array]
 
     @classmethod
     def of(cls, base: ExperimentConfig, configs: Sequence[ExperimentConfig]) -> "Variation":
         """Returns the values of members with these configs."""
-        base_rates, *rates = (_rates(config.model.dropout) for config in (base, *configs))
-        dropout = {
-            name: _unless_all(base_rates[name], [each[name] for each in rates], float)
-            for name in RATES
-        }
-        base_peak, *peaks = (config.optimizer.learning_rate for config in (base, *configs))
+        seeds = [config.seed for config in configs]
+        peaks = [config.optimizer.learning_rate for config in configs]
+        base_rates = _rates(base.model.dropout)
+        member_rates = [_rates(config.model.dropout) for config in configs]
+
+        dropout = {}
+        for name in RATES:
+            rates = [rates_by_name[name] for rates_by_name in member_rates]
+            varying = _unless_all(base_rates[name], rates, float)
+            if varying is not None:
+                dropout[name] = varying
         return cls(
-            seed=_unless_all(base.seed, [config.seed for config in configs], jnp.uint32),
-            learning_rate=_unless_all(base_peak, peaks, float),
-            dropout={name: values for name, values in dropout.items() if values is not None},
+            seed=_unless_all(base.seed, seeds, jnp.uint32),
+            learning_rate=_unless_all(base.optimizer.learning_rate, peaks, float),
+            dropout=dropout,
         )
+
+
+def _unless_all(base_value: Any, values: Sequence[Any], dtype: Any) -> jax.Array | None:
+    """Returns the members' values as an array, or None if all are the base's."""
+    if set(values) == {base_value}:
+        return None
+    return jnp.asarray(values, dtype)
 
 
 class _TracedRates(DropoutConfig):
@@ -118,22 +147,15 @@ class _TracedRates(DropoutConfig):
 def with_rates(model: AnyModel, rates: Mapping[str, jax.Array]) -> AnyModel:
     """Returns the model with other dropout rates, by the names in `RATES`. Rates may be traced."""
     dropout = model.config.dropout
-    every: Any = {**_rates(dropout), **rates}
-    return model.clone(
-        config=dataclasses.replace(
-            model.config, dropout=_TracedRates(**every, locked=dropout.locked)
-        )
-    )
+    all_rates: dict[str, Any] = {**_rates(dropout), **rates}
+    traced = _TracedRates(**all_rates, locked=dropout.locked)
+    return model.clone(config=dataclasses.replace(model.config, dropout=traced))
 
 
 def _rates(dropout: DropoutConfig) -> dict[str, float]:
     """Returns the rates by name. Input and output rates that are None follow the others."""
     rates = {name: getattr(dropout, name) for name in RATES}
     return rates | {"input": dropout.input_rate, "output": dropout.output_rate}
-
-
-def _unless_all(value: Any, values: Sequence[Any], dtype: Any) -> jax.Array | None:
-    return None if set(values) == {value} else jnp.asarray(values, dtype)
 
 
 def make_ensemble_step(
@@ -145,18 +167,21 @@ def make_ensemble_step(
     values.
 
     The function takes the members' values, states with a leading axis n and segments [n, S, B, L].
+    It returns the states and metrics [n, S].
     """
 
-    def step(
-        own: Variation, state: TrainState, segments: Segments
+    def member_updates(
+        variation: Variation, state: TrainState, segments: Segments
     ) -> tuple[TrainState, UpdateMetrics]:
-        member_step = make_train_step(
-            with_rates(model, own.dropout) if own.dropout else model,
-            make_optimizer(base, peak=own.learning_rate),
-            learning_rate(base, peak=own.learning_rate),
+        # Below vmap, each of these values is one member's scalar.
+        member_model = with_rates(model, variation.dropout) if variation.dropout else model
+        train_step = make_train_step(
+            member_model,
+            make_optimizer(base, peak=variation.learning_rate),
+            learning_rate(base, peak=variation.learning_rate),
             base,
-            seed=own.seed,
+            seed=variation.seed,
         )
-        return member_step(state, segments)
+        return train_step(state, segments)
 
-    return jax.vmap(step)
+    return jax.vmap(member_updates)

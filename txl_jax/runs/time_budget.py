@@ -1,0 +1,91 @@
+"""Training for a time: how many training steps fit into it."""
+
+import math
+import time
+from collections.abc import Callable
+
+import jax
+
+from txl_jax import flops
+from txl_jax.config import ExperimentConfig
+from txl_jax.data.corpus import Corpus
+from txl_jax.errors import UserError
+from txl_jax.runs.build import Built, build_for
+from txl_jax.runs.trainer import training_reader
+
+_SECONDS_TO_TIME = 5.0  # Updates are timed for at least so long.
+_LEAST_CALLS = 2  # One call that is not timed, and at least one that is.
+_ADVISED_STEPS = 100  # If no step fits, the error names the time that so many steps need.
+
+
+def steps_in(
+    seconds: float,
+    config: ExperimentConfig,
+    corpus: Corpus,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[int, float]:
+    """Measures updates, and computes how many fit into a time together with their evaluations.
+
+    The timed updates are discarded. Compilation does not count, and evaluations count by their
+    FLOPs.
+
+    Args:
+      seconds: The time for training and evaluation.
+      config: All settings.
+      corpus: The text.
+      clock: Returns the time in seconds.
+
+    Returns:
+      (number of steps, a multiple of `train.segments_per_call`, seconds per update).
+
+    Raises:
+      UserError: If the text cannot be trained on, or evaluations leave no time for updates.
+    """
+    built = build_for(config, corpus.vocabulary)
+    built.check_batch_size()
+    train = config.train
+    update_seconds = _seconds_per_update(built, corpus, clock)
+
+    # The device is assumed to do the FLOPs of an evaluation as fast as those of an update.
+    vocab_size = built.model.vocab_size
+    update_flops = flops.of_step(config, vocab_size=vocab_size, n_device=built.mesh.size).flops
+    token_flops = flops.of_inference(config.model, config.eval, vocab_size=vocab_size)
+    token_seconds = update_seconds * token_flops / (update_flops or math.inf)
+    valid_seconds = token_seconds * len(corpus.valid[: config.eval.valid_tokens])
+    test_seconds = token_seconds * len(corpus.test)
+
+    # A step is an update and its part of the evaluation that follows every so many updates. The
+    # last update is evaluated too, whether it is a multiple of eval_every or not.
+    step_seconds = update_seconds + valid_seconds / train.eval_every
+    end_seconds = valid_seconds + test_seconds
+    steps = int((seconds - end_seconds) / step_seconds)
+    steps -= steps % train.segments_per_call
+    if steps <= 0:
+        enough = math.ceil((end_seconds + _ADVISED_STEPS * step_seconds) / 60)
+        raise UserError(
+            f"{seconds / 60:g} minutes are too few to train: a step takes {update_seconds:.3g} s, "
+            f"and scoring the validation and test splits {end_seconds:.3g} s. Pass at least "
+            f"{enough} minutes for {_ADVISED_STEPS} steps, or a smaller model."
+        )
+    return steps, update_seconds
+
+
+def _seconds_per_update(built: Built, corpus: Corpus, clock: Callable[[], float]) -> float:
+    """Makes updates for some seconds, and returns the time of each after the first call."""
+    train = built.config.train
+    reader = training_reader(built, corpus, built.config.seed)
+    train_step = built.compile_step().program
+    state = built.init_state()
+
+    # The first call is not timed: it fills buffers, and on GPUs loads kernels.
+    times = [clock()]  # The start, and the end of each call.
+    n_call = 0
+    while n_call < _LEAST_CALLS or times[-1] - times[1] < _SECONDS_TO_TIME:
+        segments = reader.segments(n_call * train.segments_per_call, train.segments_per_call)
+        placed = built.place(segments, batch_size=train.batch_size)
+        state, metrics = train_step(state, placed)
+        jax.block_until_ready(metrics)
+        times.append(clock())
+        n_call += 1
+    return (times[-1] - times[1]) / ((n_call - 1) * train.segments_per_call)
