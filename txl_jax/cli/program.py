@@ -21,7 +21,6 @@ import jax
 from absl import flags
 
 from txl_jax.cli import flag_tree, help, other_hosts
-from txl_jax.cli.compilation_cache import check_outside, keep_compiled
 from txl_jax.config import (
     CacheDType,
     CorpusName,
@@ -53,6 +52,7 @@ from txl_jax.runs.train import steps_in, train_run
 from txl_jax.runs.trained import TrainedModel, open_weights
 from txl_jax.runtime import distributed, output
 from txl_jax.runtime.checkpoint import quiet_orbax
+from txl_jax.runtime.compilation_cache import check_outside, keep_compiled
 from txl_jax.runtime.environment import is_out_of_memory
 from txl_jax.runtime.sinks import Sink, WeightsAndBiases
 from txl_jax.runtime.stop import StopRequest, act_on_notices
