@@ -16,7 +16,7 @@ from experiments import lm_eval
 from experiments.bench import speed
 from support import ROOT, programs
 from txl_jax import cli
-from txl_jax.cli import program
+from txl_jax.cli import train_command
 from txl_jax.config import config_tree
 from txl_jax.errors import UserError
 from txl_jax.runtime import compilation_cache, distributed
@@ -261,7 +261,7 @@ def test_settings_that_name_code():
     """A path from which a library imports, or that JAX loads machine code from."""
     found = {
         (plan.__module__, leaf.name)
-        for plan in (lm_eval.Plan, speed.Plan, program.TrainPlan)
+        for plan in (lm_eval.Plan, speed.Plan, train_command.TrainPlan)
         for leaf in config_tree.leaves(plan)
         if leaf.setting.loads_code
     }
