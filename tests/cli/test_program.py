@@ -44,7 +44,7 @@ GLOO = (
     "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection "
     "closed by peer"
 )
-SEVERAL = other_hosts.Several(2, "a test", {})
+SEVERAL = other_hosts.Processes(2, "a test", {})
 
 
 @dataclasses.dataclass(frozen=True)
