@@ -21,11 +21,7 @@ from txl_jax.cli import flag_tree, help, other_hosts
 from txl_jax.cli.job import Job
 from txl_jax.cli.plans import Plan, TrainedRun, with_recorded_folders
 from txl_jax.cli.precedence import defaults_of_corpus
-from txl_jax.config import (
-    ExperimentConfig,
-    config_tree,
-)
-from txl_jax.config.config_tree import require
+from txl_jax.config import ExperimentConfig
 from txl_jax.errors import (
     NonFiniteError,
     RemoteProcessError,
@@ -44,19 +40,13 @@ from txl_jax.runtime.storage import shorten_storage_logs
 
 FLAGS = flags.FLAGS
 
-
 _SAVES_MEMORY = (
     "Lower --train.batch_size or --eval.batch_size, or try --model.remat=full or "
     "--model.attention=tiled"
 )
-
-
 _TRAINED = "Settings that you do not pass come from the trained run, instead of the defaults shown."
-
-
-_FOLDERS_OF_RUNS = ("workdir", "model", "model_path")  # Settings of plans.
-
-
+# Settings of plans that name the directory of a run.
+_FOLDERS_OF_RUNS = ("workdir", "model", "model_path")
 # The command's short names of flags, by which its errors name them, as its documentation does.
 _aliases: dict[str, str] = {}
 
@@ -93,69 +83,103 @@ def main(
         other_hosts.define_flags()
     if config is not None:
         flag_tree.define(config)
-    for alias, name in (aliases or {}).items():
+    _define_aliases(aliases or {})
+    parsed = _parse(plan, groups, takes_words)
+
+    with guarded():
+        settings = _agree_on_settings(plan, hosts)
+        settings.validate()
+        flag_tree.refuse_code(settings, parsed.places)
+        settings = with_recorded_folders(settings, parsed.places)
+        _cache_compiled(settings)
+
+        defaults = config or ExperimentConfig()
+        if by_corpus:
+            defaults = defaults_of_corpus(defaults, FLAGS)
+        job = Job(settings, defaults, parsed.words, parsed.places, parsed.flagfile)
+        try:
+            code = run(settings, job)
+        except Interrupted as interrupted:
+            print(f"stopped   on request in {interrupted}, {settings.stopped}")
+            code = None
+
+        if code is None:
+            # 128 + the number is how shells report the end by a signal.
+            code = 128 + job.stop.signal_number if job.stop else output.exit_code()
+        # With one process this only flushes the output.
+        other_hosts.leave(code, together=True)
+    sys.exit(code)
+
+
+def _define_aliases(aliases: Mapping[str, str]) -> None:
+    for alias, name in aliases.items():
         flags.DEFINE_alias(alias, name)
     _aliases.clear()
-    _aliases.update(aliases or {})
-    parsed = _parse(plan, groups, takes_words)
-    with guarded():
-        several = None if hosts == "each" else other_hosts.announced(other_hosts.environment())
-        if several:  # One process by itself skips this.
-            require(
-                hosts == "join",
-                f"this command must run as a single process, got {several.num_processes} "
-                f"processes (announced by {several.source}). Start it once, outside of them.",
-            )
-            other_hosts.join(several)
-        # Of machines on Google Cloud, else nothing.
-        act_on_notices()
-        # With one process `build_plan(plan)`.
-        made = distributed.run_on_all(lambda: flag_tree.build_plan(plan))
-        if several:
-            other_hosts.check_same(made)
-        made.validate()
-        flag_tree.refuse_code(made, parsed[1])
-        made = with_recorded_folders(made, parsed[1])
-        named = made.compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
-        check_outside(named, [getattr(made, name, None) for name in _FOLDERS_OF_RUNS])
-        keep_compiled(made.compilation_cache, by_default=made.caches_compiled)
-        defaults = config or ExperimentConfig()
-        job = Job(made, defaults_of_corpus(defaults, FLAGS) if by_corpus else defaults, *parsed)
-        try:
-            code = run(made, job)
-        except Interrupted as interrupted:
-            print(f"stopped   on request in {interrupted}, {made.stopped}")
-            code = None
-        if code is None:
-            # As shells count.
-            code = 128 + job.stop.signal_number if job.stop else output.exit_code()
-        other_hosts.leave(code, together=True)  # With one process only the output is flushed.
-    sys.exit(code)
+    _aliases.update(aliases)
 
 
 def _parse(plan: type[Plan], groups: Collection[str] | None, takes_words: bool) -> flag_tree.Parsed:
     """Parses the command line. Exits with 2 after an error message, and with 0 after --help."""
-    if asked := {"--help", "-h", "-help", "--helpfull"} & set(sys.argv[1:]):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
-        own = [
-            name for name in FLAGS if "txl_jax.cli" in str(FLAGS.find_module_defining_flag(name))
-        ]
-        required = [
-            flag_tree.flag_name(leaf) for leaf in config_tree.leaves(plan) if leaf.setting.required
-        ]
-        note = _TRAINED if issubclass(plan, TrainedRun) else ""
-        groups = None if "--helpfull" in asked else groups
-        print(
-            sys.modules["__main__"].__doc__ or "",
-            help.help_text(own, groups, FLAGS, note, required),
-            sep="\n",
-        )
+    help_flags = {"--help", "-h", "-help", "--helpfull"} & set(sys.argv[1:])
+    if help_flags:
+        shown = None if "--helpfull" in help_flags else groups
+        _print_help(plan, shown)
         sys.exit(0)
     try:
         return flag_tree.parse(sys.argv, takes_words=takes_words)
     except UserError as error:
         fail(error)
         sys.exit(2)
+
+
+def _print_help(plan: type[Plan], groups: Collection[str] | None) -> None:
+    """Prints the command's docstring and its flags, of these groups or, with None, of all."""
+    # `--help | head` ends quietly.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    names = []
+    for name in FLAGS:
+        # Other libraries define flags too, such as absl's own.
+        if "txl_jax.cli" in str(FLAGS.find_module_defining_flag(name)):
+            names.append(name)
+    leaves = flag_tree.setting_leaves(plan)
+    required = [flag_tree.flag_name(leaf) for leaf in leaves if leaf.setting.required]
+    note = _TRAINED if issubclass(plan, TrainedRun) else ""
+    print(sys.modules["__main__"].__doc__ or "")
+    print(help.help_text(names, groups, FLAGS, note, required))
+
+
+def _agree_on_settings(plan: type[Plan], hosts: Literal["alone", "join", "each"]) -> Plan:
+    """Joins the other processes, if any, and returns the settings that all of them were passed.
+
+    Raises:
+      UserError: If the command must be alone and is not, if a required setting is missing, or if
+        processes were passed different settings.
+      ConnectionError: If not all processes connect.
+    """
+    processes = None
+    if hosts != "each":
+        processes = other_hosts.announced(other_hosts.environment())
+    if processes is not None:
+        if hosts != "join":
+            raise UserError(
+                f"this command must run as a single process, got {processes.num_processes} "
+                f"processes (announced by {processes.source}). Start it once, outside of them."
+            )
+        other_hosts.join(processes)
+
+    # On a machine of Google Cloud this waits for notices of maintenance. Elsewhere it does nothing.
+    act_on_notices()
+    settings = distributed.run_on_all(lambda: flag_tree.build_plan(plan))
+    if processes is not None:
+        other_hosts.check_same(settings)
+    return settings
+
+
+def _cache_compiled(settings: Plan) -> None:
+    """Enables the compilation cache of a command. Raises `UserError` if it is inside of a run."""
+    cache = settings.compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    check_outside(cache, [getattr(settings, name, None) for name in _FOLDERS_OF_RUNS])
+    keep_compiled(settings.compilation_cache, by_default=settings.caches_compiled)
 
 
 @contextlib.contextmanager
@@ -173,6 +197,7 @@ def guarded() -> Iterator[None]:
         if code is None:
             if not jax.distributed.is_initialized():
                 raise
+            # This process leaves below, without an end at which Python would print the traceback.
             traceback.print_exc()
         # A loss is a sum over all processes, so that one that is not finite ends them all.
         together = distributed.is_known_to_all(error) or isinstance(error, NonFiniteError)
@@ -198,31 +223,34 @@ def exit_code_for(error: BaseException) -> int | None:
             )
             return other_hosts.LOST
         case RemoteProcessError():
-            if distributed.is_primary():  # The process that failed prints it too.
+            # The process that failed prints it too.
+            if distributed.is_primary():
                 fail(error)
         case UserError():
             fail(error)
         case OSError():
             fail(describe_system_error(error))
-        case RuntimeError() | AssertionError() if "xla_bridge" in str(
-            traceback.extract_tb(error.__traceback__)[-1:]
-        ):
-            found = (
-                f"{first_line(error)}, JAX_PLATFORMS is "
-                f"{jax.config.values['jax_platforms'] or 'not set'}"
-            )
+        case RuntimeError() | AssertionError() if _is_about_devices(error):
+            platforms = jax.config.values["jax_platforms"] or "not set"
             fail(
-                f"jax cannot use the devices ({found}). Check JAX_PLATFORMS, and whether another "
-                "process holds them."
+                f"jax cannot use the devices ({first_line(error)}, JAX_PLATFORMS is {platforms}). "
+                "Check JAX_PLATFORMS, and whether another process holds them."
             )
         case _:
             return None
     return 1
 
 
+def _is_about_devices(error: BaseException) -> bool:
+    """Returns whether JAX raised the error when it looked for devices."""
+    innermost_call = traceback.extract_tb(error.__traceback__)[-1:]
+    return "xla_bridge" in str(innermost_call)
+
+
 def fail(error: BaseException | str) -> None:
     """Prints an error message to standard error, in one line, whatever names are in it."""
     text = str(error)
     for alias, name in _aliases.items():
+        # --data.train is named by its alias, --data.train.more is not.
         text = re.sub(rf"--{re.escape(name)}\b(?!\.)", f"--{alias}", text)
     print(f"{other_hosts.prefix()}error: {one_line(text)}", file=sys.stderr, flush=True)

@@ -4,17 +4,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from txl_jax.cli import flag_tree
-from txl_jax.cli.precedence import SMALL, apply_flags, config_of_words, names_no_sizes
-from txl_jax.config import (
-    CorpusName,
-    ExperimentConfig,
-    config_tree,
-)
-from txl_jax.config.config_tree import require
-from txl_jax.config.experiment import preset
+from txl_jax.cli import flag_tree, precedence
+from txl_jax.cli.precedence import apply_flags
+from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.data.vocabulary import Vocabulary
+from txl_jax.errors import UserError
 from txl_jax.runs import warm_start
 from txl_jax.runs.run import Run
 from txl_jax.runs.trained import TrainedModel
@@ -41,93 +36,81 @@ class Job:
     def config(self, run: Run | None = None) -> ExperimentConfig:
         """Returns the flags applied to the defaults, or to a run's recorded config.
 
-        All processes call it.
+        All processes call it. `precedence` says what yields to what. For each setting of a flagfile
+        that yields, a line is added to the run's notes, or printed without a run.
 
-        For a new run with `init_from`, the trained model's settings replace the same defaults.
-        Notes of the run list the settings of a flagfile that yield (`apply_flags`). Raises
-        `UserError` if settings are incompatible, or describe another model than the weights.
+        Raises:
+          UserError: If settings are incompatible, or describe another model than the weights that
+            the run starts from.
         """
-        recorded = None if run is None or run.is_new else run.config
-        base, weights, notes = recorded or self.defaults, None, list[str]()
-        if run is not None and run.is_new:
-            asked = distributed.run_on_all(lambda: flag_tree.build(base))
-            if names_no_sizes(base, self.places):
-                base = preset(SMALL)
-                but = " and the sizes of the weights" if asked.init_from else ""
-                notes.append(
-                    f"no flag sets a model size, so this run uses --flagfile={SMALL} "
-                    f"with your flags{but}"
-                )
-            if asked.init_from is not None:
-                trained = warm_start.basis(asked.init_from, run)
-                base, weights = (
-                    warm_start.with_trained_settings(base, trained, asked.init_vocabulary),
-                    trained.config,
-                )
-            sized = {"train.batch_size", "train.segment_len"} & self.places.keys()
-            if (
-                not sized
-                and asked.data.corpus is CorpusName.TEXT
-                and base.train == ExperimentConfig().train
-            ):
-                usual = f"{base.train.batch_size} x {base.train.segment_len} tokens per step"
-                notes.append(
-                    f"settings without a flag are the paper's ({usual}). "
-                    f"--flagfile={SMALL} suits one machine."
-                )
-        config = distributed.run_on_all(
-            lambda: apply_flags(
-                base, self.places, is_recorded=recorded is not None, weights=weights, notes=notes
-            )
-        )
-        for note in notes:
-            if run is None:
+        if run is None:
+            config, notes = distributed.run_on_all(lambda: apply_flags(self.defaults, self.places))
+            for note in notes:
                 output.say(f"note      {note}")
-            else:
-                run.notes.append(note)
+            return config
+
+        if run.is_new:
+            config, notes = self._config_of_new(run)
+        else:
+            recorded = run.config
+            config, notes = distributed.run_on_all(
+                lambda: apply_flags(recorded, self.places, is_recorded=True)
+            )
+        run.notes.extend(notes)
         return config
+
+    def _config_of_new(self, run: Run) -> tuple[ExperimentConfig, list[str]]:
+        """Returns the config of a run that has no record, and the notes about it.
+
+        With `init_from`, the trained model's settings replace the same defaults.
+        """
+        # The flags over the defaults say which weights and which text are meant.
+        flagged = distributed.run_on_all(lambda: flag_tree.build(self.defaults))
+        has_weights = flagged.init_from is not None
+        base, small_note = precedence.small_if_no_sizes(
+            self.defaults, self.places, has_weights=has_weights
+        )
+        trained_config = None
+        if flagged.init_from is not None:
+            trained = warm_start.basis(flagged.init_from, run)
+            base = warm_start.with_trained_settings(base, trained, flagged.init_vocabulary)
+            trained_config = trained.config
+        steps_note = precedence.note_of_large_steps(base, self.places, flagged.data.corpus)
+
+        config, notes = distributed.run_on_all(
+            lambda: apply_flags(base, self.places, trained=trained_config)
+        )
+        first_notes = [note for note in (small_note, steps_note) if note is not None]
+        return config, first_notes + notes
 
     def config_of_flagfile(self, name: str) -> ExperimentConfig:
         """Returns the config of another flagfile, for its corpus.
 
         The settings on this command line are applied to it.
         """
-        typed = [
-            f"--{leaf}={config_tree.format_value(value)}"
-            for leaf, value in flag_tree.given().items()
-        ]
-        return config_of_words(
-            self.defaults, ["flagfile", f"--flagfile={name}", *typed], by_corpus=True
-        )
+        words = ["flagfile", f"--flagfile={name}"]
+        for setting, value in flag_tree.passed_settings().items():
+            words.append(f"--{setting}={config_tree.format_value(value)}")
+        return precedence.config_of_words(self.defaults, words, by_corpus=True)
 
     def config_of(self, trained: Run | TrainedModel) -> ExperimentConfig:
-        """Returns the flags applied to a trained model's settings.
+        """Returns the flags applied to a trained model's settings. All processes call it.
 
-        Raises `UserError` if model or tokens change.
+        Raises:
+          UserError: If settings are incompatible, or model or tokens change.
         """
-
-        def over_trained() -> ExperimentConfig:
-            config = apply_flags(trained.config, self.places, is_recorded=True)
-            refused = [
-                config_tree.describe_change(leaf, old, new)
-                for leaf, old, new in config_tree.differences(trained.config, config)
-                if (leaf.name.startswith("model.") and not leaf.setting.free_on_resume)
-                or leaf.setting.shapes_tokens
-            ]
-            other = f"the run in {trained.path} was trained with another model or other tokens"
-            require(not refused, f"{other}: {', '.join(refused)}. Omit these flags.")
-            return config
-
-        return distributed.run_on_all(over_trained)
+        return distributed.run_on_all(lambda: _config_over(trained, self.places))
 
     def trained(
         self, check: Callable[[ExperimentConfig], Any] = lambda config: None
     ) -> tuple[ExperimentConfig, Corpus, Run]:
         """Reads the run of a `TrainedRun` plan.
 
-        Returns its settings with the flags applied, its text, and the run itself.
+        Args:
+          check: Called with the settings, before the text is read, to raise their errors early.
 
-        `check` is called with the settings, before the text is read.
+        Returns:
+          The run's settings with the flags applied, its text, and the run itself.
         """
         run = Run.read(self.plan.workdir, member=self.plan.ensemble_member)
         config = self.config_of(run)
@@ -142,16 +125,39 @@ class Job:
         A trained run may be a stranger's. So what is prepared in the directory that its record
         names is only read, and what is missing there is prepared in the command's own directories.
         """
-        folders = self.plan.data_dir, self.plan.cache_dir
+        data_dir = self.plan.data_dir
+        cache_dir = self.plan.cache_dir
+        # An open run is trained, the others are only used.
         if run is not None and run.is_open and config.init_from is not None:
-            return warm_start.read_corpus(config, run, *folders)
-        recorded = None
+            return warm_start.read_corpus(config, run, data_dir, cache_dir)
+
+        read_only_cache = None
         if run is not None and not run.is_open:
             vocabulary = run.text.vocabulary
             if "data_dir" not in self.places:
-                recorded = run.text.cache_dir
+                read_only_cache = run.text.cache_dir
         return distributed.run_on_all(
             lambda: read_corpus(
-                config.data, *folders, vocabulary=vocabulary, read_only_cache=recorded
+                config.data,
+                data_dir,
+                cache_dir,
+                vocabulary=vocabulary,
+                read_only_cache=read_only_cache,
             )
         )
+
+
+def _config_over(trained: Run | TrainedModel, places: Mapping[str, str]) -> ExperimentConfig:
+    """Returns the flags applied to a trained model's settings. Raises `UserError` if it changes."""
+    config, _ = apply_flags(trained.config, places, is_recorded=True)
+    changes = []
+    for leaf, before, after in config_tree.differences(trained.config, config):
+        changes_model = leaf.name.startswith("model.") and not leaf.setting.free_on_resume
+        if changes_model or leaf.setting.shapes_tokens:
+            changes.append(config_tree.describe_change(leaf, before, after))
+    if changes:
+        raise UserError(
+            f"the run in {trained.path} was trained with another model or other tokens: "
+            f"{', '.join(changes)}. Omit these flags."
+        )
+    return config

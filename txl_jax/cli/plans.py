@@ -6,14 +6,10 @@ from typing import Any, ClassVar
 
 from txl_jax.cli.job import Job
 from txl_jax.cli.precedence import WARMUP
-from txl_jax.config import (
-    CacheDType,
-    ExperimentConfig,
-    WeightDType,
-    config_tree,
-)
-from txl_jax.config.config_tree import Config, require, setting
+from txl_jax.config import CacheDType, ExperimentConfig, WeightDType, config_tree
+from txl_jax.config.config_tree import Config, setting
 from txl_jax.data.corpus import Corpus
+from txl_jax.errors import UserError
 from txl_jax.runs.run import Run, recorded_folders
 from txl_jax.runs.train import steps_in
 from txl_jax.runtime import distributed
@@ -95,13 +91,14 @@ class WatchPlan(Plan):
     )
 
     def watch(self, run: Run) -> dict[str, Any]:
-        """Returns arguments for training: sinks, profile_steps, verbose.
+        """Returns arguments for `train_run`: sinks, profile_steps, verbose.
 
-        Raises `UserError` if W&B is missing.
+        Raises:
+          UserError: If W&B is missing.
         """
-        sinks: list[Sink] = (
-            [WeightsAndBiases(self.wandb_project, run.path)] if self.wandb_project else []
-        )
+        sinks: list[Sink] = []
+        if self.wandb_project:
+            sinks.append(WeightsAndBiases(self.wandb_project, run.path))
         return {
             "sinks": sinks,
             "profile_steps": self.profile_steps or None,
@@ -125,20 +122,17 @@ class TimedPlan(Plan):
 
         This applies if the run has started already.
 
-        Raises `UserError` if --train.steps is passed too, or with several processes, whose clocks
-        differ.
+        Raises:
+          UserError: If --train.steps is typed too, or with multiple processes, whose clocks differ.
         """
         if self.minutes is None:
             return config
-        both = job.places.get("train.steps") == ""
-        require(
-            not both,
-            "--minutes and --train.steps both set how long to train. Leave one of them out.",
-        )
-        require(
-            not distributed.is_multiprocess(),
-            "--minutes works with one process only. Pass --train.steps instead.",
-        )
+        if job.places.get("train.steps") == "":
+            raise UserError(
+                "--minutes and --train.steps both set how long to train. Leave one of them out."
+            )
+        if distributed.is_multiprocess():
+            raise UserError("--minutes works with one process only. Pass --train.steps instead.")
         if run.is_new:
             return config
         run.notes.append(
@@ -152,7 +146,10 @@ class TimedPlan(Plan):
     ) -> ExperimentConfig:
         """Returns the config with as many steps as fit into --minutes, at the first start of a run.
 
-        At most a tenth of the steps are warm-up, unless the warm-up is passed.
+        At most a tenth of the steps are warm-up, unless the warm-up is typed.
+
+        Raises:
+          UserError: If the text cannot be trained on, or the minutes are too few for one step.
         """
         if self.minutes is None or not run.is_new:
             return config
@@ -174,14 +171,14 @@ class TimedPlan(Plan):
 def with_recorded_folders(plan: Any, places: Mapping[str, str]) -> Any:
     """Returns a plan that trains, with the directories of the run in its workdir as defaults.
 
-    This applies if the directories are on this machine.
+    This applies to the directories that are on this machine and that no flag sets.
 
-    Training goes on in these directories. Plans that only use a run may read a stranger's, and
+    Training continues in these directories. Plans that only use a run may read a stranger's, and
     write to none that it names (`Job.corpus`).
     """
     workdir = getattr(plan, "workdir", None)
     if not workdir or not isinstance(plan, TextPlan) or not plan.trains or "data_dir" in places:
         return plan
-    return dataclasses.replace(
-        plan, **{k: v for k, v in recorded_folders(workdir).items() if k not in places}
-    )
+    folders = recorded_folders(workdir)
+    unset = {name: folder for name, folder in folders.items() if name not in places}
+    return dataclasses.replace(plan, **unset)
