@@ -10,6 +10,9 @@ If the run is recorded already, its record takes the place of 1 and 2.
 Settings that nobody typed, such as a flagfile's, yield in two cases, each with a note for the log:
 sizes to the sizes of the weights (`yield_to_weights`), and the warm-up to the recorded one or to a
 short training (`yield_warmup`).
+
+In all functions `places` says where each flag was set: "" for the command line, else
+"FILE, line N: ".
 """
 
 import dataclasses
@@ -64,11 +67,12 @@ def config_of_words(
         flags.DEFINE_string(name, None, "", flag_values=values)
     places = flag_tree.parse(words, values).places
 
-    base = defaults
-    if by_corpus:
-        base = defaults_of_corpus(defaults, values)
     if recorded is not None:
         base = recorded
+    elif by_corpus:
+        base = defaults_of_corpus(defaults, values)
+    else:
+        base = defaults
     base = small_if_no_sizes(base, places).config
     config, _ = apply_flags(base, places, values, is_recorded=recorded is not None)
     return config
@@ -92,7 +96,7 @@ def small_if_no_sizes(
 
     Args:
       defaults: The command's defaults.
-      places: Where each flag was set, as in `Job.places`.
+      places: Where each flag was set.
       has_weights: Whether the run starts from trained weights, which the note then mentions.
 
     >>> own_text = ExperimentConfig(data=default_data(CorpusName.TEXT))
@@ -122,7 +126,13 @@ def note_of_large_steps(
 ) -> str | None:
     """Returns a note that a new run on your own text trains with the paper's large batches.
 
-    Returns None for other texts, or if a flag or a preset sets the size of a step.
+    Args:
+      base: The settings below the flags.
+      places: Where each flag was set.
+      corpus: The corpus that the flags name.
+
+    Returns:
+      The note, or None for other corpora, or if a flag or `base` sets the size of a step.
     """
     sets_size = {"train.batch_size", "train.segment_len"} & places.keys()
     if sets_size or corpus is not CorpusName.TEXT or base.train != ExperimentConfig().train:
@@ -145,7 +155,7 @@ def apply_flags(
 
     Args:
       base: The settings that the flags change.
-      places: Where each flag was set, as in `Job.places`.
+      places: Where each flag was set.
       flag_values: The parsed flags.
       is_recorded: Whether `base` is the record of a run.
       trained: The settings of the trained model whose weights a new run starts from, if any.
