@@ -87,7 +87,14 @@ def main(
     parsed = _parse(plan, groups, takes_words)
 
     with guarded():
-        settings = _agree_on_settings(plan, hosts)
+        processes = _join_others(hosts)
+        # On a machine of Google Cloud this waits for notices of maintenance. Elsewhere it does
+        # nothing.
+        act_on_notices()
+
+        settings = distributed.run_on_all(lambda: flag_tree.build_plan(plan))
+        if processes is not None:
+            other_hosts.check_same(settings)
         settings.validate()
         flag_tree.refuse_code(settings, parsed.places)
         settings = with_recorded_folders(settings, parsed.places)
@@ -148,31 +155,25 @@ def _print_help(plan: type[Plan], groups: Collection[str] | None) -> None:
     print(help.help_text(names, groups, FLAGS, note, required))
 
 
-def _agree_on_settings(plan: type[Plan], hosts: Literal["alone", "join", "each"]) -> Plan:
-    """Joins the other processes, if any, and returns the settings that all of them were passed.
+def _join_others(hosts: Literal["alone", "join", "each"]) -> other_hosts.Processes | None:
+    """Joins the other processes of this command. Returns None if there are none to join.
 
     Raises:
-      UserError: If the command must be alone and is not, if a required setting is missing, or if
-        processes were passed different settings.
+      UserError: If the command must run alone and does not.
       ConnectionError: If not all processes connect.
     """
-    processes = None
-    if hosts != "each":
-        processes = other_hosts.announced(other_hosts.environment())
-    if processes is not None:
-        if hosts != "join":
-            raise UserError(
-                f"this command must run as a single process, got {processes.num_processes} "
-                f"processes (announced by {processes.source}). Start it once, outside of them."
-            )
-        other_hosts.join(processes)
-
-    # On a machine of Google Cloud this waits for notices of maintenance. Elsewhere it does nothing.
-    act_on_notices()
-    settings = distributed.run_on_all(lambda: flag_tree.build_plan(plan))
-    if processes is not None:
-        other_hosts.check_same(settings)
-    return settings
+    if hosts == "each":
+        return None
+    processes = other_hosts.announced(other_hosts.environment())
+    if processes is None:
+        return None
+    if hosts == "alone":
+        raise UserError(
+            f"this command must run as a single process, got {processes.num_processes} "
+            f"processes (announced by {processes.source}). Start it once, outside of them."
+        )
+    other_hosts.join(processes)
+    return processes
 
 
 def _cache_compiled(settings: Plan) -> None:
