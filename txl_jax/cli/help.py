@@ -47,6 +47,7 @@ def help_text(
       required: Names of the flags that must be set.
     """
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
+    # `seed` is a setting of every config.
     has_config = "seed" in flag_values
     rows: dict[str, list[_Row]] = {group: [] for group in (_PROGRAM, _HOSTS, *flag_tree.groups())}
     if has_config:
@@ -90,7 +91,8 @@ def _row(flag: flags.Flag, *, is_required: bool) -> _Row:
     if not default and isinstance(flag.parser, flag_tree.SettingParser):
         default = flag_tree.NONE
     # absl quotes the defaults of flags that are text.
-    return _Row(f"--{flag.name}={(default or '').strip(chr(39))}", explanation)
+    unquoted = (default or "").strip("'")
+    return _Row(f"--{flag.name}={unquoted}", explanation)
 
 
 def _table(rows: Sequence[_Row], width: int) -> list[str]:
