@@ -14,7 +14,7 @@ the original TensorFlow release:
     --data.heldout=published             validation on the test split instead of another shard
 """
 
-from txl_jax.cli.program import train_main
+from txl_jax.cli.train_command import train_main
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.published import default_data
 

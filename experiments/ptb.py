@@ -8,7 +8,7 @@ simple-examples.tgz (http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz
 experiments.prepare --corpus=ptb` prepares it.
 """
 
-from txl_jax.cli.program import train_main
+from txl_jax.cli.train_command import train_main
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.published import default_data
 

@@ -15,7 +15,7 @@ between files. Lists are joined in the order given, patterns in the order of nam
 --data.tokenizer.kind. Without a flagfile or a --model flag, --flagfile=small is used.
 """
 
-from txl_jax.cli.program import train_main
+from txl_jax.cli.train_command import train_main
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.published import default_data
 

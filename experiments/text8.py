@@ -6,7 +6,7 @@
 the corpus, pass --data.file=PATH. `python -m experiments.prepare --corpus=text8` prepares it.
 """
 
-from txl_jax.cli.program import train_main
+from txl_jax.cli.train_command import train_main
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.published import default_data
 

@@ -10,7 +10,7 @@ same validation and test splits and a fiftieth of the training split. Its vocabu
 (33,278 words), so cutoffs must be below that.
 """
 
-from txl_jax.cli.program import train_main
+from txl_jax.cli.train_command import train_main
 from txl_jax.config import CorpusName, ExperimentConfig
 from txl_jax.data.published import default_data
 

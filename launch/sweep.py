@@ -41,7 +41,8 @@ except ImportError as error:
     sys.exit(f"error: sweeps require Optuna ({error}). Run pip install '.[sweep]'.")
 
 from launch import study
-from txl_jax.cli.program import check_program, config_of_words
+from txl_jax.cli.precedence import config_of_words
+from txl_jax.cli.train_command import check_program
 from txl_jax.config import CorpusName, ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.data.published import program_of

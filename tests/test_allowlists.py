@@ -21,7 +21,7 @@ from experiments.bench import estimate
 from launch import study, sweep
 from launch.local import process_environments
 from support import tiny_model
-from txl_jax.cli import other_hosts, program
+from txl_jax.cli import other_hosts, plans, train_command
 from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.data import own_text, published, text
 from txl_jax.errors import UserError
@@ -449,7 +449,7 @@ def test_errors_that_mean_a_file_system_without_locks(tmp_path, monkeypatch):
 
 
 @dataclasses.dataclass(frozen=True)
-class _EveryPlan(program.TrainPlan, program.TrainedRun, program.StoredTypes):
+class _EveryPlan(train_command.TrainPlan, plans.TrainedRun, plans.StoredTypes):
     """All settings that commands share."""
 
 

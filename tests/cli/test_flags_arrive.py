@@ -20,7 +20,7 @@ from experiments.__main__ import programs as programs_in
 from support import ROOT, programs, runs
 from support.second_values import as_flags, second_values
 from txl_jax import cli
-from txl_jax.cli import flag_tree, other_hosts, program
+from txl_jax.cli import app, flag_tree, other_hosts, precedence, train_command
 from txl_jax.config import CorpusName, ExperimentConfig, config_tree
 from txl_jax.config.experiment import apply_preset
 from txl_jax.data.byte_tokens import ByteVocabulary
@@ -97,7 +97,7 @@ def declare(monkeypatch):
             found.append((plan, options))
 
         with monkeypatch.context() as patch, programs.own_flags():
-            for module in (cli, program):
+            for module in (cli, train_command):
                 patch.setattr(module, "main", main)
             runpy.run_path(str(file_of(name)), run_name="__main__")
         [(plan, options)] = found
@@ -128,8 +128,8 @@ def compiled_in(monkeypatch, tmp_path):
     def keep_compiled(named, *, by_default):
         found.update(named=named, by_default=by_default)
 
-    monkeypatch.setattr(program, "keep_compiled", keep_compiled)
-    monkeypatch.setattr(program, "check_file", lambda data: None)
+    monkeypatch.setattr(app, "keep_compiled", keep_compiled)
+    monkeypatch.setattr(precedence, "check_file", lambda data: None)
     monkeypatch.setattr(ExperimentConfig, "validate", lambda config: None)
     monkeypatch.chdir(tmp_path)
     return found
@@ -144,7 +144,7 @@ def own_flags():
 @pytest.fixture
 def start(monkeypatch, compiled_in):
     """Returns what a program makes of a command line."""
-    real = program.main
+    real = app.main
     found = []
 
     def main(_run, plan_class, **options):
@@ -159,7 +159,7 @@ def start(monkeypatch, compiled_in):
         assert code == 0, f"{errors}For a derived value choose another in CHOSEN and IN_FILE."
         return found.pop()
 
-    for module in (cli, program):
+    for module in (cli, train_command):
         monkeypatch.setattr(module, "main", main)
     return start
 
@@ -391,10 +391,10 @@ def calls(monkeypatch):
         monkeypatch.setattr(module, name, keep)
 
     for name in ("generate_text", "continue_prompts"):
-        replace(program, name)
+        replace(train_command, name)
     for name in ("evaluate_splits", "score_tokens", "score_documents"):
         replace(score, name)
-    replace(program, "train_run", Outcome(finished=False, step=1, results=None))
+    replace(train_command, "train_run", Outcome(finished=False, step=1, results=None))
     monkeypatch.setattr(cli.Job, "corpus", lambda job, config, *rest: None)
     return found
 

@@ -17,8 +17,8 @@ from experiments import text
 from support import ON_PATH, ROOT, drawn_run, programs, runs
 from support.encoded_text import data_config, own_text
 from txl_jax import cli
-from txl_jax.cli import flag_tree, other_hosts, program, setting
-from txl_jax.cli.program import exit_code_for, guarded
+from txl_jax.cli import app, flag_tree, other_hosts, precedence, setting, train_command
+from txl_jax.cli.app import exit_code_for, guarded
 from txl_jax.config import (
     COMPAT_PRESETS,
     CorpusName,
@@ -44,7 +44,7 @@ GLOO = (
     "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection "
     "closed by peer"
 )
-SEVERAL = other_hosts.Several(2, "a test", {})
+SEVERAL = other_hosts.Processes(2, "a test", {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,7 @@ def config_in(start, tmp_path):
                 found.append((job.config(opened), opened.notes))
 
         words = [f"--data.file={tmp_path / 'text'}", *words]
-        code, *_ = start(*words, run=run, config=defaults, plan=program.TrainPlan)
+        code, *_ = start(*words, run=run, config=defaults, plan=train_command.TrainPlan)
         if code:
             return code, []
         # A sweep checks the settings of its runs before they start, and must come to the same.
@@ -189,7 +189,7 @@ def config_in(start, tmp_path):
                 else None
             )
             assert (
-                program.config_of_words(defaults, ["text", *words], recorded=recorded)
+                precedence.config_of_words(defaults, ["text", *words], recorded=recorded)
                 == found[0][0]
             )
         return found[0]
@@ -401,7 +401,7 @@ def test_typed_flags_that_a_mode_does_not_read_are_named_once(start, capsys):
 
     def run(plan, job):
         config = flag_tree.build(trained)
-        program._note_unread(plan, job, config, trained if plan.mode != "train" else config)
+        train_command._note_unread(plan, job, config, trained if plan.mode != "train" else config)
 
     for words, named in (
         (["--mode=eval", "--train.mem_len=9", "--eval.mem_len=9"], "train.mem_len"),
@@ -414,7 +414,7 @@ def test_typed_flags_that_a_mode_does_not_read_are_named_once(start, capsys):
         (["--input_format=lines"], "input_format"),
         (["--train.mem_len=9", "--generate.length=7"], ""),
     ):
-        start(*words, run=run, config=ExperimentConfig(), plan=program.TrainPlan)
+        start(*words, run=run, config=ExperimentConfig(), plan=train_command.TrainPlan)
         notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
         found = [re.findall(r"--([\w.]+)(?!=)", note.partition(":")[2]) for note in notes]
         assert found == ([named.split()] if named else [])
@@ -429,7 +429,7 @@ def test_training_goes_on_in_the_recorded_folders_and_other_modes_write_to_none_
     """
     kept = []
     monkeypatch.setattr(
-        program, "keep_compiled", lambda *named, **options: kept.append((named, options))
+        app, "keep_compiled", lambda *named, **options: kept.append((named, options))
     )
     there = [tmp_path / "there", tmp_path / "there" / "prepared"]
     info = TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes(), *map(str, there))
@@ -437,7 +437,9 @@ def test_training_goes_on_in_the_recorded_folders_and_other_modes_write_to_none_
     monkeypatch.chdir(tmp_path)
 
     def folders(*words):
-        code, (plan, _) = start(f"--workdir={tmp_path / 'run'}", *words, plan=program.TrainPlan)
+        code, (plan, _) = start(
+            f"--workdir={tmp_path / 'run'}", *words, plan=train_command.TrainPlan
+        )
         assert code == 0 and kept.pop() == ((None,), {"by_default": True})
         return plan.data_dir, plan.cache_dir
 

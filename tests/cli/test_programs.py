@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from support import drawn_run, programs
-from txl_jax.cli import program as program_lib
+from txl_jax.cli import plans
 from txl_jax.config import GenerateConfig
 from txl_jax.runs.convert import convert
 from txl_jax.runtime import stop
@@ -94,7 +94,7 @@ def test_minutes_set_the_steps_at_the_first_start_alone(own_text, tmp_path, monk
     """Over a flagfile's steps and its warm-up; the same command finds them in the record."""
     asked = []
     monkeypatch.setattr(
-        program_lib,
+        plans,
         "steps_in",
         lambda seconds, *given: asked.append(seconds) or (20 * len(asked), 0.1),
     )

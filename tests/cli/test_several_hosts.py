@@ -299,7 +299,7 @@ def test_the_hosts_of_a_tpu_slice_are_asked_of_its_metadata():
             environment = {"GCE_METADATA_IP": server.host}
             found = other_hosts.announced(environment)
             assert found == (
-                None if count is None else other_hosts.Several(count, "the TPU slice", {})
+                None if count is None else other_hosts.Processes(count, "the TPU slice", {})
             )
             for other in (
                 {"JAX_PLATFORMS": "cpu"},
@@ -323,7 +323,7 @@ def test_a_tpu_whose_metadata_server_does_not_answer_is_an_error_and_a_proxy_is_
         MetadataServer(failures=2) as server,
         pytest.raises(UserError, match=r"HTTP 503.*TPU_WORKER_HOSTNAMES"),
     ):
-        other_hosts.announced({"GCE_METADATA_IP": server.host})
+        other_hosts.announced({"GCE_METADATA_HOST": server.host})
     with pytest.raises(UserError, match=r"127\.0\.0\.1:9 .*TPU_WORKER_HOSTNAMES"):
         other_hosts.announced({"GCE_METADATA_IP": "127.0.0.1:9"})
 

@@ -17,7 +17,7 @@ from experiments.paper import ablation, attention, context_length, continuation,
 from support import plan_starts
 from support.plan_starts import Seen
 from txl_jax import cli
-from txl_jax.cli import program
+from txl_jax.cli.train_command import TrainPlan
 from txl_jax.config import config_tree
 from txl_jax.runs.score import InputFormat
 
@@ -59,7 +59,7 @@ OF_WATCHING = {
     "verbose": (True, {"train_run.verbose": True}),
 }
 MINUTES = {"minutes": (0.5, {"train_run.config.train.steps": 30})}  # A step takes a second here.
-TRAIN = program.TrainPlan(workdir="/w")
+TRAIN = TrainPlan(workdir="/w")
 SPLIT = ensemble.Plan(workdir="/w", mode="split", ensemble_member=("seed=3",), to="/t")
 DEVICE = device.Plan(configs=("one",), tiles=(), paths=("reference",), out="/o")
 CASE = ("one", "training", 4, 7, "float32")

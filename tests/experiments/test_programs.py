@@ -10,7 +10,7 @@ from experiments.__main__ import HEADINGS, main
 from experiments.__main__ import programs as programs_in
 from support import ROOT, miniature, programs
 from txl_jax import cli
-from txl_jax.cli import program
+from txl_jax.cli import train_command
 from txl_jax.config import CorpusName, config_tree
 from txl_jax.data import published
 
@@ -44,7 +44,7 @@ FOLDERS = {"workdir", "data_dir", "cache_dir", "out"}
 @pytest.mark.parametrize("name", sorted(name for name in FILES if name.startswith("experiments.")))
 def test_every_program_works_on_several_hosts_or_refuses(monkeypatch, name):
     called = []
-    for module in (cli, program):
+    for module in (cli, train_command):
         monkeypatch.setattr(
             module, "main", lambda run, plan, **options: called.append((plan, options))
         )

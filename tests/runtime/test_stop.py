@@ -137,6 +137,7 @@ def test_a_notice_is_no_signal(arrivals, when, monkeypatch):
         ({}, "Standard PC (Q35 + ICH9, 2009)\n", None),
         ({}, None, None),
         ({"GCE_METADATA_HOST": "127.0.0.1:80"}, None, "127.0.0.1:80"),
+        ({"GCE_METADATA_IP": "127.0.0.2"}, None, "127.0.0.2"),
         (
             {"NO_GCE_CHECK": "True", "GCE_METADATA_HOST": "127.0.0.1:80"},
             "Google Compute Engine\n",
@@ -148,7 +149,7 @@ def test_only_a_machine_of_google_cloud_has_a_server(
     tmp_path, monkeypatch, environment, product, expected
 ):
     monkeypatch.setattr(stop, "_PRODUCT", tmp_path / "product_name")
-    for name in ("NO_GCE_CHECK", "GCE_METADATA_HOST"):
+    for name in ("NO_GCE_CHECK", "GCE_METADATA_HOST", "GCE_METADATA_IP"):
         monkeypatch.setenv(name, environment.get(name, ""))
     if product is not None:
         stop._PRODUCT.write_text(product)

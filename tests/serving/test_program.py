@@ -20,7 +20,7 @@ from support.http_server import Program, ask, complete, metrics
 from support.serving import SECONDS
 from support.waiting import wait_until
 from txl_jax import trained_model
-from txl_jax.cli import program
+from txl_jax.cli import app as cli_app
 from txl_jax.config import config_tree
 from txl_jax.errors import UserError
 from txl_jax.serving import app, connections, engine, rows, sessions
@@ -98,7 +98,7 @@ def served(monkeypatch):
         calls.keep(monkeypatch, found, app, "make_app", APP)
         calls.keep(monkeypatch, found, connections, "most_connections", 99)
         calls.keep(monkeypatch, found, connections, "Connections", CONNECTIONS)
-        calls.keep(monkeypatch, found, program, "keep_compiled")
+        calls.keep(monkeypatch, found, cli_app, "keep_compiled")
         # The real one would close the streams of other loggers.
         calls.keep(monkeypatch, found, uvicorn, "Config")
         monkeypatch.setattr(Server, "found", found, raising=False)

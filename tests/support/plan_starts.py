@@ -18,7 +18,8 @@ from experiments.paper import ablation, attention, context_length, continuation,
 from support import calls, tiny_run
 from support.calls import EnoughError
 from txl_jax import cli
-from txl_jax.cli import program
+from txl_jax.cli import job as job_lib
+from txl_jax.cli import plans, train_command
 from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.runs import run_tables
@@ -137,15 +138,15 @@ def start_report(seen, plan, changed):
 
 
 def start_prepare(seen, plan, changed):
-    seen.keep(program, "read_corpus", EnoughError())
+    seen.keep(job_lib, "read_corpus", EnoughError())
     seen.run(prepare, plan, {*changed, "corpus"})
     return seen.found
 
 
 def start_ensemble(seen, plan, changed):
     """A resumed ensemble, whose recorded members are used if none is passed."""
-    seen.keep(program, "read_corpus", CORPUS)
-    seen.keep(program, "WeightsAndBiases", "W&B")
+    seen.keep(job_lib, "read_corpus", CORPUS)
+    seen.keep(plans, "WeightsAndBiases", "W&B")
     seen.keep(Run, "open", contextlib.nullcontext(NEW_RUN))
     seen.keep(ensemble, "train_run", STOPPED)
     seen.run(ensemble, plan, changed)
@@ -162,31 +163,31 @@ def start_split(seen, plan, changed):
 def start_quickstart(seen, plan, changed):
     seen.keep(Run, "open", contextlib.nullcontext(NEW_RUN))
     seen.keep(quickstart, "read_corpus", CORPUS)
-    seen.replace(program, "steps_in", lambda seconds, config, corpus: (round(seconds), 0.1))
+    seen.replace(plans, "steps_in", lambda seconds, config, corpus: (round(seconds), 0.1))
     seen.keep(quickstart, "train_run", STOPPED)
     seen.run(quickstart, plan, changed)
     return seen.without("train_run.stop_requested")
 
 
 def start_training(seen, plan, changed):
-    seen.keep(program, "read_corpus", CORPUS)
-    seen.keep(program, "WeightsAndBiases", "W&B")
+    seen.keep(job_lib, "read_corpus", CORPUS)
+    seen.keep(plans, "WeightsAndBiases", "W&B")
     seen.keep(Run, "open", contextlib.nullcontext(NEW_RUN))
-    seen.replace(program, "steps_in", lambda seconds, config, corpus: (round(seconds), 0.1))
-    seen.replace(program, "refuse_packed", lambda corpus: None)
-    seen.replace(program, "_note_unread", lambda *given: None)
-    seen.replace(program, "check_program", lambda *given: None)
-    seen.keep(program, "train_run", STOPPED)
-    seen.run(types.SimpleNamespace(run=program._train), plan, changed)
+    seen.replace(plans, "steps_in", lambda seconds, config, corpus: (round(seconds), 0.1))
+    seen.replace(train_command, "refuse_packed", lambda corpus: None)
+    seen.replace(train_command, "_note_unread", lambda *given: None)
+    seen.replace(train_command, "check_program", lambda *given: None)
+    seen.keep(train_command, "train_run", STOPPED)
+    seen.run(types.SimpleNamespace(run=train_command._train), plan, changed)
     return seen.without("train_run.stop_requested")
 
 
 def start_use(seen, plan, changed):
     """A trained model, which is evaluated."""
-    seen.keep(program, "open_weights", TrainedModel())
-    seen.replace(program, "_with_text", lambda model, data: model)
-    seen.replace(program, "_note_unread", lambda *given: None)
-    seen.keep(program, "read_corpus", CORPUS)
+    seen.keep(train_command, "open_weights", TrainedModel())
+    seen.replace(train_command, "_with_text", lambda model, data: model)
+    seen.replace(train_command, "_note_unread", lambda *given: None)
+    seen.keep(job_lib, "read_corpus", CORPUS)
     used = {}
 
     def note(name):
@@ -196,25 +197,25 @@ def start_use(seen, plan, changed):
         return call
 
     for name in ("evaluate_splits", "score_tokens"):
-        seen.replace(program.score, name, note(name))
-    seen.run(types.SimpleNamespace(run=program._train), plan, changed)
+        seen.replace(train_command.score, name, note(name))
+    seen.run(types.SimpleNamespace(run=train_command._train), plan, changed)
     return seen.found | used
 
 
 def start_documents(seen, plan, changed):
-    seen.keep(program, "open_weights", TrainedModel())
-    seen.replace(program, "_note_unread", lambda *given: None)
-    seen.keep(program.score, "open_input", contextlib.nullcontext("file"))
-    seen.keep(program.score, "documents")
-    seen.keep(program.score, "score_documents")
-    seen.run(types.SimpleNamespace(run=program._train), plan, changed)
+    seen.keep(train_command, "open_weights", TrainedModel())
+    seen.replace(train_command, "_note_unread", lambda *given: None)
+    seen.keep(train_command.score, "open_input", contextlib.nullcontext("file"))
+    seen.keep(train_command.score, "documents")
+    seen.keep(train_command.score, "score_documents")
+    seen.run(types.SimpleNamespace(run=train_command._train), plan, changed)
     return seen.without("score_documents.write")
 
 
 def trained_run(seen):
     """Replaces how a `TrainedRun` is read."""
     seen.keep(Run, "read", RECORDED)
-    seen.keep(program, "read_corpus", CORPUS)
+    seen.keep(job_lib, "read_corpus", CORPUS)
 
 
 def start_context_length(seen, plan, changed):
@@ -273,7 +274,7 @@ def start_recl(seen, plan, changed):
         return RECORDED
 
     seen.replace(Run, "read", read_run)
-    seen.keep(program, "read_corpus", CORPUS)
+    seen.keep(job_lib, "read_corpus", CORPUS)
     seen.replace(recl, "load_to_score", lambda *given, log: (parts, 7, "params"))
     seen.replace(recl, "exists", lambda path: False)
     seen.keep(recl, "make_folder")
@@ -297,7 +298,7 @@ def start_ablation(seen, plan, changed):
         return at_lengths(config, each, stride=stride)
 
     seen.replace(context_length, "at_lengths", note)
-    seen.keep(program, "read_corpus", CORPUS)
+    seen.keep(job_lib, "read_corpus", CORPUS)
     seen.keep(Run, "open", contextlib.nullcontext(NEW_RUN))
     seen.replace(Run, "read", lambda path: RECORDED)
     seen.keep(ablation, "train_run", FINISHED)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from absl import flags
 
 from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig, config_tree
-from txl_jax.config.config_tree import FieldType, NamedSetting, did_you_mean, format_value, require
+from txl_jax.config.config_tree import FieldType, NamedSetting, did_you_mean, format_value
 from txl_jax.config.experiment import apply_preset, preset, preset_names
 from txl_jax.data.published import default_data
 from txl_jax.errors import UserError
@@ -28,17 +28,21 @@ from txl_jax.runtime import storage
 from txl_jax.runtime.storage import as_path, expand_home, is_remote
 
 FLAGS = flags.FLAGS
-FLAGFILE_DIR = Path(__file__).parents[2] / "experiments/flags"  # In a clone.
+# Where a clone has its flagfiles. An installed package has presets instead.
+FLAGFILE_DIR = Path(__file__).parents[2] / "experiments/flags"
 NONE = "none"
-_MOST_FLAGFILES = 100  # Of one command. Files that each include the next one twice would never end.
-_OFF = "off"  # Of the compilation cache.
+# Flagfiles that one command reads at most. Files that each include the next one twice would
+# otherwise never end.
+_MOST_FLAGFILES = 100
+# The value of --compilation_cache that disables the cache, so that no code is loaded.
+_OFF = "off"
 _BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 Settings = TypeVar("Settings")
 
 
 def define(defaults: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> None:
-    """Defines one flag per setting, with `defaults` as default values, and the preset."""
+    """Defines one flag per setting, with `defaults` as default values, and --compat."""
     flags.DEFINE_enum(
         "compat", None, sorted(COMPAT_PRESETS), "Implementation to match.", flag_values=flag_values
     )
@@ -51,7 +55,9 @@ def define_plan(plan: type) -> None:
 
     The plan's own settings come first, then its bases'.
     """
-    order = [name for cls in plan.__mro__ for name in vars(cls).get("__annotations__", {})]
+    order: list[str] = []
+    for cls in plan.__mro__:
+        order.extend(vars(cls).get("__annotations__", {}))
     for leaf in sorted(setting_leaves(plan), key=lambda leaf: order.index(leaf.name)):
         _define_leaf(leaf, leaf.default, FLAGS)
 
@@ -63,8 +69,12 @@ def setting_leaves(cls: type) -> list[NamedSetting]:
 
 def groups() -> list[str]:
     """Returns the groups of a config's settings, in order, such as "model" and "model.dropout"."""
-    names = [leaf.name.rpartition(".")[0] for leaf in setting_leaves(ExperimentConfig)]
-    return list(dict.fromkeys(filter(None, names)))
+    names = []
+    for leaf in setting_leaves(ExperimentConfig):
+        name = leaf.name.rpartition(".")[0]
+        if name and name not in names:
+            names.append(name)
+    return names
 
 
 def flag_name(leaf: NamedSetting) -> str:
@@ -75,227 +85,321 @@ def flag_name(leaf: NamedSetting) -> str:
     return leaf.name.removesuffix("_")
 
 
-def given(flag_values: flags.FlagValues = FLAGS, cls: type = ExperimentConfig) -> dict[str, Any]:
+def passed_settings(
+    flag_values: flags.FlagValues = FLAGS, cls: type = ExperimentConfig
+) -> dict[str, Any]:
     """Returns the settings that the command line or a flagfile set, with their values."""
-    found = {leaf.name: flag_values[flag_name(leaf)] for leaf in setting_leaves(cls)}
-    return {name: flag.value for name, flag in found.items() if flag.present}
+    values = {}
+    for leaf in setting_leaves(cls):
+        flag = flag_values[flag_name(leaf)]
+        if flag.present:
+            values[leaf.name] = flag.value
+    return values
 
 
 def build(base: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> ExperimentConfig:
-    """Returns `base` with the preset and the passed settings.
+    """Returns `base` with the preset of `--compat` and the settings that flags set.
 
     It also has the settings derived from them, and absolute paths.
     """
-    if compat := flag_values["compat"].value:
+    compat = flag_values["compat"].value
+    if compat:
         base = apply_preset(base, compat)
-    # Of each flag the last value: one after --flagfile wins over the file's.
-    chosen = given(flag_values)
-    return _with_absolute_paths(
-        config_tree.replace(_for_other_text(base, chosen), chosen).resolved()
-    )
+    # A flag has its last value: one after --flagfile wins over the file's.
+    values = passed_settings(flag_values)
+    config = config_tree.replace(_for_other_text(base, values), values)
+    return _with_absolute_paths(config.resolved())
 
 
 def build_plan(plan: type[Settings]) -> Settings:
-    """Returns a command's plan with the passed settings.
+    """Returns a command's plan with the settings that flags set.
 
-    Raises `UserError` if a required one is missing.
+    Raises:
+      UserError: If a required setting is missing.
     """
-    found = given(cls=plan)
+    values = passed_settings(cls=plan)
     for leaf in setting_leaves(plan):
-        missing = leaf.setting.required and not found.get(leaf.name)
-        name = flag_name(leaf)
-        require(not missing, f"--{name} is required: {leaf.setting.help} Pass --{name}=...")
-    return _with_absolute_paths(plan(**found))
+        if leaf.setting.required and not values.get(leaf.name):
+            name = flag_name(leaf)
+            raise UserError(f"--{name} is required: {leaf.setting.help} Pass --{name}=...")
+    return _with_absolute_paths(plan(**values))
 
 
-def _for_other_text(base: ExperimentConfig, chosen: dict[str, Any]) -> ExperimentConfig:
+def _for_other_text(base: ExperimentConfig, values: Mapping[str, Any]) -> ExperimentConfig:
     """Returns `base` without its files or its tokenizer if the settings replace them.
 
     The files are dropped if other files are set, and the tokenizer if another kind is set.
     """
-    reset, data, files = (
-        [],
-        base.data,
-        [f"data.{name}" for name in ("file", "train", "valid", "test")],
-    )
-    if chosen.get("data.corpus", data.corpus) != data.corpus or chosen.keys() & set(files):
+    data = base.data
+    files = ["data.file", "data.train", "data.valid", "data.test"]
+    reset = []
+    if values.get("data.corpus", data.corpus) != data.corpus or values.keys() & set(files):
         reset += files
-    if chosen.get("data.tokenizer.kind", data.tokenizer.kind) != data.tokenizer.kind:
+    if values.get("data.tokenizer.kind", data.tokenizer.kind) != data.tokenizer.kind:
         leaves = config_tree.leaves(ExperimentConfig)
-        reset += [leaf.name for leaf in leaves if leaf.setting.shapes_tokens] + ["data.order"]
-    elif chosen.get("data.tokenizer.vocab_file"):
+        reset += [leaf.name for leaf in leaves if leaf.setting.shapes_tokens]
+        reset.append("data.order")
+    elif values.get("data.tokenizer.vocab_file"):
+        # A minimum count excludes a vocabulary file.
         reset.append("data.tokenizer.min_count")
-    return config_tree.replace(
-        base, {name: config_tree.get(ExperimentConfig(), name) for name in reset}
-    )
+    defaults = {name: config_tree.get(ExperimentConfig(), name) for name in reset}
+    return config_tree.replace(base, defaults)
 
 
 def _with_absolute_paths(settings: Settings) -> Settings:
     """Returns a config or a plan that means the same in any directory."""
-
-    def absolute(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(absolute, value))
-        return (
-            as_path(value)
-            if is_remote(value or "")
-            else value and os.path.abspath(expand_home(value))
-        )
-
-    paths = [leaf.name for leaf in config_tree.leaves(type(settings)) if leaf.setting.path]
-    return config_tree.replace(
-        settings, {name: absolute(config_tree.get(settings, name)) for name in paths}
-    )
+    paths = {}
+    for leaf in config_tree.leaves(type(settings)):
+        if leaf.setting.path:
+            paths[leaf.name] = _absolute(config_tree.get(settings, leaf.name))
+    return config_tree.replace(settings, paths)
 
 
-# `words`, `places` and `flagfile` of a `cli.Job`.
-Parsed = tuple[list[str], dict[str, str], str | None]
-
-
-def parse(
-    argv: Sequence[str], flag_values: flags.FlagValues = FLAGS, *, takes_words: bool = False
-) -> Parsed:
-    """Parses a command line: (words, places, flagfile) of a `cli.Job`.
-
-    Prints a note for each flag that a later flagfile overrides. Raises `UserError` if a flag is
-    unknown (with the nearest names), a value has the wrong type, or a word is not a flag.
-    """
-    program, *typed = argv
-    words = list(_expanded(map(_Word, typed)))
-    last: dict[str, _Word] = {}
-    for word in words:
-        if name := word.name(flag_values):
-            if word.where and name in last and not last[name].where:
-                line = (
-                    f"note: {last[name].text} is overridden by {word.where}{word.text}. "
-                    "Put it after --flagfile."
-                )
-                print(line, file=sys.stderr, flush=True)
-            last[name] = word
-    places = {name: word.where for name, word in last.items()}
-    try:
-        rest = flag_values([program, *(word.text for word in words)])
-    except flags.Error as error:
-        name, message = getattr(error, "flagname", ""), str(error)
-        if name:
-            near = did_you_mean(name, list(flag_values)) or ". --help lists all flags."
-            message = f"unknown flag --{name}{near}"
-        elif named := re.match(r"flag --([\w.]+)", message):
-            name = named[1]
-        raise UserError(f"{places.get(name, '')}{message}") from None
-    if len(rest) > 1 and not takes_words:
-        raise UserError(f"{rest[1]!r} is not a flag. Write flags as --name=value.")
-    files = re.findall(r"(?m)^--?flagfile[=\n](.*)", "\n".join(typed))
-    return rest[1:], places, Path(files[-1]).stem if files else None
+def _absolute(path: Any) -> Any:
+    """Returns a path, or each of a tuple of paths, as absolute. None and "" stay as they are."""
+    if isinstance(path, tuple):
+        return tuple(map(_absolute, path))
+    if not path:
+        return path
+    if is_remote(path):
+        return as_path(path)
+    return os.path.abspath(expand_home(path))
 
 
 class _Word(NamedTuple):
     """A word of the command line, or a line of a flagfile."""
 
     text: str
-    where: str = ""  # "FILE, line N: ". Empty on the command line.
+    # "FILE, line N: ". Empty on the command line.
+    where: str = ""
 
     def name(self, flag_values: flags.FlagValues) -> str | None:
         """Returns the name of the flag that the word sets, or None."""
-        if not (match := re.match(r"--?([\w.]+)", self.text)):
+        match = re.match(r"--?([\w.]+)", self.text)
+        if match is None:
             return None
         name = match[1]
-        return (
-            name[2:]
-            if name not in flag_values and name.startswith("no") and name[2:] in flag_values
-            else name
-        )
+        # --nosetting is the same as --setting=false.
+        positive = name.removeprefix("no")
+        if name not in flag_values and positive in flag_values:
+            return positive
+        return name
+
+
+class Parsed(NamedTuple):
+    """A parsed command line, as in `cli.Job`."""
+
+    # The words that are not flags.
+    words: list[str]
+    # Where each flag was set: "" for the command line, else "FILE, line N: ".
+    places: dict[str, str]
+    # The name of the last flagfile, without directory and suffix, if any.
+    flagfile: str | None
+
+
+def parse(
+    argv: Sequence[str], flag_values: flags.FlagValues = FLAGS, *, takes_words: bool = False
+) -> Parsed:
+    """Parses a command line into `flag_values`.
+
+    Prints a note for each flag that a later flagfile overrides.
+
+    Args:
+      argv: The command's name, then its words.
+      flag_values: The flags that are defined. They get the values.
+      takes_words: Whether words that are not flags are returned, instead of being an error.
+
+    Raises:
+      UserError: If a flag is unknown (with the nearest names), a value has the wrong type, a word
+        is not a flag, or a flagfile cannot be used.
+    """
+    program = argv[0]
+    typed = argv[1:]
+    words = list(_expanded(map(_Word, typed)))
+    places = _places(words, flag_values)
+    try:
+        rest = flag_values([program, *(word.text for word in words)])
+    except flags.Error as error:
+        raise _explained(error, places, flag_values) from None
+    if len(rest) > 1 and not takes_words:
+        raise UserError(f"{rest[1]!r} is not a flag. Write flags as --name=value.")
+
+    # `--flagfile NAME` is two words, between which there is a newline here.
+    flagfiles = re.findall(r"(?m)^--?flagfile[=\n](.*)", "\n".join(typed))
+    flagfile = Path(flagfiles[-1]).stem if flagfiles else None
+    return Parsed(rest[1:], places, flagfile)
+
+
+def _places(words: Sequence[_Word], flag_values: flags.FlagValues) -> dict[str, str]:
+    """Returns where each flag was set last.
+
+    Prints a note for each typed flag that a flagfile overrides.
+    """
+    last: dict[str, _Word] = {}
+    for word in words:
+        name = word.name(flag_values)
+        if name is None:
+            continue
+        before = last.get(name)
+        if word.where and before is not None and not before.where:
+            print(
+                f"note: {before.text} is overridden by {word.where}{word.text}. "
+                "Put it after --flagfile.",
+                file=sys.stderr,
+                flush=True,
+            )
+        last[name] = word
+    return {name: word.where for name, word in last.items()}
+
+
+def _explained(
+    error: flags.Error, places: Mapping[str, str], flag_values: flags.FlagValues
+) -> UserError:
+    """Returns absl's error as one that says where the flag was set, or which names are near it."""
+    # Only absl's error for an unknown flag has this attribute.
+    unknown = getattr(error, "flagname", "")
+    if unknown:
+        near = did_you_mean(unknown, list(flag_values)) or ". --help lists all flags."
+        return UserError(f"{places.get(unknown, '')}unknown flag --{unknown}{near}")
+
+    # Its other messages begin with the flag.
+    message = str(error)
+    named = re.match(r"flag --([\w.]+)", message)
+    place = places.get(named[1], "") if named else ""
+    return UserError(f"{place}{message}")
 
 
 def _expanded(
-    words: Iterable[_Word], inside: tuple[Path, ...] = (), numbers: Iterator[int] | None = None
+    words: Iterable[_Word],
+    inside: tuple[Path, ...] = (),
+    numbers: Iterator[int] | None = None,
 ) -> Iterator[_Word]:
     """Yields the words, with flagfiles replaced by their lines.
 
     By itself, absl would not find a bare name inside a file.
 
-    `inside` are the files that contain the words, and `numbers` counts all files that were read.
-    Raises `UserError` if a file does not exist (listing the known names), cannot be read, or
-    includes itself, or if there are too many.
+    Args:
+      words: Words of the command line, or lines of a flagfile.
+      inside: The flagfiles that contain the words, from the outermost.
+      numbers: Counts all flagfiles that were read, from 1. None starts to count.
+
+    Raises:
+      UserError: If a file does not exist (listing the known names), cannot be read, or includes
+        itself, or if there are too many.
     """
     words = iter(words)
-    numbers = itertools.count(1) if numbers is None else numbers
+    if numbers is None:
+        numbers = itertools.count(1)
     for word in words:
         match = re.fullmatch(r"--?flagfile(?:=(.*))?", word.text)
         if match is None:
             yield word
             continue
-        following = None if match[1] is not None else next(words, None)
-        name = following.text if following else match[1] or ""
-        paths = (Path(expand_home(name)), FLAGFILE_DIR / f"{name}.flags", FLAGFILE_DIR / name)
-        if (path := next(filter(_is_flagfile, paths), None)) is None:
+
+        # `--flagfile NAME` has the name in the next word.
+        name = match[1]
+        if name is None:
+            following = next(words, None)
+            name = "" if following is None else following.text
+        path = _find_flagfile(name)
+        if path is None:
             yield from _preset_words(name, word.where)
             continue
-        require(
-            path not in inside, f"{word.where}the flagfile {path} includes itself. Remove the line."
-        )
-        many = (
-            f"{word.where}a command must read at most {_MOST_FLAGFILES} flagfiles, and "
-            f"{path} is one more"
-        )
-        require(next(numbers) <= _MOST_FLAGFILES, f"{many}. Remove repeated lines.")
-        try:
-            lines = enumerate(storage.read_text(path).splitlines(), start=1)
-        except (OSError, UnicodeDecodeError) as error:
+
+        if path in inside:
+            raise UserError(f"{word.where}the flagfile {path} includes itself. Remove the line.")
+        if next(numbers) > _MOST_FLAGFILES:
             raise UserError(
-                f"{word.where}the flagfile {path} cannot be read as text ({error})"
-            ) from None
-        found = (_Word(line.strip(), f"{path}, line {number}: ") for number, line in lines)
-        kept = (line for line in found if line.text and not line.text.startswith(("#", "//")))
-        yield from _expanded(kept, (*inside, path), numbers)
+                f"{word.where}a command must read at most {_MOST_FLAGFILES} flagfiles, and {path} "
+                "is one more. Remove repeated lines."
+            )
+        yield from _expanded(_flagfile_words(path, word.where), (*inside, path), numbers)
 
 
-def _is_flagfile(path: Path) -> bool:
-    return path.is_file() or storage.is_pipe(path)
+def _find_flagfile(name: str) -> Path | None:
+    """Returns the flagfile with a path or a bare name, or None if there is none."""
+    for path in (Path(expand_home(name)), FLAGFILE_DIR / f"{name}.flags", FLAGFILE_DIR / name):
+        if path.is_file() or storage.is_pipe(path):
+            return path
+    return None
+
+
+def _flagfile_words(path: Path, where: str) -> Iterator[_Word]:
+    """Yields the lines of a flagfile, without empty lines and comments.
+
+    Raises:
+      UserError: If the file cannot be read. The message begins with `where` it is named.
+    """
+    try:
+        text = storage.read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where}the flagfile {path} cannot be read as text ({error})") from None
+    for number, line in enumerate(text.splitlines(), start=1):
+        line = line.strip()
+        if line and not line.startswith(("#", "//")):
+            yield _Word(line, f"{path}, line {number}: ")
 
 
 def _preset_words(name: str, where: str) -> Iterator[_Word]:
-    """Yields a preset's changes as flags.
+    """Yields the flags by which a preset differs from the defaults, as its flagfile lists them.
 
-    Raises `UserError`, with all names, if the name is unknown.
+    Settings in which the preset does not differ are not flags, as in a flagfile, so that a
+    command's corpus, a record and a warm start keep theirs.
+
+    Raises:
+      UserError: If no preset has the name. The message lists all names.
     """
     known = preset_names()
-    missing = f"{where}the flagfile must be a path or one of {', '.join(known)}, got {name!r}"
-    require(name in known, f"{missing}{did_you_mean(name, known)}")
-    config = preset(name)
-    compat = next(  # Its settings have no flags of their own.
-        each
-        for each in COMPAT_PRESETS
-        if all(
-            leaf.setting.flag
-            for leaf, *_ in config_tree.differences(config, apply_preset(config, each))
+    if name not in known:
+        raise UserError(
+            f"{where}the flagfile must be a path or one of {', '.join(known)}, got {name!r}"
+            f"{did_you_mean(name, known)}"
         )
-    )
-    # A flagfile does not list others either, so that a command's corpus, a record and a warm start
-    # keep theirs.
-    usual = apply_preset(ExperimentConfig(data=default_data(config.data.corpus)), compat)
-    changed = {
-        leaf.name: value
-        for leaf, value, _ in config_tree.differences(config, usual)
-        if leaf.setting.flag
-    }
+    config = preset(name)
+    compat = _compat_of(config)
+    defaults = apply_preset(ExperimentConfig(data=default_data(config.data.corpus)), compat)
+
+    values: dict[str, Any] = {}
+    for leaf, value, _ in config_tree.differences(config, defaults):
+        if leaf.setting.flag:
+            values[leaf.name] = value
+    # The defaults above are for the preset's corpus and compatibility, which the command may lack.
     if config.data.corpus is not CorpusName.TEXT:
-        changed["data.corpus"] = config.data.corpus
+        values["data.corpus"] = config.data.corpus
     if compat != "ours":
-        changed["compat"] = compat
-    for flag, value in changed.items():
+        values["compat"] = compat
+    for flag, value in values.items():
         yield _Word(f"--{flag}={format_value(value)}", f"preset {name}: ")
 
 
+def _compat_of(config: ExperimentConfig) -> str:
+    """Returns the first --compat with which the config differs only in settings that are flags.
+
+    Some settings of --compat have no flag of their own.
+    """
+    for compat in COMPAT_PRESETS:
+        changes = config_tree.differences(config, apply_preset(config, compat))
+        if all(leaf.setting.flag for leaf, _, _ in changes):
+            return compat
+    raise AssertionError("a preset has the settings of one --compat")
+
+
 def refuse_code(plan: Any, places: Mapping[str, str]) -> None:
-    """Raises `UserError` if a flagfile sets a directory from which code is loaded.
+    """Checks that no flagfile sets a directory from which code is loaded.
 
     The reason is that flagfiles are passed on.
+
+    Args:
+      plan: The command's plan.
+      places: Where each flag was set, as in `Job.places`.
+
+    Raises:
+      UserError: If a flagfile sets one.
     """
     for leaf in config_tree.leaves(type(plan)):
         place = places.get(flag_name(leaf), "")
         value = config_tree.get(plan, leaf.name)
-        if leaf.setting.loads_code and place and value and value != NONE and value != _OFF:
+        if leaf.setting.loads_code and place and value and value not in (NONE, _OFF):
             raise UserError(
                 f"{place}--{leaf.name} must be typed, because code is loaded from it, got {value} "
                 "in a flagfile. Remove the line, and pass the flag on the command line."
@@ -306,19 +410,19 @@ def refuse_code(plan: Any, places: Mapping[str, str]) -> None:
 def naming_places(places: Mapping[str, str], base: str) -> Iterator[None]:
     """Adds to an error where the settings that it names come from, if the user has not typed them.
 
-    `base` is the origin of settings that no flagfile sets either.
+    Args:
+      places: Where each flag was set, as in `Job.places`.
+      base: The origin of settings that no flag sets.
     """
     try:
         yield
     except UserError as error:
-        known = {leaf.name for leaf in config_tree.leaves(ExperimentConfig)}
-        named = dict.fromkeys(
-            name.rstrip(".") for name in re.findall(r"[a-z_]+(?:\.\w+)+", str(error))
-        )
+        settings = {leaf.name for leaf in config_tree.leaves(ExperimentConfig)}
         origins = []
-        for name in named:
+        # Settings are named with their groups, as in optimizer.warmup_steps.
+        for name in dict.fromkeys(re.findall(r"[a-z_]+(?:\.\w+)+", str(error))):
             place = places.get(name, base)
-            if name in known and place:
+            if name in settings and place:
                 origins.append(f"{name} comes from {place.rstrip(': ')}")
         if not origins:
             raise
@@ -330,14 +434,15 @@ class SettingParser(flags.ArgumentParser, flags.ArgumentSerializer):
 
     def __init__(self, type: FieldType):
         self._type = type
-        self.enum_values = (
-            [each.value for each in type.kind] if issubclass(type.kind, enum.Enum) else []
-        )
+        self.enum_values: list[str] = []
+        if issubclass(type.kind, enum.Enum):
+            self.enum_values = [member.value for member in type.kind]
 
     def parse(self, argument: Any) -> Any:
         """Returns the value, or a default as it is.
 
-        Raises `ValueError`, with the expected type, if it is invalid.
+        Raises:
+          ValueError: If it is invalid. The message has the expected type.
         """
         if not isinstance(argument, str):
             return argument
@@ -352,20 +457,28 @@ class SettingParser(flags.ArgumentParser, flags.ArgumentSerializer):
         return format_value(value)
 
     def _entry(self, text: str) -> Any:
+        """Returns one value, or one entry of a list."""
         kind = self._type.kind
         try:
-            return _BOOLEANS[text.lower()] if kind is bool else kind(text)
+            if kind is bool:
+                return _BOOLEANS[text.lower()]
+            return kind(text)
         except (KeyError, ValueError):
-            expected = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind)
-            if self.enum_values:
-                expected = f"one of {', '.join(self.enum_values)}"
             raise ValueError(
-                f"must be {expected}, got {text!r}{did_you_mean(text, self.enum_values)}"
+                f"must be {self._expected()}, got {text!r}{did_you_mean(text, self.enum_values)}"
             ) from None
+
+    def _expected(self) -> str | None:
+        if self.enum_values:
+            return f"one of {', '.join(self.enum_values)}"
+        return {bool: "true or false", int: "a whole number", float: "a number"}.get(
+            self._type.kind
+        )
 
 
 def _define_leaf(leaf: NamedSetting, default: Any, flag_values: flags.FlagValues) -> None:
-    name, text = flag_name(leaf), leaf.setting.help
+    name = flag_name(leaf)
+    text = leaf.setting.help
     if leaf.setting.repeated:
         flags.DEFINE_multi_string(name, list(default), text, flag_values=flag_values)
     elif leaf.type.kind is bool and not leaf.type.is_list:

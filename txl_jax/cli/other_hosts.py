@@ -17,7 +17,7 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +25,9 @@ import requests
 from absl import flags
 
 from txl_jax.config import config_tree
-from txl_jax.config.config_tree import require
 from txl_jax.errors import UserError, first_line
 from txl_jax.runtime import distributed, output
+from txl_jax.runtime.stop import METADATA_SERVER, named_metadata_server
 
 # The flags, and the variables that a launcher sets instead of them.
 _VARIABLES = {
@@ -41,17 +41,21 @@ FLAG_NAMES = tuple(_VARIABLES)
 # have no timeout of its own. Much less, and a host whose network is slow for a moment is taken for
 # dead.
 LOSS_SECONDS = 60
-START_SECONDS = 300  # Timeout of the start: hosts of one job may be ready minutes apart.
-# Exit code of a process that has lost another: nothing was wrong with the command, and the same one
-# resumes.
-LOST = os.EX_TEMPFAIL  # 75
+# Timeout of the start: hosts of one job may be ready minutes apart.
+START_SECONDS = 300
+# Exit code of a process that has lost another (75): nothing was wrong with the command, and the
+# same one resumes.
+LOST = os.EX_TEMPFAIL
 RESUME = "Rerun the same command on all hosts to resume from the last checkpoint"
-# After a collective has failed: then `_watch` has named the process that is gone.
+# This long after a collective has failed, `_watch` has named the process that is gone.
 SECONDS_TO_NAME = 5
 # A process that waits longer for the others prints a line.
 _SILENT_SECONDS = 10
+# A host that is silent is lost after so many probes that nobody has answered.
+_KEEPALIVE_PROBES = 3
 
-_METADATA_SECONDS, _METADATA_TRIES = 3, 3
+_METADATA_SECONDS = 3
+_METADATA_TRIES = 3
 # Words in the errors of collectives when a process is gone: on CPUs, on GPUs, of JAX's own service.
 _SIGNS_OF_LOSS = (
     "Gloo",
@@ -62,15 +66,18 @@ _SIGNS_OF_LOSS = (
     "coordination service",
 )
 
-_number = 0  # The index of this process, once it has joined the others.
+# The index of this process, once it has joined the others.
+_number = 0
 
 
-class Several(NamedTuple):
-    """Multiple processes of one run."""
+class Processes(NamedTuple):
+    """The processes of one run."""
 
     num_processes: int
-    source: str  # The flags, variables or system that announced them.
-    arguments: dict[str, Any]  # For `jax.distributed.initialize`.
+    # The flags, variables or system that announced them.
+    source: str
+    # For `jax.distributed.initialize`.
+    arguments: dict[str, Any]
 
 
 def define_flags() -> None:
@@ -82,56 +89,72 @@ def define_flags() -> None:
 
 def environment() -> dict[str, str]:
     """Returns the environment variables, overridden by the flags for them."""
-    found = {
-        variable: flags.FLAGS[name] for name, variable in _VARIABLES.items() if name in flags.FLAGS
-    }
-    return {
-        **os.environ,
-        **{variable: str(flag.value) for variable, flag in found.items() if flag.present},
-    }
+    variables = dict(os.environ)
+    for name, variable in _VARIABLES.items():
+        if name in flags.FLAGS and flags.FLAGS[name].present:
+            variables[variable] = str(flags.FLAGS[name].value)
+    return variables
 
 
-def join(found: Several) -> None:
+def join(processes: Processes) -> None:
     """Joins the other processes, before JAX touches a device.
 
-    Raises `ConnectionError` if they do not all connect.
-
     Drops the standard output of all but the first, and of libraries (Gloo prints each connection).
+
+    Raises:
+      ConnectionError: If they do not all connect.
     """
     global _number
+    # Libraries write to file descriptor 1, and this process from now on to a copy of it.
     sys.stdout = output.tolerant(os.dup(1), sys.stdout)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
+
+    _connect(processes)
+    _outlast_cuts()
+    if not distributed.is_primary():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
+    _number = jax.process_index()
+
+    # Gloo gives up on processes that come to the first collective 30 s late, and to none after it.
+    names = distributed.gather_texts(f"process {_number} on {socket.gethostname()}")
+    coordinator = processes.arguments.get("coordinator_address")
+    if coordinator is None:
+        # Slurm and TPUs tell only JAX the address of process 0, but its name ends with its host.
+        host = names[0].split()[-1]
+    else:
+        host = coordinator.rpartition(":")[0]
+    _watch(names, host)
+
+
+def _connect(processes: Processes) -> None:
+    """Waits until all processes have connected. Prints a line if that takes long.
+
+    Raises:
+      ConnectionError: If they do not all connect in time.
+    """
     # JAX aborts a process that waits in vain, without an exception.
-    waiting = f"waiting for {found.num_processes} processes, announced by {found.source}"
-    line = f"{waiting}. Start the same command on every host (timeout: {START_SECONDS} s)."
+    line = (
+        f"waiting for {processes.num_processes} processes, announced by {processes.source}. "
+        f"Start the same command on every host (timeout: {START_SECONDS} s)."
+    )
     note = threading.Timer(_SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
     note.start()
     try:
         jax.distributed.initialize(
-            **found.arguments,
+            **processes.arguments,
             initialization_timeout=START_SECONDS,
             # If a process hangs, JAX aborts the others.
             heartbeat_timeout_seconds=2 * LOSS_SECONDS,
         )
     except (RuntimeError, ValueError) as error:  # JAX's own errors are RuntimeErrors.
         raise ConnectionError(
-            f"{found.num_processes} processes were announced by {found.source}, but not all of "
-            f"them connected ({first_line(error)}). Start the same command on every host, and "
-            "check that all can reach process 0."
+            f"{processes.num_processes} processes were announced by {processes.source}, but not "
+            f"all of them connected ({first_line(error)}). Start the same command on every host, "
+            "and check that all can reach process 0."
         ) from error
     finally:
         note.cancel()
-    _outlast_cuts()
-    if not distributed.is_primary():
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
-    _number = jax.process_index()
-    # Gloo gives up on processes that come to the first collective 30 s late, and to none after it.
-    names = distributed.gather_texts(f"process {_number} on {socket.gethostname()}")
-    _watch(
-        names,
-        found.arguments.get("coordinator_address", f"{names[0].split()[-1]}:").rpartition(":")[0],
-    )
 
 
 def _outlast_cuts() -> None:
@@ -153,13 +176,12 @@ def _outlast_cuts() -> None:
         except OSError:  # It was closed meanwhile.
             continue
         with opened:
-            if (
-                opened.family not in (socket.AF_INET, socket.AF_INET6)
-                or opened.type != socket.SOCK_STREAM
-            ):
+            is_internet = opened.family in (socket.AF_INET, socket.AF_INET6)
+            if not is_internet or opened.type != socket.SOCK_STREAM:
                 continue
-            before = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-            if 0 < before < milliseconds:  # Connections without this limit are left as they are.
+            limit = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            # Connections without this limit, which is 0 then, are left as they are.
+            if 0 < limit < milliseconds:
                 opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
@@ -168,80 +190,143 @@ def _watch(names: list[str], host: str) -> None:
 
     This process then ends with a line that names the lost process.
 
-    Process 0, on `host`, has a connection to each of the others and passes on whom it has lost. A
-    connection breaks when a process ends, and the operating system breaks it if a host is silent.
-    Without one JAX ends this process.
+    Process 0 has a connection to each of the others and passes on whom it has lost. A connection
+    breaks when a process ends, and the operating system breaks it if a host is silent. Without a
+    connection JAX ends this process.
+
+    Args:
+      names: "process N on HOST" of each process, in order.
+      host: The host of process 0.
     """
-    own = socket.socket() if _number else socket.create_server(("", 0), backlog=len(names))
-    # The connections of a server inherit its options.
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in {
-        "KEEPIDLE": LOSS_SECONDS // 4,
-        "KEEPINTVL": LOSS_SECONDS // 4,
-        "KEEPCNT": 3,
-    }.items():
-        if hasattr(socket, f"TCP_{option}"):  # macOS lacks the first.
-            own.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
+    is_first = _number == 0
+    if is_first:
+        endpoint = socket.create_server(("", 0), backlog=len(names))
+    else:
+        endpoint = socket.socket()
+    _notice_silence(endpoint)
     port, key = distributed.broadcast_from_primary(
-        lambda: (own.getsockname()[1], secrets.token_hex())
+        lambda: (endpoint.getsockname()[1], secrets.token_hex())
     )
-    expected = {f"{key}{number}".encode(): number for number in range(1, len(names))}
-    # Only the thread that ends this process acquires it.
-    connections, ending = list[socket.socket](), threading.Lock()
+    watch = _Watch(names, key)
+    if is_first:
+        _start_thread(watch.accept_all, endpoint)
+    else:
+        _start_thread(watch.connect, endpoint, (host, port))
+    # In an orderly end all wait for each other after this, and no lost connection matters.
+    atexit.register(watch.ending.acquire)
 
-    def follow(connection: socket.socket) -> None:
-        # A stranger's, or process 0 cannot be reached.
-        with connection, contextlib.suppress(OSError, KeyError):
-            if _number:
-                connection.connect((host, port))
-                connection.sendall(f"{key}{_number}".encode())
-            number = 0 if _number else expected.pop(connection.recv(100))
-            connections.append(connection)
-            try:
-                loss = connection.recv(1000).decode() or f"{names[number]} has ended"
-            except OSError as error:
-                loss = f"{names[number]} is unreachable ({error.strerror})"
-            ending.acquire()
-            for each in connections:
-                with contextlib.suppress(OSError):
-                    each.sendall(loss.encode())
-            print(f"{prefix()}error: {loss}. {RESUME}.", file=sys.stderr, flush=True)
-            os._exit(LOST)
 
-    def accept(server: socket.socket) -> None:
+def _notice_silence(endpoint: socket.socket) -> None:
+    """Lets connections break if the other host is silent for LOSS_SECONDS.
+
+    The connections of a server inherit its options.
+    """
+    endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # The first probe comes after a pause too.
+    seconds = LOSS_SECONDS // (_KEEPALIVE_PROBES + 1)
+    options = {"TCP_KEEPIDLE": seconds, "TCP_KEEPINTVL": seconds, "TCP_KEEPCNT": _KEEPALIVE_PROBES}
+    for name, value in options.items():
+        # macOS has no TCP_KEEPIDLE.
+        if hasattr(socket, name):
+            endpoint.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _start_thread(target: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=target, args=arguments, daemon=True).start()
+
+
+class _Watch:
+    """The connections of this process by which it notices that another one is lost.
+
+    Process 0 is connected to all others, and each of them to process 0. The one that connects sends
+    a key that only the run's processes know, and its number.
+    """
+
+    def __init__(self, names: list[str], key: str):
+        # "process N on HOST" of each process.
+        self._names = names
+        self._key = key
+        # Process 0: the greetings of processes that have not connected yet, with their numbers.
+        self._expected = {self._greeting(number): number for number in range(1, len(names))}
+        self._connections: list[socket.socket] = []
+        # The thread that ends this process acquires it and never releases it, so it is only one.
+        self.ending = threading.Lock()
+
+    def _greeting(self, number: int) -> bytes:
+        """Returns what the process with this number sends when it connects."""
+        return f"{self._key}{number}".encode()
+
+    def accept_all(self, server: socket.socket) -> None:
+        """Process 0: accepts connections until all other processes have one."""
         with server:
-            while expected:
-                threading.Thread(target=follow, args=(server.accept()[0],), daemon=True).start()
+            while self._expected:
+                connection, _ = server.accept()
+                _start_thread(self._admit, connection)
 
-    threading.Thread(target=follow if _number else accept, args=(own,), daemon=True).start()
-    atexit.register(ending.acquire)  # In an orderly end all wait for each other after this.
+    def _admit(self, connection: socket.socket) -> None:
+        """Process 0: follows a connection, unless it is a stranger's, which sends another key."""
+        with connection, contextlib.suppress(OSError, KeyError):
+            number = self._expected.pop(connection.recv(100))
+            self._follow(connection, number)
+
+    def connect(self, connection: socket.socket, address: tuple[str, int]) -> None:
+        """Other processes: connects to process 0, if it can be reached, and follows it."""
+        with connection, contextlib.suppress(OSError):
+            connection.connect(address)
+            connection.sendall(self._greeting(_number))
+            self._follow(connection, 0)
+
+    def _follow(self, connection: socket.socket, number: int) -> None:
+        """Waits until the process at the other end is lost or passes on a loss.
+
+        Then passes it on to all connected processes, and ends this one.
+        """
+        self._connections.append(connection)
+        try:
+            # Nothing is received when the other end is closed.
+            loss = connection.recv(1000).decode() or f"{self._names[number]} has ended"
+        except OSError as error:
+            loss = f"{self._names[number]} is unreachable ({error.strerror})"
+
+        self.ending.acquire()
+        for other in self._connections:
+            with contextlib.suppress(OSError):
+                other.sendall(loss.encode())
+        print(f"{prefix()}error: {loss}. {RESUME}.", file=sys.stderr, flush=True)
+        os._exit(LOST)
 
 
 def check_same(plan: Any) -> None:
-    """Raises `UserError` in all processes if one has another plan than the first.
-
-    Directories may differ.
+    """Checks that all processes have the same plan. Directories may differ.
 
     Settings of `ExperimentConfig` are compared when training or scoring begins.
+
+    Raises:
+      UserError: In all processes, if one has another plan than the first.
     """
-    leaves = [leaf for leaf in config_tree.leaves(type(plan)) if not leaf.setting.path]
-    values = {
-        leaf.name: config_tree.get(plan, leaf.name)
-        for leaf in leaves
-        if leaf.name != "compilation_cache"
-    }
-    given = {f"--{name}": config_tree.format_value(value) for name, value in values.items()}
-    distributed.assert_same_on_all(given, "start all processes with the same flags")
+    settings = {}
+    for leaf in config_tree.leaves(type(plan)):
+        if not leaf.setting.path and leaf.name != "compilation_cache":
+            value = config_tree.get(plan, leaf.name)
+            settings[f"--{leaf.name}"] = config_tree.format_value(value)
+    distributed.assert_same_on_all(settings, "start all processes with the same flags")
 
 
 def leave(code: int, *, together: bool) -> int:
     """Ends this process if it is one of several.
 
-    Returns the exit code if it is not, or if all end `together`.
+    Unless all end together, it leaves at once, so that the others find it gone: an orderly end
+    would wait for them, and they for it.
 
-    Otherwise it leaves at once, so that the others find it gone: an orderly end would wait for
-    them, and they for it. If another process is lost, the error is raised unless the code says that
-    one was printed.
+    Args:
+      code: The exit code. If it is not 0, an error was printed.
+      together: Whether all processes end. They wait for each other here.
+
+    Returns:
+      The exit code, if this is the only process, or if all end together.
+
+    Raises:
+      Exception: If all should end together, another process is lost, and the code is 0.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -253,7 +338,8 @@ def leave(code: int, *, together: bool) -> int:
             # hash a last checkpoint for minutes.
             distributed.run_on_all(lambda: None)
             return code
-        except Exception:  # One of them is gone.
+        except Exception:
+            # Another process is gone.
             if not code:
                 raise
     os._exit(code)
@@ -272,55 +358,64 @@ def lost_another(error: BaseException) -> bool:
     An error that all processes know has gone through collectives, so no process was lost. Files
     have separate connections.
     """
+    if not jax.distributed.is_initialized() or distributed.is_known_to_all(error):
+        return False
     origin = error
     while origin.__cause__ is not None:
         origin = origin.__cause__
-    if not jax.distributed.is_initialized() or distributed.is_known_to_all(error):
+    if isinstance(error, OSError) or isinstance(origin, OSError):
         return False
-    of_file = isinstance(error, OSError) or isinstance(origin, OSError)
-    return not of_file and any(sign in str(origin) for sign in _SIGNS_OF_LOSS)
+    return any(sign in str(origin) for sign in _SIGNS_OF_LOSS)
 
 
-def announced(environment: Mapping[str, str]) -> Several | None:
+def announced(environment: Mapping[str, str]) -> Processes | None:
     """Returns the processes that environment variables announce, or None if this is the only one.
 
-    Raises `UserError` if only some of the three flags or variables are set, or they contradict each
-    other.
+    Raises:
+      UserError: If only some of the three flags or variables are set, or they contradict each
+        other, or if a TPU's metadata server does not answer.
     """
     return _from_flags(environment) or _from_slurm(environment) or _from_tpu(environment)
 
 
-def _from_flags(environment: Mapping[str, str]) -> Several | None:
-    missing = [
-        f"--{name} (or {variable})"
-        for name, variable in _VARIABLES.items()
-        if not environment.get(variable)
-    ]
+def _from_flags(environment: Mapping[str, str]) -> Processes | None:
+    """Returns the processes that the three flags or variables announce."""
+    missing = []
+    for name, variable in _VARIABLES.items():
+        if not environment.get(variable):
+            missing.append(f"--{name} (or {variable})")
     if len(missing) == len(_VARIABLES):
         return None
-    announcing = "the three flags or variables that announce processes must be set together"
-    require(not missing, f"{announcing}, but {' and '.join(missing)} is not set. Set all or none.")
-    coordinator, count, number = (environment[variable] for variable in _VARIABLES.values())
+    if missing:
+        raise UserError(
+            "the three flags or variables that announce processes must be set together, but "
+            f"{' and '.join(missing)} is not set. Set all or none."
+        )
+
+    coordinator = environment[_VARIABLES["coordinator"]]
+    count = environment[_VARIABLES["num_processes"]]
+    number = environment[_VARIABLES["process_id"]]
     are_numbers = count.isdecimal() and number.isdecimal()
-    require(
-        are_numbers and int(number) < int(count) and re.fullmatch(r".+:\d+", coordinator),
-        "the coordinator must be HOST:PORT of process 0, such as 10.0.0.1:1234, and process_id a "
-        f"number from 0 to num_processes - 1, got coordinator {coordinator!r}, process_id "
-        f"{number} and num_processes {count}",
-    )
+    is_address = re.fullmatch(r".+:\d+", coordinator) is not None
+    if not are_numbers or int(number) >= int(count) or not is_address:
+        raise UserError(
+            "the coordinator must be HOST:PORT of process 0, such as 10.0.0.1:1234, and process_id "
+            f"a number from 0 to num_processes - 1, got coordinator {coordinator!r}, process_id "
+            f"{number} and num_processes {count}"
+        )
     if int(count) == 1:
         return None
-    arguments = {
+    arguments: dict[str, Any] = {
         "coordinator_address": coordinator,
         "num_processes": int(count),
         "process_id": int(number),
+        # Otherwise JAX reads Slurm's variables all the same, and takes one GPU of this host.
+        "cluster_detection_method": "deactivate",
     }
-    # Else JAX reads Slurm's variables all the same, and takes one GPU of this host.
-    arguments["cluster_detection_method"] = "deactivate"
-    return Several(int(count), "--num_processes or JAX_NUM_PROCESSES", arguments)
+    return Processes(int(count), "--num_processes or JAX_NUM_PROCESSES", arguments)
 
 
-def _from_slurm(environment: Mapping[str, str]) -> Several | None:
+def _from_slurm(environment: Mapping[str, str]) -> Processes | None:
     """Returns the tasks of this Slurm step.
 
     The job's tasks (SLURM_NTASKS) would be wrong: the shell of `salloc` and the script of `sbatch`
@@ -330,33 +425,46 @@ def _from_slurm(environment: Mapping[str, str]) -> Several | None:
     if count == 1 or not {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environment.keys():
         return None
     arguments: dict[str, Any] = {"num_processes": count, "cluster_detection_method": "slurm"}
-    one_per_host = re.fullmatch(r"1(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    one_device = "," not in environment.get("CUDA_VISIBLE_DEVICES", ",")
-    if "JAX_LOCAL_DEVICE_IDS" not in environment and (one_per_host or one_device):
-        # The task shares its visible devices with no other one: it takes all. JAX would take one
-        # GPU for each task.
+
+    # If a task shares its visible devices with no other one, it takes all of them. JAX would take
+    # one GPU for each task. Slurm writes 1 for one task on one host, and 1(x4) on each of four.
+    tasks_per_host = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    is_alone_on_host = re.fullmatch(r"1(\(x\d+\))?", tasks_per_host) is not None
+    devices = environment.get("CUDA_VISIBLE_DEVICES")
+    has_one_device = devices is not None and "," not in devices
+    if "JAX_LOCAL_DEVICE_IDS" not in environment and (is_alone_on_host or has_one_device):
         arguments["local_device_ids"] = []
-    return Several(count, "Slurm (SLURM_STEP_NUM_TASKS)", arguments)
+    return Processes(count, "Slurm (SLURM_STEP_NUM_TASKS)", arguments)
 
 
-def _from_tpu(environment: Mapping[str, str]) -> Several | None:
+def _from_tpu(environment: Mapping[str, str]) -> Processes | None:
+    """Returns the hosts of this TPU slice, or of all slices that are connected.
+
+    What no variable names is asked from the metadata server.
+    """
     if "tpu" not in environment.get("JAX_PLATFORMS", "tpu") or not _has_tpu():
         return None
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
     slices = environment.get("MEGASCALE_NUM_SLICES")
     if hosts is None and "TPU_SKIP_MDS_QUERY" not in environment:
         hosts = _metadata("worker-network-endpoints", environment)
-        found = re.search(r"MEGASCALE_NUM_SLICES: *'?(\d+)", _metadata("tpu-env", environment))
-        slices = slices or (found[1] if found else None)
-    count = len((hosts or "").split(",")) * int(slices or 1)
-    return Several(count, "the TPU slice", {}) if count > 1 else None
+        # The attribute is a list of lines such as MEGASCALE_NUM_SLICES: '2'.
+        line = re.search(r"MEGASCALE_NUM_SLICES: *'?(\d+)", _metadata("tpu-env", environment))
+        if line is not None and not slices:
+            slices = line[1]
+    # Without a list there is one host.
+    hosts_per_slice = len((hosts or "").split(","))
+    count = hosts_per_slice * int(slices or 1)
+    if count <= 1:
+        return None
+    return Processes(count, "the TPU slice", {})
 
 
 def _has_tpu() -> bool:
     """Returns whether JAX can use a TPU here, without starting it."""
-    return importlib.util.find_spec("libtpu") is not None and bool(
-        glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*")
-    )
+    if importlib.util.find_spec("libtpu") is None:
+        return False
+    return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*"))
 
 
 def _metadata(name: str, environment: Mapping[str, str]) -> str:
@@ -364,13 +472,15 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
 
     Returns an empty string if the server does not have it.
 
-    Raises `UserError` if the server does not answer: taken for one host, each host of a slice would
-    wait for others.
+    Raises:
+      UserError: If the server does not answer: taken for one host, each host of a slice would wait
+        for others.
     """
-    server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
+    server = named_metadata_server(environment) or METADATA_SERVER
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
     with requests.Session() as session:
-        session.trust_env = False  # A proxy has another machine's metadata, or none.
+        # A proxy has another machine's metadata, or none.
+        session.trust_env = False
         for _ in range(_METADATA_TRIES):
             try:
                 answer = session.get(
@@ -379,14 +489,13 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
             except requests.RequestException as error:
                 reason = first_line(error)
                 continue
-            # Colab's and GKE's servers have none.
-            if answer.ok or answer.status_code == requests.codes.not_found:
-                return answer.text if answer.ok else ""
+            if answer.ok:
+                return answer.text
+            # Colab's and GKE's servers do not have the attributes.
+            if answer.status_code == requests.codes.not_found:
+                return ""
             reason = f"HTTP {answer.status_code}"
-    silent = (
-        f"this machine has a TPU, but the metadata server at {server} did not report "
-        f"its hosts ({reason})"
-    )
     raise UserError(
-        f"{silent}. Set TPU_WORKER_HOSTNAMES=localhost if it is the only host, or retry."
+        f"this machine has a TPU, but the metadata server at {server} did not report its hosts "
+        f"({reason}). Set TPU_WORKER_HOSTNAMES=localhost if it is the only host, or retry."
     )

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Self
@@ -35,6 +35,8 @@ _WAIT_SECONDS = 60  # The metadata server answers after this even if nothing has
 _RETRY_SECONDS = 10
 # A server that answers at once all the same is not asked without a pause.
 _PAUSE_SECONDS = 0.5
+# The metadata server of machines on Google Cloud, unless a variable names another one.
+METADATA_SERVER = "metadata.google.internal"
 # The machine's name in its firmware: "Google Compute Engine".
 _PRODUCT = Path("/sys/class/dmi/id/product_name")
 
@@ -179,16 +181,25 @@ def act_on_notices() -> None:
 def metadata_server() -> str | None:
     """Returns host, or host:port, of this machine's metadata server, or None. Uses no network.
 
-    Google's own libraries read the same two environment variables.
+    Google's own libraries read NO_GCE_CHECK too.
     """
     if os.environ.get("NO_GCE_CHECK", "").lower() == "true":
         return None
-    if server := os.environ.get("GCE_METADATA_HOST"):
+    server = named_metadata_server(os.environ)
+    if server:
         return server
     with contextlib.suppress(OSError):
         if _PRODUCT.read_text().startswith("Google"):
-            return "metadata.google.internal"
+            return METADATA_SERVER
     return None
+
+
+def named_metadata_server(environment: Mapping[str, str]) -> str | None:
+    """Returns host, or host:port, of the metadata server that environment variables name, or None.
+
+    Google's own libraries read the first variable, and JAX the second.
+    """
+    return environment.get("GCE_METADATA_HOST") or environment.get("GCE_METADATA_IP")
 
 
 def _watch(server: str, key: str, final: str, act: Callable[[str], None]) -> None:

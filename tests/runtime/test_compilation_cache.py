@@ -16,11 +16,11 @@ from experiments import lm_eval
 from experiments.bench import speed
 from support import ROOT, programs
 from txl_jax import cli
-from txl_jax.cli import compilation_cache, program
-from txl_jax.cli.compilation_cache import check_outside, keep_compiled, user_folder, why_unsafe
+from txl_jax.cli import train_command
 from txl_jax.config import config_tree
 from txl_jax.errors import UserError
-from txl_jax.runtime import distributed
+from txl_jax.runtime import compilation_cache, distributed
+from txl_jax.runtime.compilation_cache import check_outside, keep_compiled, user_folder, why_unsafe
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_a_cache_is_not_inside_of_a_run(tmp_path):
 COMPILE = """
 import jax
 from txl_jax import cli
-from txl_jax.cli import compilation_cache
+from txl_jax.runtime import compilation_cache
 jax.monitoring.register_event_listener(lambda name, **_: "cache_hits" in name and print("hit"))
 compilation_cache._MIN_COMPILE_SECONDS = 0
 cli.main(lambda plan, job: print(jax.jit(lambda x: x + 1)(1)), cli.TextPlan)
@@ -261,7 +261,7 @@ def test_settings_that_name_code():
     """A path from which a library imports, or that JAX loads machine code from."""
     found = {
         (plan.__module__, leaf.name)
-        for plan in (lm_eval.Plan, speed.Plan, program.TrainPlan)
+        for plan in (lm_eval.Plan, speed.Plan, train_command.TrainPlan)
         for leaf in config_tree.leaves(plan)
         if leaf.setting.loads_code
     }

@@ -16,35 +16,46 @@ from pathlib import Path
 
 import jax
 
-from txl_jax.config.config_tree import require
+from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
 from txl_jax.runtime.storage import is_remote
 
 # JAX compiles dozens of functions for a run. Caching faster ones would gain little.
 _MIN_COMPILE_SECONDS = 0.1
-_MAX_LINKS = 40  # As many as Linux follows in one path.
+# Linux follows at most this many links in one path.
+_MAX_LINKS = 40
+# Values of --compilation_cache that disable the cache.
 _NO_CACHE = ("", "off", "none")
-_ADVICE = "Set --compilation_cache=PATH, or off"
 
 
 def check_outside(named: str | None, runs: Iterable[str | None]) -> None:
-    """Raises `UserError` if the cache that the user names is inside of a run.
+    """Checks that the cache that the user names is not inside of a run.
 
-    The code in the cache would be passed on with the run.
+    Otherwise the code in the cache would be passed on with the run.
+
+    Args:
+      named: The cache's directory, a value that disables the cache, or None.
+      runs: Directories of runs. None entries are skipped.
+
+    Raises:
+      UserError: If the cache is a run's directory or inside of it, by links too.
     """
     if named is None or named in _NO_CACHE:
         return
-    for run in filter(None, runs):
-        if is_remote(run) == is_remote(named):
-            inside = f"{_resolved(named)}/".startswith(f"{_resolved(run)}/")
-            wanted = (
-                f"the compilation cache must be outside of {run}, because code is loaded from it"
+    for run in runs:
+        if not run or is_remote(run) != is_remote(named):
+            continue
+        if f"{_resolved(named)}/".startswith(f"{_resolved(run)}/"):
+            raise UserError(
+                f"the compilation cache must be outside of {run}, because code is loaded from it, "
+                f"got {named}. Pass another directory."
             )
-            require(not inside, f"{wanted}, got {named}. Pass another directory.")
 
 
 def _resolved(path: str) -> str:
-    return path.rstrip("/") if is_remote(path) else os.path.realpath(os.path.expanduser(path))
+    if is_remote(path):
+        return path.rstrip("/")
+    return os.path.realpath(os.path.expanduser(path))
 
 
 def keep_compiled(named: str | None = None, *, by_default: bool = True) -> None:
@@ -65,17 +76,17 @@ def keep_compiled(named: str | None = None, *, by_default: bool = True) -> None:
         is_set = jax.config.values["jax_compilation_cache_dir"] is not None
         if is_set or not by_default or distributed.is_multiprocess():
             return
-    folder = user_folder() if named is None else named
-    if folder is None:
+    parent = user_folder() if named is None else named
+    if parent is None:
         _note_not_cached("the home directory is unknown")
         return
 
     # XLA compiles for the processor that it finds, and JAX's keys do not name it: on a disk that
     # machines share, one would read programs with instructions that it lacks.
-    if is_remote(folder):
-        folder = os.path.join(folder, _processor())
+    if is_remote(parent):
+        folder = os.path.join(parent, _processor())
     else:
-        folder = os.path.join(os.path.abspath(os.path.expanduser(folder)), _processor())
+        folder = os.path.join(os.path.abspath(os.path.expanduser(parent)), _processor())
         try:
             _make_private(folder)
             danger = why_unsafe(folder)
@@ -100,36 +111,48 @@ def user_folder() -> str | None:
     Returns None if the home directory is unknown.
     """
     parent = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(parent):  # To be ignored, says the standard.
+    # The XDG standard says to ignore a relative path.
+    if not os.path.isabs(parent):
         parent = os.path.expanduser("~/.cache")
-    return os.path.join(parent, "txl_jax", "compilation") if os.path.isabs(parent) else None
+    # Without a home directory the ~ is still there.
+    if not os.path.isabs(parent):
+        return None
+    return os.path.join(parent, "txl_jax", "compilation")
 
 
 def why_unsafe(folder: str) -> str | None:
     """Says which part of an existing directory's path others may change.
 
-    Returns None if the path is only the user's.
-
     The directory must be the user's. Directories and links on the way must belong to the user or
     the system. None of them may be writable by others, except directories like /tmp, in which
     nobody can replace what others have made.
+
+    Returns:
+      The reason, as in "/srv/cache belongs to another user", or None if only this user may change
+      the path.
     """
     user = os.getuid()
     # Inside of a container the owner of / may have another number than 0.
     system = (0, os.stat("/").st_uid)
+
     parts = list(_walked(folder))
     for part in parts:
         info = os.lstat(part)
         is_last = part == parts[-1]
         if info.st_uid != user and (is_last or info.st_uid not in system):
             return f"{part} belongs to another user"
+
+        # A link's permissions mean nothing. Whoever may replace it owns it, or writes to its
+        # directory.
         if stat.S_ISLNK(info.st_mode):
-            # Its permissions mean nothing. Whoever may replace it owns it, or writes to its
-            # directory.
             continue
-        by_group = info.st_mode & stat.S_IWGRP and not _is_own_group(info.st_gid)
-        keeps_owners = info.st_mode & stat.S_ISVTX and not is_last
-        if (by_group or info.st_mode & stat.S_IWOTH) and not keeps_owners:
+
+        group_may_write = info.st_mode & stat.S_IWGRP and not _is_own_group(info.st_gid)
+        others_may_write = group_may_write or info.st_mode & stat.S_IWOTH
+        # With the sticky bit, as in /tmp, only an entry's owner can replace it. In the cache itself
+        # others could still add entries.
+        only_owners_replace = info.st_mode & stat.S_ISVTX and not is_last
+        if others_may_write and not only_owners_replace:
             return f"other users may write to {part}"
     return None
 
@@ -155,6 +178,8 @@ def _walked(path: str) -> Iterator[str]:
         if not os.path.islink(part):
             reached = part
             continue
+
+        # The link's target takes its place in front of the names that remain.
         links += 1
         if links > _MAX_LINKS:
             return
@@ -180,28 +205,38 @@ def _is_own_group(number: int) -> bool:
 def _make_private(folder: str) -> None:
     """Makes a directory and its parents, if missing, for this user only.
 
-    Raises OSError if it cannot be written to.
+    Raises:
+      OSError: If the directory, or the one to make it in, is a file or not writable.
     """
     missing = []
-    while not os.path.exists(folder):  # False too where a directory above may not be entered.
-        missing.append(folder)
-        folder = os.path.dirname(folder)
-    if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
-        raise PermissionError(f"{folder} is a file or not writable")
+    parent = folder
+    # `exists` is False too where a directory above may not be entered.
+    while not os.path.exists(parent):
+        missing.append(parent)
+        parent = os.path.dirname(parent)
+    if not (os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)):
+        raise PermissionError(f"{parent} is a file or not writable")
     for name in reversed(missing):
-        # Another process may be as fast.
+        # `exist_ok`, because another process may make it at the same time.
         Path(name).mkdir(mode=0o700, exist_ok=True)
 
 
 def _note_not_cached(reason: str) -> None:
-    print(f"note      compiled functions are not cached: {reason}. {_ADVICE}.", flush=True)
+    print(
+        f"note      compiled functions are not cached: {reason}. "
+        "Set --compilation_cache=PATH, or off.",
+        flush=True,
+    )
 
 
 def _processor() -> str:
     """Returns a name for this machine's kind of processor and its instructions."""
+    features = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    features = next(
-        (line for line in lines if line.startswith(("flags", "Features"))), platform.processor()
-    )
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            # The first core's instructions: x86 lists them as flags, ARM as Features.
+            if line.startswith(("flags", "Features")):
+                features = line
+                break
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"

@@ -1,0 +1,257 @@
+"""Runs a command (`main`). CONTRIBUTING.md has an example.
+
+Exit codes: 0, 1 (error), 2 (a command line that cannot be parsed), 75 (another process was lost),
+128 + signal.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Literal, NoReturn
+
+import jax
+from absl import flags
+
+from txl_jax.cli import flag_tree, help, other_hosts
+from txl_jax.cli.job import Job
+from txl_jax.cli.plans import Plan, TrainedRun, with_recorded_folders
+from txl_jax.cli.precedence import defaults_of_corpus
+from txl_jax.config import ExperimentConfig
+from txl_jax.errors import (
+    NonFiniteError,
+    RemoteProcessError,
+    UserError,
+    describe_system_error,
+    first_line,
+    one_line,
+)
+from txl_jax.runs.score import Interrupted
+from txl_jax.runtime import distributed, output
+from txl_jax.runtime.checkpoint import quiet_orbax
+from txl_jax.runtime.compilation_cache import check_outside, keep_compiled
+from txl_jax.runtime.environment import is_out_of_memory
+from txl_jax.runtime.stop import act_on_notices
+from txl_jax.runtime.storage import shorten_storage_logs
+
+FLAGS = flags.FLAGS
+
+_SAVES_MEMORY = (
+    "Lower --train.batch_size or --eval.batch_size, or try --model.remat=full or "
+    "--model.attention=tiled"
+)
+_TRAINED = "Settings that you do not pass come from the trained run, instead of the defaults shown."
+# Settings of plans that name the directory of a run.
+_FOLDERS_OF_RUNS = ("workdir", "model", "model_path")
+# The command's short names of flags, by which its errors name them, as its documentation does.
+_aliases: dict[str, str] = {}
+
+
+def main(
+    run: Callable[..., int | None],
+    plan: type[Plan],
+    *,
+    config: ExperimentConfig | None = None,
+    by_corpus: bool = False,
+    groups: Collection[str] | None = (),
+    hosts: Literal["alone", "join", "each"] = "alone",
+    takes_words: bool = False,
+    aliases: Mapping[str, str] | None = None,
+) -> NoReturn:
+    """Runs a command, all of `python -m experiments.NAME`, and exits.
+
+    Args:
+      run: `run(plan, job)` returns the exit code. None means 128 + the number of the signal that
+        stopped it, as `Interrupted` does, or else 0, or 141 if nobody reads its output any longer.
+      plan: The command's own settings, each of which is a flag.
+      config: The config that the flags change, or None if the command has no flags for a config.
+      by_corpus: Whether the defaults of `data` come from the corpus that the flags name.
+      groups: The groups of settings that the command uses, for --help, or None for all.
+      hosts: With multiple hosts: "join" them, fail ("alone"), or let each run the command by itself
+        ("each").
+      takes_words: Whether words that are not flags are passed to the command, instead of being an
+        error.
+      aliases: Short names of flags, mapped to their full names.
+    """
+    output.prepare()
+    flag_tree.define_plan(plan)
+    if hosts == "join":
+        other_hosts.define_flags()
+    if config is not None:
+        flag_tree.define(config)
+    _define_aliases(aliases or {})
+    parsed = _parse(plan, groups, takes_words)
+
+    with guarded():
+        processes = _join_others(hosts)
+        # On a machine of Google Cloud this waits for notices of maintenance. Elsewhere it does
+        # nothing.
+        act_on_notices()
+
+        settings = distributed.run_on_all(lambda: flag_tree.build_plan(plan))
+        if processes is not None:
+            other_hosts.check_same(settings)
+        settings.validate()
+        flag_tree.refuse_code(settings, parsed.places)
+        settings = with_recorded_folders(settings, parsed.places)
+        _cache_compiled(settings)
+
+        defaults = config or ExperimentConfig()
+        if by_corpus:
+            defaults = defaults_of_corpus(defaults, FLAGS)
+        job = Job(settings, defaults, parsed.words, parsed.places, parsed.flagfile)
+        try:
+            code = run(settings, job)
+        except Interrupted as interrupted:
+            print(f"stopped   on request in {interrupted}, {settings.stopped}")
+            code = None
+
+        if code is None:
+            # 128 + the number is how shells report the end by a signal.
+            code = 128 + job.stop.signal_number if job.stop else output.exit_code()
+        # With one process this only flushes the output.
+        other_hosts.leave(code, together=True)
+    sys.exit(code)
+
+
+def _define_aliases(aliases: Mapping[str, str]) -> None:
+    for alias, name in aliases.items():
+        flags.DEFINE_alias(alias, name)
+    _aliases.clear()
+    _aliases.update(aliases)
+
+
+def _parse(plan: type[Plan], groups: Collection[str] | None, takes_words: bool) -> flag_tree.Parsed:
+    """Parses the command line. Exits with 2 after an error message, and with 0 after --help."""
+    help_flags = {"--help", "-h", "-help", "--helpfull"} & set(sys.argv[1:])
+    if help_flags:
+        shown = None if "--helpfull" in help_flags else groups
+        _print_help(plan, shown)
+        sys.exit(0)
+    try:
+        return flag_tree.parse(sys.argv, takes_words=takes_words)
+    except UserError as error:
+        fail(error)
+        sys.exit(2)
+
+
+def _print_help(plan: type[Plan], groups: Collection[str] | None) -> None:
+    """Prints the command's docstring and its flags, of these groups or, with None, of all."""
+    # `--help | head` ends quietly.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    names = []
+    for name in FLAGS:
+        # Other libraries define flags too, such as absl's own.
+        if "txl_jax.cli" in str(FLAGS.find_module_defining_flag(name)):
+            names.append(name)
+    leaves = flag_tree.setting_leaves(plan)
+    required = [flag_tree.flag_name(leaf) for leaf in leaves if leaf.setting.required]
+    note = _TRAINED if issubclass(plan, TrainedRun) else ""
+    print(sys.modules["__main__"].__doc__ or "")
+    print(help.help_text(names, groups, FLAGS, note, required))
+
+
+def _join_others(hosts: Literal["alone", "join", "each"]) -> other_hosts.Processes | None:
+    """Joins the other processes of this command. Returns None if there are none to join.
+
+    Raises:
+      UserError: If the command must run alone and does not.
+      ConnectionError: If not all processes connect.
+    """
+    if hosts == "each":
+        return None
+    processes = other_hosts.announced(other_hosts.environment())
+    if processes is None:
+        return None
+    if hosts == "alone":
+        raise UserError(
+            f"this command must run as a single process, got {processes.num_processes} "
+            f"processes (announced by {processes.source}). Start it once, outside of them."
+        )
+    other_hosts.join(processes)
+    return processes
+
+
+def _cache_compiled(settings: Plan) -> None:
+    """Enables the compilation cache of a command. Raises `UserError` if it is inside of a run."""
+    cache = settings.compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    check_outside(cache, [getattr(settings, name, None) for name in _FOLDERS_OF_RUNS])
+    keep_compiled(settings.compilation_cache, by_default=settings.caches_compiled)
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Turns an error that the user can fix into a message and an exit code.
+
+    Others keep their traceback.
+    """
+    quiet_orbax()
+    shorten_storage_logs()
+    try:
+        yield
+    except BaseException as error:
+        code = exit_code_for(error)
+        if code is None:
+            if not jax.distributed.is_initialized():
+                raise
+            # This process leaves below, without an end at which Python would print the traceback.
+            traceback.print_exc()
+        # A loss is a sum over all processes, so that one that is not finite ends them all.
+        together = distributed.is_known_to_all(error) or isinstance(error, NonFiniteError)
+        sys.exit(other_hosts.leave(code or 1, together=together))
+
+
+def exit_code_for(error: BaseException) -> int | None:
+    """Prints an error that the user can fix and returns its exit code.
+
+    Returns None, silently, for a bug.
+    """
+    match error:
+        case KeyboardInterrupt():
+            fail("interrupted. Saved files are kept. Rerun the same command to resume.")
+            return 128 + signal.SIGINT
+        case Exception() if is_out_of_memory(error):
+            fail(f"out of device memory ({first_line(error)}). {_SAVES_MEMORY}.")
+        case Exception() if other_hosts.lost_another(error):
+            # This process ends meanwhile if it is known which one.
+            time.sleep(other_hosts.SECONDS_TO_NAME)
+            fail(
+                f"another process of this run was lost ({first_line(error)}). {other_hosts.RESUME}."
+            )
+            return other_hosts.LOST
+        case RemoteProcessError():
+            # The process that failed prints it too.
+            if distributed.is_primary():
+                fail(error)
+        case UserError():
+            fail(error)
+        case OSError():
+            fail(describe_system_error(error))
+        case RuntimeError() | AssertionError() if _is_about_devices(error):
+            platforms = jax.config.values["jax_platforms"] or "not set"
+            fail(
+                f"jax cannot use the devices ({first_line(error)}, JAX_PLATFORMS is {platforms}). "
+                "Check JAX_PLATFORMS, and whether another process holds them."
+            )
+        case _:
+            return None
+    return 1
+
+
+def _is_about_devices(error: BaseException) -> bool:
+    """Returns whether JAX raised the error when it looked for devices."""
+    innermost_call = traceback.extract_tb(error.__traceback__)[-1:]
+    return "xla_bridge" in str(innermost_call)
+
+
+def fail(error: BaseException | str) -> None:
+    """Prints an error message to standard error, in one line, whatever names are in it."""
+    text = str(error)
+    for alias, name in _aliases.items():
+        # --data.train is named by its alias, --data.train.more is not.
+        text = re.sub(rf"--{re.escape(name)}\b(?!\.)", f"--{alias}", text)
+    print(f"{other_hosts.prefix()}error: {one_line(text)}", file=sys.stderr, flush=True)

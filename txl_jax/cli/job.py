@@ -1,0 +1,163 @@
+"""A parsed command line, and the config, text and run that follow from it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from txl_jax.cli import flag_tree, precedence
+from txl_jax.cli.precedence import apply_flags
+from txl_jax.config import ExperimentConfig, config_tree
+from txl_jax.data.corpus import Corpus, read_corpus
+from txl_jax.data.vocabulary import Vocabulary
+from txl_jax.errors import UserError
+from txl_jax.runs import warm_start
+from txl_jax.runs.run import Run
+from txl_jax.runs.trained import TrainedModel
+from txl_jax.runtime import distributed, output
+from txl_jax.runtime.stop import StopRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A parsed command line, and what follows from it."""
+
+    plan: Any
+    # The config that the flags change.
+    defaults: ExperimentConfig
+    # The words that are not flags.
+    words: list[str]
+    # Where each flag was set: "" for the command line, else "FILE, line N: ".
+    places: Mapping[str, str]
+    # The name of the last flagfile, without directory and suffix, if any.
+    flagfile: str | None
+    # A request to stop, by a signal or a notice. `with job.stop:` begins to wait for it.
+    stop: StopRequest = dataclasses.field(default_factory=StopRequest)
+
+    def config(self, run: Run | None = None) -> ExperimentConfig:
+        """Returns the flags applied to the defaults, or to a run's recorded config.
+
+        All processes call it. `precedence` says what yields to what. For each setting of a flagfile
+        that yields, a line is added to the run's notes, or printed without a run.
+
+        Raises:
+          UserError: If settings are incompatible, or describe another model than the weights that
+            the run starts from.
+        """
+        if run is None:
+            config, notes = distributed.run_on_all(lambda: apply_flags(self.defaults, self.places))
+            for note in notes:
+                output.say(f"note      {note}")
+            return config
+
+        if run.is_new:
+            config, notes = self._config_of_new(run)
+        else:
+            recorded = run.config
+            config, notes = distributed.run_on_all(
+                lambda: apply_flags(recorded, self.places, is_recorded=True)
+            )
+        run.notes.extend(notes)
+        return config
+
+    def _config_of_new(self, run: Run) -> tuple[ExperimentConfig, list[str]]:
+        """Returns the config of a run that has no record, and the notes about it.
+
+        With `init_from`, the trained model's settings replace the same defaults.
+        """
+        # The flags over the defaults say which weights and which text are meant.
+        flagged = distributed.run_on_all(lambda: flag_tree.build(self.defaults))
+        has_weights = flagged.init_from is not None
+        base, small_note = precedence.small_if_no_sizes(
+            self.defaults, self.places, has_weights=has_weights
+        )
+        trained_config = None
+        if flagged.init_from is not None:
+            trained = warm_start.basis(flagged.init_from, run)
+            base = warm_start.with_trained_settings(base, trained, flagged.init_vocabulary)
+            trained_config = trained.config
+        steps_note = precedence.note_of_large_steps(base, self.places, flagged.data.corpus)
+
+        config, notes = distributed.run_on_all(
+            lambda: apply_flags(base, self.places, trained=trained_config)
+        )
+        first_notes = [note for note in (small_note, steps_note) if note is not None]
+        return config, first_notes + notes
+
+    def config_of_flagfile(self, name: str) -> ExperimentConfig:
+        """Returns the config of another flagfile, for its corpus.
+
+        The settings on this command line are applied to it.
+        """
+        words = ["flagfile", f"--flagfile={name}"]
+        for setting, value in flag_tree.passed_settings().items():
+            words.append(f"--{setting}={config_tree.format_value(value)}")
+        return precedence.config_of_words(self.defaults, words, by_corpus=True)
+
+    def config_of(self, trained: Run | TrainedModel) -> ExperimentConfig:
+        """Returns the flags applied to a trained model's settings. All processes call it.
+
+        Raises:
+          UserError: If settings are incompatible, or model or tokens change.
+        """
+        return distributed.run_on_all(lambda: _config_over(trained, self.places))
+
+    def trained(
+        self, check: Callable[[ExperimentConfig], Any] = lambda config: None
+    ) -> tuple[ExperimentConfig, Corpus, Run]:
+        """Reads the run of a `TrainedRun` plan.
+
+        Args:
+          check: Called with the settings, before the text is read, to raise their errors early.
+
+        Returns:
+          The run's settings with the flags applied, its text, and the run itself.
+        """
+        run = Run.read(self.plan.workdir, member=self.plan.ensemble_member)
+        config = self.config_of(run)
+        check(config)
+        return config, self.corpus(config, run), run
+
+    def corpus(
+        self, config: ExperimentConfig, run: Run | None = None, vocabulary: Vocabulary | None = None
+    ) -> Corpus:
+        """Reads the text of a config, for a trained run with its vocabulary.
+
+        A trained run may be a stranger's. So what is prepared in the directory that its record
+        names is only read, and what is missing there is prepared in the command's own directories.
+        """
+        data_dir = self.plan.data_dir
+        cache_dir = self.plan.cache_dir
+        # An open run is trained, the others are only used.
+        if run is not None and run.is_open and config.init_from is not None:
+            return warm_start.read_corpus(config, run, data_dir, cache_dir)
+
+        read_only_cache = None
+        if run is not None and not run.is_open:
+            vocabulary = run.text.vocabulary
+            if "data_dir" not in self.places:
+                read_only_cache = run.text.cache_dir
+        return distributed.run_on_all(
+            lambda: read_corpus(
+                config.data,
+                data_dir,
+                cache_dir,
+                vocabulary=vocabulary,
+                read_only_cache=read_only_cache,
+            )
+        )
+
+
+def _config_over(trained: Run | TrainedModel, places: Mapping[str, str]) -> ExperimentConfig:
+    """Returns the flags applied to a trained model's settings. Raises `UserError` if it changes."""
+    config, _ = apply_flags(trained.config, places, is_recorded=True)
+    changes = []
+    for leaf, before, after in config_tree.differences(trained.config, config):
+        changes_model = leaf.name.startswith("model.") and not leaf.setting.free_on_resume
+        if changes_model or leaf.setting.shapes_tokens:
+            changes.append(config_tree.describe_change(leaf, before, after))
+    if changes:
+        raise UserError(
+            f"the run in {trained.path} was trained with another model or other tokens: "
+            f"{', '.join(changes)}. Omit these flags."
+        )
+    return config

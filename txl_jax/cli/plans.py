@@ -1,0 +1,184 @@
+"""The settings of commands: dataclasses whose fields are flags, for a command's own `Plan`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from txl_jax.cli.job import Job
+from txl_jax.cli.precedence import WARMUP
+from txl_jax.config import CacheDType, ExperimentConfig, WeightDType, config_tree
+from txl_jax.config.config_tree import Config, setting
+from txl_jax.data.corpus import Corpus
+from txl_jax.errors import UserError
+from txl_jax.runs.run import Run, recorded_folders
+from txl_jax.runs.time_budget import steps_in
+from txl_jax.runtime import distributed
+from txl_jax.runtime.sinks import Sink, WeightsAndBiases
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Config):
+    """A command's own settings: a dataclass of `setting` fields, each a flag without prefix.
+
+    Help, absolute paths, and the comparison between hosts follow from the fields.
+    """
+
+    compilation_cache: str | None = setting(
+        None,
+        "Directory that caches compiled functions for later starts. "
+        "By default one per user, ~/.cache/txl_jax, for one process of a command that reads a "
+        "text. off disables the cache.",
+        loads_code=True,
+    )
+
+    # Whether there is a cache if no flag names one.
+    caches_compiled: ClassVar[bool] = False
+    # Printed when a signal ends the command.
+    stopped: ClassVar[str] = "rerun the same command to resume"
+
+
+@dataclasses.dataclass(frozen=True)
+class TextPlan(Plan):
+    """The settings of a command that reads a text."""
+
+    data_dir: str = setting("data", "Directory of the original corpus files.", path=True)
+    cache_dir: str | None = setting(
+        None, "Directory for records and token files. By default 'prepared' in data_dir.", path=True
+    )
+
+    caches_compiled: ClassVar[bool] = True
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run in the workdir is trained.
+
+        If so, it continues in the directories that its record names.
+        """
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedRun(TextPlan):
+    """The settings of a command that reads a trained run and a text."""
+
+    workdir: str = setting("", "Directory of the run.", path=True, required=True)
+    ensemble_member: str | None = setting(None, "Name of the ensemble member to use.")
+
+    stopped: ClassVar[str] = "nothing was written"
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTypes(Plan):
+    """The dtypes of a trained model's weights and KV caches, for quantization."""
+
+    weight_dtype: WeightDType | None = setting(
+        None, "Quantized dtype of the weights, instead of the saved one."
+    )
+    cache_dtype: CacheDType | None = setting(None, "Dtype of KV caches, instead of the saved one.")
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchPlan(Plan):
+    """Settings for watching a training run."""
+
+    profile_steps: tuple[int, ...] = setting(
+        (),
+        "First and last training step of a profile for TensorBoard in the workdir, such as 10,15.",
+    )
+    wandb_project: str | None = setting(None, "Weights & Biases project to log to as well.")
+    verbose: bool = setting(
+        False, "Print details of attention and memory, which log.txt always contains."
+    )
+
+    def watch(self, run: Run) -> dict[str, Any]:
+        """Returns arguments for `train_run`: sinks, profile_steps, verbose.
+
+        Raises:
+          UserError: If W&B is missing.
+        """
+        sinks: list[Sink] = []
+        if self.wandb_project:
+            sinks.append(WeightsAndBiases(self.wandb_project, run.path))
+        return {
+            "sinks": sinks,
+            "profile_steps": self.profile_steps or None,
+            "verbose": self.verbose,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedPlan(Plan):
+    """The setting for training as long as a given time."""
+
+    minutes: float | None = setting(
+        None,
+        "Minutes to train and evaluate, not to compile. Sets train.steps at the first start, by "
+        "the measured speed.",
+        above=0,
+    )
+
+    def keep_steps(self, config: ExperimentConfig, job: Job, run: Run) -> ExperimentConfig:
+        """Returns the config with the steps that --minutes set at the first start.
+
+        This applies if the run has started already.
+
+        Raises:
+          UserError: If --train.steps is typed too, or with multiple processes, whose clocks differ.
+        """
+        if self.minutes is None:
+            return config
+        if job.places.get("train.steps") == "":
+            raise UserError(
+                "--minutes and --train.steps both set how long to train. Leave one of them out."
+            )
+        if distributed.is_multiprocess():
+            raise UserError("--minutes works with one process only. Pass --train.steps instead.")
+        if run.is_new:
+            return config
+        run.notes.append(
+            "train.steps stays as --minutes set it at the first start. "
+            "Pass --train.steps to change it."
+        )
+        return config_tree.replace(config, {"train.steps": run.config.train.steps})
+
+    def fit_steps(
+        self, config: ExperimentConfig, corpus: Corpus, job: Job, run: Run
+    ) -> ExperimentConfig:
+        """Returns the config with as many steps as fit into --minutes, at the first start of a run.
+
+        At most a tenth of the steps are warm-up, unless the warm-up is typed.
+
+        Raises:
+          UserError: If the text cannot be trained on, or the minutes are too few for one step.
+        """
+        if self.minutes is None or not run.is_new:
+            return config
+        print(
+            "speed     compiling, then timing some steps, to set train.steps by --minutes",
+            flush=True,
+        )
+        steps, seconds = steps_in(60 * self.minutes, config, corpus)
+        warmup = config.optimizer.warmup_steps
+        if job.places.get(WARMUP) != "":
+            warmup = min(warmup, steps // 10)
+        run.notes.append(
+            f"--minutes={self.minutes:g} gives {steps:,} steps of {seconds:.3g} s, "
+            f"{warmup} of warm-up"
+        )
+        return config_tree.replace(config, {"train.steps": steps, WARMUP: warmup})
+
+
+def with_recorded_folders(plan: Any, places: Mapping[str, str]) -> Any:
+    """Returns a plan that trains, with the directories of the run in its workdir as defaults.
+
+    This applies to the directories that are on this machine and that no flag sets.
+
+    Training continues in these directories. Plans that only use a run may read a stranger's, and
+    write to none that it names (`Job.corpus`).
+    """
+    workdir = getattr(plan, "workdir", None)
+    if not workdir or not isinstance(plan, TextPlan) or not plan.trains or "data_dir" in places:
+        return plan
+    folders = recorded_folders(workdir)
+    unset = {name: folder for name, folder in folders.items() if name not in places}
+    return dataclasses.replace(plan, **unset)
