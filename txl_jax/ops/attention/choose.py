@@ -144,10 +144,9 @@ def _choose_fastest(
 
     no_kernels = f"no kernels for the platform {call.platform}"
     if call.platform == "tpu":
+        obstacle = refusal("fused", call)
         if "fused" in failed_paths:
             obstacle = "it failed here"
-        else:
-            obstacle = refusal("fused", call)
         if obstacle is None:
             return _make("fused", call), f"kernels for {call.device_kind}"
         no_kernels = f"no kernel, because {obstacle}"
