@@ -20,14 +20,16 @@ _GROUPS = {"init_vocabulary": "train", "init_from": "train", "seed": "train", "c
 _GROUPS |= dict.fromkeys(other_hosts.FLAG_NAMES, _HOSTS)
 
 
-class _Row(NamedTuple):
+class _FlagRow(NamedTuple):
     """One flag in the table of its group."""
 
     usage: str  # The flag with its default, as in "--train.steps=400000".
     explanation: str
 
 
-_FLAGFILE = _Row("--flagfile=NAME", "Configuration (listed below), or file with one flag per line.")
+_FLAGFILE = _FlagRow(
+    "--flagfile=NAME", "Configuration (listed below), or file with one flag per line."
+)
 
 
 def help_text(
@@ -49,7 +51,9 @@ def help_text(
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
     # `seed` is a setting of every config.
     has_config = "seed" in flag_values
-    rows: dict[str, list[_Row]] = {group: [] for group in (_PROGRAM, _HOSTS, *flag_tree.groups())}
+    rows: dict[str, list[_FlagRow]] = {
+        group: [] for group in (_PROGRAM, _HOSTS, *flag_tree.groups())
+    }
     if has_config:
         rows[_PROGRAM].append(_FLAGFILE)
     for name in names:
@@ -75,7 +79,7 @@ def help_text(
     return "\n".join(lines)
 
 
-def _row(flag: flags.Flag, *, is_required: bool) -> _Row:
+def _row(flag: flags.Flag, *, is_required: bool) -> _FlagRow:
     """Returns a flag with its default, and its help with the choices."""
     explanation = flag.help or ""
     choices = getattr(flag.parser, "enum_values", None)
@@ -85,17 +89,17 @@ def _row(flag: flags.Flag, *, is_required: bool) -> _Row:
             explanation = explanation.partition(">: ")[2]
         explanation = f"{explanation} Choices: {', '.join(choices)}."
     if is_required:
-        return _Row(f"--{flag.name}=NAME", f"Required. {explanation}")
+        return _FlagRow(f"--{flag.name}=NAME", f"Required. {explanation}")
 
     default = flag.default_as_str
     if not default and isinstance(flag.parser, flag_tree.SettingParser):
         default = flag_tree.NONE
     # absl quotes the defaults of flags that are text.
     unquoted = (default or "").strip("'")
-    return _Row(f"--{flag.name}={unquoted}", explanation)
+    return _FlagRow(f"--{flag.name}={unquoted}", explanation)
 
 
-def _table(rows: Sequence[_Row], width: int) -> list[str]:
+def _table(rows: Sequence[_FlagRow], width: int) -> list[str]:
     """Returns the lines of a table: usages on the left, their explanations in one column."""
     usual_widths = [len(row.usage) for row in rows if len(row.usage) <= _WIDEST]
     column = 4 + max(usual_widths, default=_WIDEST)

@@ -67,7 +67,7 @@ def make_window_step(
     return jax.jit(step)
 
 
-class _Call(NamedTuple):
+class _WindowCall(NamedTuple):
     """A call of the step that may not have finished."""
 
     nll: jax.Array  # [B, n], nats of the targets.
@@ -88,19 +88,19 @@ def evaluate_windows(
     `token_nats`, floats [T], receives each scored token's loss, in nats.
     """
     totals = Totals()
-    pending: _Call | None = None
+    pending: _WindowCall | None = None
     for batch in batches:
         nll = step(params, batch.inputs, batch.targets)
         # Losses are fetched one call late, so that the device never waits for the host.
         if pending is not None:
             totals += _fetch(pending, token_nats)
             after_call(totals)
-        pending = _Call(nll, batch.scored)
+        pending = _WindowCall(nll, batch.scored)
     assert pending is not None, "there is at least the first window"
     return totals + _fetch(pending, token_nats)
 
 
-def _fetch(call: _Call, token_nats: np.ndarray | None) -> Totals:
+def _fetch(call: _WindowCall, token_nats: np.ndarray | None) -> Totals:
     """Waits for a call, and sums its losses on the host, in double precision."""
     is_scored = call.scored > 0
     nats = distributed.to_host(call.nll)[is_scored]

@@ -112,7 +112,7 @@ def _score_together(
     return nll.reshape(targets.shape)
 
 
-class _Call(NamedTuple):
+class _ScoringCall(NamedTuple):
     """A call of the step that may not have finished."""
 
     first_segment: int  # Number of the first of its segments in the text.
@@ -147,7 +147,7 @@ def evaluate(
       token_nats: Floats [T], or None. Receives each scored token's loss, in nats.
     """
     totals = Totals()
-    pending: _Call | None = None
+    pending: _ScoringCall | None = None
     for first_segment in range(0, reader.n_segments, segments_per_call):
         segments = place(reader.segments(first_segment, segments_per_call))
         memory, losses = eval_step(prepared, memory, segments)
@@ -155,12 +155,12 @@ def evaluate(
         if pending is not None:
             totals += _fetch(pending, reader, token_nats)
             after_call(first_segment, totals)
-        pending = _Call(first_segment, losses)
+        pending = _ScoringCall(first_segment, losses)
     assert pending is not None, "a text has at least one segment"
     return totals + _fetch(pending, reader, token_nats)
 
 
-def _fetch(call: _Call, reader: SegmentReader, token_nats: np.ndarray | None) -> Totals:
+def _fetch(call: _ScoringCall, reader: SegmentReader, token_nats: np.ndarray | None) -> Totals:
     """Waits for a call, and sums its losses on the host, in double precision."""
     if token_nats is not None:
         nll = distributed.to_host(call.losses.nll)

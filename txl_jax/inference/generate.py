@@ -47,7 +47,7 @@ class Prefilled(NamedTuple):
     number: np.ndarray
 
 
-class _Block(NamedTuple):
+class _DecodedBlock(NamedTuple):
     """Tokens of R rows from one call of `decode_block`."""
 
     # int32 [R, n], n up to `BLOCK`.
@@ -256,7 +256,7 @@ class Generator:
         config: GenerateConfig,
         ended: np.ndarray,
         stop_token: Ending,
-    ) -> Iterator[_Block]:
+    ) -> Iterator[_DecodedBlock]:
         """Yields blocks of tokens until every row has `config.length` tokens or has ended.
 
         Args:
@@ -283,7 +283,7 @@ class Generator:
             )
             # Fewer steps ran if all rows have ended.
             tokens = distributed.to_host(tokens)[:, : int(distributed.to_host(n_step))]
-            yield _Block(tokens, number[:, None] + np.arange(tokens.shape[1]))
+            yield _DecodedBlock(tokens, number[:, None] + np.arange(tokens.shape[1]))
 
             # The latest known token is the one that a row drew last, or else its prompt's last.
             number = number + np.int32(tokens.shape[1])
@@ -291,7 +291,9 @@ class Generator:
             known = np.concatenate([known[:, :-1], newest[:, None]], axis=1)
 
 
-def _add_to_stream(stream: TextStream, block: _Block, row: int, length: int) -> tuple[str, bool]:
+def _add_to_stream(
+    stream: TextStream, block: _DecodedBlock, row: int, length: int
+) -> tuple[str, bool]:
     """Adds a row's tokens to its text of up to `length` tokens.
 
     Returns:

@@ -57,7 +57,7 @@ def chunked_apply(
     return values
 
 
-class _Residuals(NamedTuple):
+class _ChunkResiduals(NamedTuple):
     """Arrays that the forward pass keeps for the backward pass."""
 
     weights: Any
@@ -75,7 +75,7 @@ def _forward(
     labels: jax.Array,
     selected: jax.Array,
     sync_axes: tuple[str, ...] = (),
-) -> tuple[jax.Array, _Residuals]:
+) -> tuple[jax.Array, _ChunkResiduals]:
     """Computes `chunked_apply`, and returns what the backward pass needs with it."""
     chunks, n_chunk = _chunks(selected, chunk_size)
     if sync_axes:
@@ -88,10 +88,10 @@ def _forward(
 
     result = jax.eval_shape(function, weights, states, labels)
     values = jax.lax.fori_loop(0, n_chunk, add_chunk, jnp.zeros(result.shape, result.dtype))
-    return values, _Residuals(weights, states, labels, chunks, n_chunk)
+    return values, _ChunkResiduals(weights, states, labels, chunks, n_chunk)
 
 
-class _Gradients(NamedTuple):
+class _ChunkGradients(NamedTuple):
     """Gradients that one chunk of the backward pass hands to the next."""
 
     weights: Any  # The sums over the chunks so far, in at least float32.
@@ -102,26 +102,26 @@ def _backward(
     function: PositionFunction,
     chunk_size: int,
     sync_axes: tuple[str, ...],
-    residuals: _Residuals,
+    residuals: _ChunkResiduals,
     cotangent: jax.Array,
 ) -> tuple[Any, jax.Array, None, None]:
     """Returns the gradients of weights and states. Labels and selection have none."""
     del chunk_size, sync_axes  # The residuals have the chunks and their synchronised number.
     weights, states, labels, chunks, n_chunk = residuals
 
-    def add_chunk(i: jax.Array, gradients: _Gradients) -> _Gradients:
+    def add_chunk(i: jax.Array, gradients: _ChunkGradients) -> _ChunkGradients:
         positions = chunks[i]
         chunk_labels = _take(labels, positions)
         _, pull_back = jax.vjp(
             lambda w, s: function(w, s, chunk_labels), weights, _take(states, positions)
         )
         of_weights, of_states = pull_back(_take(cotangent, positions))
-        return _Gradients(
+        return _ChunkGradients(
             jax.tree.map(_add, gradients.weights, of_weights),
             gradients.states.at[positions].set(of_states, mode="drop"),
         )
 
-    start = _Gradients(jax.tree.map(_wide_zeros, weights), jnp.zeros_like(states))
+    start = _ChunkGradients(jax.tree.map(_wide_zeros, weights), jnp.zeros_like(states))
     gradients = jax.lax.fori_loop(0, n_chunk, add_chunk, start)
     of_weights = jax.tree.map(
         lambda weight, total: total.astype(weight.dtype), weights, gradients.weights

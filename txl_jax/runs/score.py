@@ -741,7 +741,7 @@ def progress_bar(
     # disable=None: no bar unless the error stream is a terminal. leave=False: the result's line
     # takes its place.
     with tqdm.tqdm(total=total, desc=name, unit=unit, leave=False, disable=None) as bar:
-        progress = _Progress(
+        progress = _ScoringProgress(
             bar=bar,
             name=name,
             total=total,
@@ -755,7 +755,7 @@ def progress_bar(
 
 
 @dataclasses.dataclass
-class _Progress:
+class _ScoringProgress:
     """The progress of scoring one text."""
 
     bar: Any  # A bar of tqdm, which is disabled if lines are logged instead.

@@ -430,7 +430,7 @@ class _Results(NamedTuple):
     log_total: jax.Array  # [B, H, L], logarithm of each query's sum of exp(score), wide.
 
 
-class _Residuals(NamedTuple):
+class _TiledResiduals(NamedTuple):
     """Arrays that the forward pass keeps for the backward pass."""
 
     arrays: Operands
@@ -444,7 +444,9 @@ def _attention(layout: Layout, arrays: Operands, masking: _Masking) -> jax.Array
     return attended
 
 
-def _forward(layout: Layout, arrays: Operands, masking: _Masking) -> tuple[jax.Array, _Residuals]:
+def _forward(
+    layout: Layout, arrays: Operands, masking: _Masking
+) -> tuple[jax.Array, _TiledResiduals]:
     """Returns the weighted sums of the values [B, H, L, E], and the residuals."""
     padded = _pad_positions(arrays, layout)
 
@@ -459,7 +461,7 @@ def _forward(layout: Layout, arrays: Operands, masking: _Masking) -> tuple[jax.A
         log_total=jnp.zeros(arrays.query.shape[:3], wide_type(arrays.query)),
     )
     results = _over_groups(arrays, layout, write_group, results)
-    return results.attended, _Residuals(arrays, masking, results)
+    return results.attended, _TiledResiduals(arrays, masking, results)
 
 
 class OnlineSoftmax(NamedTuple):
@@ -563,7 +565,7 @@ class _GroupGradients(NamedTuple):
     by_head: _ByHead  # Of the group's head.
 
 
-class _Gradients(NamedTuple):
+class _TiledGradients(NamedTuple):
     """Gradients of all arrays, with the groups so far. The rest is zeros."""
 
     query: jax.Array  # [B, H, L, E], in the query's dtype.
@@ -572,7 +574,7 @@ class _Gradients(NamedTuple):
     by_head: _ByHead  # Of all heads.
 
     @classmethod
-    def zeros(cls, padded: Operands) -> "_Gradients":
+    def zeros(cls, padded: Operands) -> "_TiledGradients":
         """Returns the gradients before any group, of arrays whose positions were padded."""
         wide = wide_type(padded.query)
         by_head = jax.tree.map(
@@ -595,12 +597,14 @@ class _Gradients(NamedTuple):
             by_head=jax.tree.map(lambda array: jnp.zeros(array.shape[1:], wide), self.by_head),
         )
 
-    def add_group(self, place: _Place, query: jax.Array, group: _GroupGradients) -> "_Gradients":
+    def add_group(
+        self, place: _Place, query: jax.Array, group: _GroupGradients
+    ) -> "_TiledGradients":
         """Returns the gradients with a group's gradients, of which `query` is [G, L, E].
 
         Gradients of a row are written to their place, and those that rows share are added.
         """
-        return _Gradients(
+        return _TiledGradients(
             query=place.write(self.query, query),
             key=place.write(self.key, group.key),
             value=place.write(self.value, group.value),
@@ -646,14 +650,16 @@ class _BackwardRows(NamedTuple):
         )
 
 
-def _backward(layout: Layout, residuals: _Residuals, gradient: jax.Array) -> tuple[Operands, None]:
+def _backward(
+    layout: Layout, residuals: _TiledResiduals, gradient: jax.Array
+) -> tuple[Operands, None]:
     """Returns the gradients of the arrays, from the result's gradient [B, H, L, E]."""
     arrays, masking, results = residuals
     wide = wide_type(arrays.query)
     delta = jnp.sum(gradient.astype(wide) * results.attended.astype(wide), axis=-1)
     padded = _pad_positions(arrays, layout)
 
-    def add_group(place: _Place, gradients: _Gradients) -> _Gradients:
+    def add_group(place: _Place, gradients: _TiledGradients) -> _TiledGradients:
         group = place.take(layout, padded, masking)
         rows = _BackwardRows(
             gradient=place.rows(gradient),
@@ -667,7 +673,7 @@ def _backward(layout: Layout, residuals: _Residuals, gradient: jax.Array) -> tup
             query_gradients.append(query_gradient)
         return gradients.add_group(place, jnp.concatenate(query_gradients, axis=1), of_group)
 
-    gradients = _over_groups(arrays, layout, add_group, _Gradients.zeros(padded))
+    gradients = _over_groups(arrays, layout, add_group, _TiledGradients.zeros(padded))
     return gradients.as_operands(arrays), None
 
 
