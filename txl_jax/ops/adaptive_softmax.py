@@ -190,7 +190,6 @@ def _nll(
     )
 
     # Each tail adds its part of the loss at the positions whose target it contains.
-    states = hidden.reshape(-1, hidden.shape[-1])
     for c in range(1, len(clusters)):
         tail_label = targets - cutoffs[c - 1]
         is_in_tail = cluster_of_target == c
@@ -198,7 +197,7 @@ def _nll(
             functools.partial(_cluster_nll, vocab_axis=vocab_axis),
             chunk_size or _tail_chunk_size(clusters[c].table.shape[0], targets.size),
             clusters[c],
-            states,
+            hidden.reshape(-1, hidden.shape[-1]),
             tail_label.reshape(-1),
             is_in_tail.reshape(-1),
             sync_axes,
