@@ -94,9 +94,9 @@ class _Progress(NamedTuple):
 
     step: jax.Array  # int32 [], number of steps that have run.
     cache: KVCache
-    newest: jax.Array  # int32 [R], the token that each row drew last.
+    newest: jax.Array  # int32 [R], what each row drew last, at first its last known token.
     remaining: jax.Array  # int32 [R], number of steps that each row still takes part in.
-    tokens: jax.Array  # int32 [R, count], the tokens drawn so far, and zeros.
+    tokens: jax.Array  # int32 [R, count], a column per step. Undefined for steps that only read.
     scores: Scores | None  # [R, count], scores of these tokens, or None without `top`.
 
 
@@ -128,7 +128,8 @@ def decode_block(
 
     Returns:
       The cache, the drawn tokens int32 [R, count], which are `rows.stop` where a row has ended, the
-      number of steps that ran, and the scores [R, count], or None without `top`.
+      number of steps that ran, and the scores [R, count], or None without `top`. Columns of steps
+      in which a row only reads its prompt have no meaning. The host knows them by their number.
     """
     n_row, n_known = rows.known.shape
     sample_keys = jax.random.wrap_key_data(rows.key)
@@ -141,6 +142,8 @@ def decode_block(
         token = jnp.where(number < 0, _prompt_token(rows.known, number), progress.newest)
         hidden, cache = forward.forward(params, token[:, None], progress.cache)
         hidden = hidden[:, 0]
+        # Rows with an index of their own continue in a later call, from where they stopped. With a
+        # common index all rows belong to one generation, and one that has ended is not read again.
         has_index_per_row = cache.write_index.ndim > 0
         if has_index_per_row:
             cache = _hold_idle_rows(before=progress.cache, after=cache, is_active=is_active)

@@ -173,6 +173,8 @@ class Stack(nn.Module):
           inputs of all layers, [N, B, L, D].
         """
         c = self.config
+        # An encoding is not a module. It creates its parameters in the module that calls it: those
+        # that all layers share here, outside of the scan, and those of one layer in `Block`.
         context = context.replace(parameters=encoding_of(c).shared_parameters())
         layers = nn.scan(
             _with_remat(Block, c.remat),

@@ -148,7 +148,7 @@ class Softmax(nn.Module):
         """Returns the clusters' weights, and the head's entries for the tails if there are tails.
 
         Tied tables and projections are the embedding's. Tables and projections are cast to the
-        compute dtype, and biases keep their own.
+        compute dtype. Biases keep their own, because they are added to logits in at least float32.
         """
         c = self.config
         tables = embedding.tables if c.tie_weight else self.untied_tables

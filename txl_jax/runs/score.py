@@ -772,14 +772,17 @@ class _ScoringProgress:
         if self.stop_requested():
             raise Interrupted(self.name)
         now = time.monotonic()
-        # Nothing is scored while warm-up tokens are read, or if this is no scoring.
+        # There is no score while warm-up tokens are read, nor for callers that only read a text.
         score_so_far = totals.format(self.measure) if totals.tokens else ""
         if not self.bar.disable:
             self.bar.set_postfix_str(score_so_far, refresh=False)
             self.bar.update(done - self.bar.n)
         elif now - self.last_line >= _SECONDS_BETWEEN_LINES:
             self.last_line = now
-            remaining = (now - self.began) / done * (self.total - done) if done else math.nan
+            # Before the first result the remaining time is nan, which is shown as "unknown".
+            remaining = math.nan
+            if done:
+                remaining = (now - self.began) / done * (self.total - done)
             shown_score = f"  {score_so_far} so far" if score_so_far else ""
             self.log(
                 f"{self.name}: {done / self.total:.0%}{shown_score}  "

@@ -12,9 +12,9 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.trainer import training_reader
+from txl_jax.training.step import TrainState
 
 _SECONDS_TO_TIME = 5.0  # Updates are timed for at least so long.
-_LEAST_CALLS = 2  # One call that is not timed, and at least one that is.
 _ADVISED_STEPS = 100  # If no step fits, the error names the time that so many steps need.
 
 
@@ -72,20 +72,29 @@ def steps_in(
 
 
 def _seconds_per_update(built: Built, corpus: Corpus, clock: Callable[[], float]) -> float:
-    """Makes updates for some seconds, and returns the time of each after the first call."""
+    """Makes updates for some seconds, and returns the time of each after the first call.
+
+    The command runs in a single process, so the clock may decide how many calls there are.
+    """
     train = built.config.train
     reader = training_reader(built, corpus, built.config.seed)
     train_step = built.compile_step().program
-    state = built.init_state()
 
-    # The first call is not timed: it fills buffers, and on GPUs loads kernels.
-    times = [clock()]  # The start, and the end of each call.
-    n_call = 0
-    while n_call < _LEAST_CALLS or times[-1] - times[1] < _SECONDS_TO_TIME:
-        segments = reader.segments(n_call * train.segments_per_call, train.segments_per_call)
+    def call(state: TrainState, number: int) -> TrainState:
+        """Makes the updates of one call, and waits for them."""
+        segments = reader.segments(number * train.segments_per_call, train.segments_per_call)
         placed = built.place(segments, batch_size=train.batch_size)
         state, metrics = train_step(state, placed)
         jax.block_until_ready(metrics)
-        times.append(clock())
-        n_call += 1
-    return (times[-1] - times[1]) / ((n_call - 1) * train.segments_per_call)
+        return state
+
+    # The first call is not timed: it fills buffers, and on GPUs loads kernels.
+    state = call(built.init_state(), 0)
+    began = clock()
+    ended = began
+    n_timed = 0
+    while n_timed == 0 or ended - began < _SECONDS_TO_TIME:
+        n_timed += 1
+        state = call(state, n_timed)
+        ended = clock()
+    return (ended - began) / (n_timed * train.segments_per_call)

@@ -263,10 +263,14 @@ def load_to_score(
     require(
         corpus.vocabulary == trained.vocabulary,
         f"this is {trained.description}, with {trained.vocabulary.size} tokens, "
-        f"but {corpus.description!r} was read with {corpus.vocabulary.size} or others. "
-        "Read it in the model's vocabulary.",
+        f"but {corpus.description!r} was read in another vocabulary, of "
+        f"{corpus.vocabulary.size} tokens. Read it in the model's vocabulary.",
     )
-    if not isinstance(trained.source, Run) or corpus.digest != trained.source.text.digest:
+
+    # Only a run records which text its model was trained on. Scores of another text, or of one that
+    # may be another, are logged with what was scored.
+    is_own_text = isinstance(trained.source, Run) and corpus.digest == trained.source.text.digest
+    if not is_own_text:
         log(f"note      scored text: {corpus.description}. Model: {trained.description}.")
     built = trained.build(log=log)
     step, params = trained.params(built, log=log)
