@@ -45,7 +45,9 @@ class TrainState:
 
         They are the mean if weights are averaged.
         """
-        return self.params if self.average is None else self.average.params
+        if self.average is None:
+            return self.params
+        return self.average.params
 
 
 def init_params(model: AnyModel, key: jax.Array) -> Any:
