@@ -63,7 +63,8 @@ class Setting:
     def missed_range(self, value: float) -> str:
         """Returns the whole range that a number is outside of, as in "at least 0 and below 1".
 
-        Returns an empty string if the number is in the range. nan is outside of every range.
+        Returns an empty string if the number is in the range, or the setting has no bounds. nan is
+        outside of every range that has a bound, because it is false that it is inside.
         """
         is_inside = True
         bounds = []

@@ -148,7 +148,8 @@ def decode_block(
         if has_index_per_row:
             cache = _hold_idle_rows(before=progress.cache, after=cache, is_active=is_active)
 
-        # A row whose number is negative still reads its prompt. All others draw a token.
+        # A row whose number is negative still reads its prompt. All others draw a token. The key of
+        # a draw that is dropped does not matter, but `fold_in` takes no negative number.
         is_drawing = is_active & (number >= 0)
         token_keys = jax.vmap(jax.random.fold_in)(sample_keys, jnp.maximum(number, 0))
 

@@ -760,7 +760,7 @@ class _ScoringProgress:
 
     bar: Any  # A bar of tqdm, which is disabled if lines are logged instead.
     name: str
-    total: int
+    total: int  # How much there is to do, in the bar's unit, such as tokens or segments.
     measure: Measure
     log: Callable[[str], None]
     stop_requested: Callable[[], Any]
@@ -768,7 +768,13 @@ class _ScoringProgress:
     last_line: float  # Seconds of the monotonic clock at the last line, or at the start.
 
     def show(self, done: float, totals: Totals) -> None:
-        """Shows that `done` of `total` is done, with these scores. Raises `Interrupted`."""
+        """Shows that `done` of `total` is done, with the scores so far.
+
+        `done` is a float because scores count tokens by their weights.
+
+        Raises:
+          Interrupted: If a stop was requested.
+        """
         if self.stop_requested():
             raise Interrupted(self.name)
         now = time.monotonic()
