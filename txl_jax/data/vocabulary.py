@@ -252,8 +252,11 @@ class TextStream:
 
         `errors` is as in `open`.
         """
-        self._decode, self._ending, self._held = decode, ending, b""
-        # Bytes of each string that the text keeps.
+        self._decode = decode
+        self._ending = ending
+        # Bytes that are not returned yet.
+        self._held = b""
+        # The bytes of each string that the text keeps: all of the ending, none of a stop string.
         kept = {ending: len(ending)} if isinstance(ending, bytes) else {}
         self._stop = kept | dict.fromkeys(map(str.encode, stop), 0)
         self._characters = codecs.getincrementaldecoder("utf-8")(errors=errors)
@@ -266,14 +269,24 @@ class TextStream:
         """
         if self.ended:
             return ""
-        if isinstance(self._ending, int) and (at := np.flatnonzero(ids == self._ending)).size:
-            ids, self.ended = ids[: at[0] + 1], True
+        if isinstance(self._ending, int):
+            endings = np.flatnonzero(ids == self._ending)
+            if endings.size:
+                self.ended = True
+                ids = ids[: endings[0] + 1]
         self._held += self._decode(ids)
-        places = ((self._held.find(stop), stop, kept) for stop, kept in self._stop.items())
-        found = [(at + len(stop), at + kept) for at, stop, kept in places if at >= 0]
-        if found:
+
+        # For each string in the text: where it is complete, and where the text would be cut.
+        completions: list[tuple[int, int]] = []
+        for stop, n_kept in self._stop.items():
+            first = self._held.find(stop)
+            if first >= 0:
+                completions.append((first + len(stop), first + n_kept))
+        if completions:
+            # The string that is complete first ends the text.
+            _, cut = min(completions)
             self.ended = True
-            self._held = self._held[: min(found)[1]]
+            self._held = self._held[:cut]
         if self.ended:
             return self.finish()
         # The longest end that begins a stop string is held back.
@@ -282,7 +295,8 @@ class TextStream:
         )
         begun = (n for n in ends if any(stop.startswith(self._held[n:]) for stop in self._stop))
         certain = next(begun, len(self._held))
-        piece, self._held = self._held[:certain], self._held[certain:]
+        piece = self._held[:certain]
+        self._held = self._held[certain:]
         return self._characters.decode(piece)
 
     def finish(self) -> str:
@@ -290,5 +304,6 @@ class TextStream:
 
         Bytes that are not UTF-8 become U+FFFD.
         """
-        piece, self._held = self._held, b""
+        piece = self._held
+        self._held = b""
         return self._characters.decode(piece, final=True)
