@@ -75,13 +75,18 @@ def run(plan: Plan, job: cli.Job) -> int | None:
         members = [_parse_member(text) for text in plan.ensemble_member] or [
             dict(each) for each in run.members
         ]
-        watched = plan.watch(run)
+        sinks_and_profile = plan.watch(run)
         config = job.config(run)
         ensemble.member_configs(config, members)  # Before a text is read.
         corpus = job.corpus(config, run)
         with job.stop:
             outcome = train_run(
-                config, corpus, run, members=members, stop_requested=lambda: job.stop, **watched
+                config,
+                corpus,
+                run,
+                members=members,
+                stop_requested=lambda: job.stop,
+                **sinks_and_profile,
             )
     return 0 if outcome.finished else None
 

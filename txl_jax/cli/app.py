@@ -92,6 +92,7 @@ def main(
         # nothing.
         act_on_notices()
 
+        # If a flag is wrong in one process, all of them end here, and none waits for it.
         settings = distributed.run_on_all(lambda: flag_tree.build_plan(plan))
         if processes is not None:
             other_hosts.check_same(settings)

@@ -107,7 +107,8 @@ def build(base: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> Expe
         base = apply_preset(base, compat)
     # A flag has its last value: one after --flagfile wins over the file's.
     values = passed_settings(flag_values)
-    config = config_tree.replace(_for_other_text(base, values), values)
+    # If the flags set other files or another kind of tokens, those of `base` do not stay.
+    config = config_tree.replace(_without_replaced_text(base, values), values)
     return _with_absolute_paths(config.resolved())
 
 
@@ -125,7 +126,7 @@ def build_plan(plan: type[Settings]) -> Settings:
     return _with_absolute_paths(plan(**values))
 
 
-def _for_other_text(base: ExperimentConfig, values: Mapping[str, Any]) -> ExperimentConfig:
+def _without_replaced_text(base: ExperimentConfig, values: Mapping[str, Any]) -> ExperimentConfig:
     """Returns `base` without its files or its tokenizer if the settings replace them.
 
     The files are dropped if other files are set, and the tokenizer if another kind is set.

@@ -91,7 +91,7 @@ class WatchPlan(Plan):
     )
 
     def watch(self, run: Run) -> dict[str, Any]:
-        """Returns arguments for `train_run`: sinks, profile_steps, verbose.
+        """Returns keyword arguments for `train_run`: sinks, profile_steps, verbose.
 
         Raises:
           UserError: If W&B is missing.

@@ -117,24 +117,31 @@ def _train(plan: TrainPlan, job: Job) -> int | None:
         print(f"workdir   {workdir} (change with --workdir=PATH)", flush=True)
 
     with Run.open(workdir) as run:
-        watched = plan.watch(run)
+        sinks_and_profile = plan.watch(run)
         config = job.config(run)
+        # Training reads the whole config, so this notes only flags of the command itself.
         _note_unread(plan, job, config, config)
         check_program(job.defaults, config)
+        # With --minutes, a run that has started keeps its steps. A new one gets them below
+        # (`fit_steps`), when its text is known.
         config = plan.keep_steps(config, job, run)
         # This comes before the text is read, which may take minutes.
         run.compare(config)
 
         corpus = job.corpus(config, run)
-        # A compressed file is an error, unless a flag (or its alias) says how to read it.
+        # A compressed file is an error, unless --data.tokenizer.kind says how to read it. The
+        # places have flags as they were typed, and some commands call this one --tokenizer.
         sets_tokenizer = {"tokenizer", "data.tokenizer.kind"} & job.places.keys()
         if run.is_new and not sets_tokenizer:
             distributed.run_on_all(lambda: refuse_packed(corpus))
         config = plan.fit_steps(config, corpus, job, run)
 
-        # Only here a signal asks to stop. While a text is read it ends the process at once.
+        # Only here a signal asks to stop: it makes `job.stop` true. While a text is read it ends
+        # the process at once.
         with job.stop:
-            outcome = train_run(config, corpus, run, stop_requested=lambda: job.stop, **watched)
+            outcome = train_run(
+                config, corpus, run, stop_requested=lambda: job.stop, **sinks_and_profile
+            )
 
     if not outcome.finished:
         return None
@@ -191,7 +198,8 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
 
     model = open_weights(workdir, member=plan.ensemble_member)
     model = dataclasses.replace(model, out=plan.out)
-    # Only a run names the text that it was trained on.
+    # The weights are a run's or a portable checkpoint's. Only a run names the text that it was
+    # trained on.
     run = model.source if isinstance(model.source, Run) else None
     if run is None and plan.mode is not Mode.GENERATE:
         model = _with_text(model, job.defaults.data)

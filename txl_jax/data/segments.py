@@ -60,11 +60,11 @@ class SegmentReader:
     segment_len: int
     # New positions of each segment after a row's first; those before were read already.
     stride: int
-    # Of all processes.
+    # The pairs of all B rows, those of other processes included.
     rows: RowRanges
     # The rows that are returned.
     own: Rows
-    # From an epoch's pairs to positions in the text.
+    # Maps an epoch's pairs to positions in the text.
     order: EpochOrder = sequential
     # Whether another epoch follows a pass; otherwise only padding does.
     repeats: bool = False
@@ -138,6 +138,7 @@ class SegmentReader:
             np.arange(self.segment_len) < self.segment_len - self.stride
         )
         counts_SxBxL = real_SxBxL & (pair_SxBxL >= scored_B[:, None]) & ~again_SxL[:, None]
+        # Where in the text the inputs and the targets of the L pairs from each segment's first are.
         input_SxBxL, target_SxBxL = self.order(epoch, pair_SxBxL[..., 0], self.segment_len)
         return Segments(
             inputs=take(self.tokens, input_SxBxL, real_SxBxL),
@@ -176,13 +177,12 @@ def training_segments(
       tokens: Integer ids [T], may be memory-mapped.
       batch_size: B, over all processes.
       stride: Positions by which a row advances from segment to segment, or None for L. In all but
-        its first segment of
-        an epoch, only the last `stride` positions are scored.
+        its first segment of an epoch, only the last `stride` positions are scored.
       roll: Rotates the stream, or each row, by a random number in each epoch. NONE skips the same
         targets in each.
-      sentence_starts: Signed integers [n + 1], may be memory-mapped: sentence i is tokens[starts[i]
-        : starts[i + 1]].
-        The sentences are shuffled in each epoch. None keeps the order of the text.
+      sentence_starts: Signed integers [n + 1], may be memory-mapped: sentence i is
+        tokens[starts[i] : starts[i + 1]]. The sentences are shuffled in each epoch. None keeps the
+        order of the text.
       own: Indices of the rows that this process reads, ascending, or None for all.
 
     Raises:
@@ -197,6 +197,7 @@ def training_segments(
         1 <= stride <= segment_len, f"stride must be between 1 and {segment_len=}, got {stride=}"
     )
     row_len = n_pairs // batch_size
+    # After its first segment a row has whole strides only.
     row_len -= (row_len - segment_len) % stride
     wanted = (
         f"the training text must have more tokens than batch_size x segment_len = {batch_size} x "
@@ -215,8 +216,16 @@ def training_segments(
     elif roll is Roll.ROWS:
         edges = np.arange(batch_size + 1) * n_pairs // batch_size
         first_B, order = edges[:-1], random_roll(edges, seed)
-    rows = RowRanges(first_B, first_B, first_B + row_len)
-    return SegmentReader(tokens, batch_size, segment_len, stride, rows, own, order, True)
+    return SegmentReader(
+        tokens=tokens,
+        batch_size=batch_size,
+        segment_len=segment_len,
+        stride=stride,
+        rows=RowRanges(first=first_B, scored=first_B, end=first_B + row_len),
+        own=own,
+        order=order,
+        repeats=True,
+    )
 
 
 def evaluation_segments(
@@ -253,7 +262,12 @@ def evaluation_segments(
     end_B = np.minimum(scored_B + row_len, n_pairs)
     first_B = np.where(scored_B < end_B, np.maximum(scored_B - warmup_tokens, 0), end_B)
     return SegmentReader(
-        tokens, batch_size, segment_len, segment_len, RowRanges(first_B, scored_B, end_B), own
+        tokens=tokens,
+        batch_size=batch_size,
+        segment_len=segment_len,
+        stride=segment_len,
+        rows=RowRanges(first=first_B, scored=scored_B, end=end_B),
+        own=own,
     )
 
 

@@ -103,13 +103,19 @@ class TransformerXL(nn.Module):
         documents = memory_lib.documents(tokens, self.end_token)
         document_start = None if documents is None else documents.start
         visibility = Visibility(
-            memory.valid, segment_len, mem_len, window, document_start=document_start
+            valid=memory.valid,
+            segment_len=segment_len,
+            mem_len=mem_len,
+            window=window,
+            document_start=document_start,
         )
 
         # The input dropout samples two masks: first for the codes, then for the embeddings.
         drop = functools.partial(self.drop_input, deterministic=deterministic)
         n_keys = mem_len + segment_len
-        codes = encoding_of(self.config).shared_codes(n_keys, clamp_len=clamp_len, drop=drop)
+        # The class of `model.encoding`: for relative positions the codes are sinusoids [K, D].
+        encoding = encoding_of(self.config)
+        codes = encoding.shared_codes(n_keys, clamp_len=clamp_len, drop=drop)
         context = LayerContext(
             codes,
             visibility,

@@ -45,7 +45,8 @@ def sample(
     """
     if temperature == 0:
         return _most_likely(hidden, clusters)
-    if top_k is not None and top_k < _bounds(clusters)[-1]:
+    vocab_size = _bounds(clusters)[-1]
+    if top_k is not None and top_k < vocab_size:
         log_p, tokens = top_k_tokens(hidden, clusters, top_k)
         chosen = _categorical(keys, mask_top_p(log_p / temperature, top_p))
         return jnp.take_along_axis(tokens, chosen[:, None], axis=1)[:, 0]
@@ -125,7 +126,9 @@ def top_k_tokens(
     bounds = _bounds(clusters)
     head = adaptive_softmax.logits(hidden, clusters[0])
     n_head_token = bounds[1]
-    log_p, tokens, entries = _top_log_p(head[:, :n_head_token], k, head[:, n_head_token:])
+    # The head's k most likely tokens, and all entries of the tails, which are in the same softmax
+    # but no tokens.
+    log_p, tokens, entries = _top_log_p(head[:, :n_head_token], k, others=head[:, n_head_token:])
 
     # A head of fewer than k tokens is padded with tokens of probability 0.
     pad = [(0, 0), (0, k - log_p.shape[1])]
@@ -155,7 +158,7 @@ def _add_tail(
     k = best.tokens.shape[1]
     tail = adaptive_softmax.logits(hidden, cluster)
     # Nothing but the tail's tokens is in the tail's softmax.
-    tail_log_p, places, _ = _top_log_p(tail, k, tail[:, :0])
+    tail_log_p, places, _ = _top_log_p(tail, k, others=tail[:, :0])
     log_p = jnp.concatenate([best.log_p, entry + tail_log_p], axis=1)
     tokens = jnp.concatenate([best.tokens, first_token + places], axis=1)
 
@@ -218,7 +221,7 @@ def _bounds(clusters: Sequence[Cluster]) -> list[int]:
 
 
 def _top_log_p(
-    logits: jax.Array, k: int, others: jax.Array
+    logits: jax.Array, k: int, *, others: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Finds the k most likely entries of a softmax over `logits` and `others`, or all if fewer.
 
