@@ -110,6 +110,8 @@ def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[ja
     )
 
     hidden, keys, values = apply_layers(params, tokens, cache)
+    # `hidden` is computed from all reads of the cache. XLA must not write before them, or it would
+    # keep a copy of the cache.
     cache = cache_lib.write(cache, keys, values, after=hidden)
 
     # Slots of a document that has ended in the segment are no longer seen.
@@ -145,6 +147,8 @@ def apply_layers(
         document_start=document_start,
     )
 
+    # The softmax's and the layers' parameters are missing here: flax asks only for those of the
+    # submodules that the method calls.
     hidden = apply(
         model, params.embed_and_norm, tokens, clamp_len=params.clamp_len, method=model.embed
     )

@@ -75,6 +75,8 @@ class Generator:
           mesh: The devices that the model is built for, or None for one device or the mesh that the
             caller enters.
         """
+        # Whole segments of prompts are read with the first parameters and single tokens with the
+        # second. In both, a query attends to at most M + 1 keys, itself included.
         self.for_segments = params.for_generation(mem_len=eval_config.mem_len)
         self.for_tokens = self.for_segments.for_single_tokens(mem_len=eval_config.mem_len)
         self._eval_config = eval_config
@@ -86,6 +88,8 @@ class Generator:
         # generators of a model.
         self._empty = jit(_init_cache, static_argnums=(1, 2))
         self._read = jit(decode.prefill, donate_argnums=1)
+        # Both turn the ring of segments into a cache for single tokens: the first all of its rows,
+        # the second only rows that are to be copied to such a cache.
         self._unrotate = jit(cache_lib.unrotate)
         self._take = jit(cache_lib.take_unrotated, donate_argnums=0)
         self._repeat = jit(cache_lib.repeat_rows, static_argnums=1)
@@ -125,6 +129,7 @@ class Generator:
             return
         for block in self._blocks(prefilled, keys, config, ended, stop_token):
             if isinstance(stop_token, int):
+                # Changed in place: `_blocks` reads this array again before its next block.
                 ended |= (block.tokens == stop_token).any(axis=1)
             yield block.tokens
             if stop_requested():
@@ -140,7 +145,8 @@ class Generator:
         """Reads a prompt [T], except for its last token, once for all samples."""
         cache, known, number = self.prefill([prompt], 1, stop_requested=stop_requested)
 
-        # The tokens after the last whole segment are read one by one, and none is drawn yet.
+        # The tokens after the last whole segment are read one by one, and none is drawn yet. There
+        # are -number of them, without the prompt's last.
         if number[0] < 0:
             rows = BlockRows(
                 known=known,
@@ -199,7 +205,8 @@ class Generator:
                 keys[row] = row_key(seed, sample)
             prefilled = self.prefill([prompts[number] for number in group], n_row)
 
-            # Rows without a prompt have ended before they begin.
+            # Rows without a prompt have ended before they begin. `_blocks` reads this array again
+            # before each block.
             ended = np.arange(n_row) >= len(group)
             streams = [TextStream(decode, stop_strings, ending) for _ in group]
             for block in self._blocks(prefilled, keys, config, ended, ending):
@@ -285,7 +292,8 @@ class Generator:
             tokens = distributed.to_host(tokens)[:, : int(distributed.to_host(n_step))]
             yield _DecodedBlock(tokens, number[:, None] + np.arange(tokens.shape[1]))
 
-            # The latest known token is the one that a row drew last, or else its prompt's last.
+            # The latest known token is the one that a row drew last, or else its prompt's last. The
+            # columns before it stay, for rows that have not read all of their prompt.
             number = number + np.int32(tokens.shape[1])
             newest = np.where(number > 0, tokens[:, -1], known[:, -1])
             known = np.concatenate([known[:, :-1], newest[:, None]], axis=1)

@@ -70,9 +70,11 @@ class DecodeParams(flax.struct.PyTreeNode):
     max_keys: int = flax.struct.field(pytree_node=False)
 
     def for_generation(self, *, mem_len: int) -> "DecodeParams":
-        """Returns the parameters with a window.
+        """Returns the parameters with a window, of M + 1 keys unless they have one already.
 
-        With the window, each query of a segment has as many keys as the next query.
+        Without a window, a segment's first query attends to the M slots and itself, and each query
+        after it to one key more. With it, all have the same number, so that a text does not depend
+        on how its prompt was cut into segments.
         """
         if self.window is not None:
             return self

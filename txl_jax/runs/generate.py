@@ -44,6 +44,7 @@ def generate_text(
     model has no checkpoint or cannot generate, or the prompt or the stop cannot be read.
     `stop_requested` is asked between segments of the prompt and between blocks of tokens.
     """
+    # The model at the path of `model`, with the settings of `config`.
     trained = TrainedModel.of(model, config)
     check_same_settings(config)
     sample = make_sampler(config, trained.vocabulary)
@@ -145,7 +146,10 @@ def _requests(
 
 
 def _or_start(ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
-    """Returns the ids that a model continues: a prompt's, or the start token for an empty one."""
+    """Returns the ids that a model continues: a prompt's, or the start token for an empty one.
+
+    The start token is what a text could begin after, such as a newline.
+    """
     return ids if len(ids) else vocabulary.start
 
 
@@ -207,13 +211,17 @@ class Sampler:
           The prompt with each sample after it, or an empty list if a stop was requested while the
           prompt was read.
         """
+        # The parameters are cast, scaled and laid out once for inference (`inference.prepare`).
         generator = built.generator(built.prepare_params(params))
+        # Without a prompt the samples continue the vocabulary's start token, such as a newline.
         blocks = generator.tokens(
             _or_start(self.ids, self.vocabulary),
             self.settings,
             stop_token=self.ending,
             stop_requested=stop_requested,
         )
+        # Bytes that are not UTF-8 pass through the streams as surrogates, which `_GrowingTexts`
+        # turns into the same bytes again.
         streams = [
             TextStream(self.vocabulary.decode, (), self.ending, errors="surrogateescape")
             for _ in range(self.settings.samples)

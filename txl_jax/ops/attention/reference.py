@@ -38,7 +38,13 @@ from txl_jax.ops.matmul import Int8, multiply, product, row_product, wide_type
 def attention(
     operands: Operands, visibility: Visibility, dropout: Dropout | None = None
 ) -> jax.Array:
-    """Computes weighted sums of the values: [B, H, L, E]. A query that sees no key gets zeros."""
+    """Computes weighted sums of the values: [B, H, L, E]. A query that sees no key gets zeros.
+
+    In a language model the visibility is causal and has no `lengths`. The other cases are for
+    encoders of padded rows, such as docs/examples/speech_encoder.py.
+    """
+    # `product` is an einsum that sums in at least float32, so the scores are not rounded to the
+    # compute dtype before the softmax.
     content_query = biased(operands.query, operands.content_bias)
     scores_BxHxLxK = product("bhle,bhke->bhlk", content_query, operands.key)
 
@@ -127,7 +133,9 @@ def cached_attention(operands: CachedOperands, visibility: CachedVisibility) -> 
         )
         own_scores += _own_positions(table)
         if ring_scores is not None:
-            ring_scores += _ring_positions(table, visibility.write_index, visibility.age())
+            # The slot of age a is a positions before the segment, so query i meets it at a + i.
+            age = visibility.age()
+            ring_scores += _ring_positions(table, visibility.write_index, age)
 
     # The highest score of each query, for a softmax over both.
     own_scores = jnp.where(visibility.own_mask()[:, None], own_scores, -jnp.inf)
@@ -241,7 +249,8 @@ def _ring_positions(table: jax.Array, write_index: jax.Array, age: jax.Array) ->
     clamp = n_position - 1
     far = table[..., :1]
 
-    # Near slots are those that some query meets below the clamp.
+    # Near slots are those that some query meets below the clamp. The first query is the nearest,
+    # and meets a slot at the distance of its age: the near slots have the ages clamp - 1, .., 1.
     is_clamped = clamp < capacity + segment_len - 1
     n_near = min(clamp - 1, capacity) if is_clamped else capacity
     if n_near <= 0:
@@ -279,6 +288,8 @@ def _rotate(columns: jax.Array, write_index: jax.Array, capacity: int) -> jax.Ar
     if columns.shape[-2] == 1:
         by_age = jnp.pad(columns, [*no_pad, (capacity - n_column, 0)])
         twice = jnp.concatenate([by_age, by_age], axis=-1)
+        # `by_age` has the ages R, .., 1. The slot 0 has the age write_index, or R if that is 0, and
+        # each slot after it is one younger, so the cut begins at the column of that age.
         return jax.lax.dynamic_slice_in_dim(twice, capacity - write_index, capacity, axis=-1)
 
     # The columns of multiple queries are written once, running over the ring's end, and what ran
