@@ -97,7 +97,8 @@ class Attention(nn.Module):
         key = drop(key, "key")
         value = drop(value, "value")
 
-        # It is made at rate 0 too, because the output's dropout below gets the next number.
+        # Attention itself drops probabilities, by a seed that this module samples for it below. The
+        # module is made at rate 0 too, because the output's dropout below gets the next number.
         probability_dropout = Dropout(c.dropout.attention, deterministic=deterministic)
 
         encoding = encoding_of(c)

@@ -136,6 +136,7 @@ class Block(nn.Module):
         )
         feed_norm = layer_norm("feed_forward_norm", c)
 
+        # Only learned vectors are added here. Other encodings return the inputs as they are.
         inputs = encoding.add_to_layer_inputs(inputs, context.codes)
         if c.layer_norm is NormPlace.POST:
             middle = attention_norm(inputs + attention(inputs, (memory, inputs), context))

@@ -148,6 +148,7 @@ def _embed(
     total: Any = None
     for start, cluster in zip([0, *cutoffs], clusters, strict=True):
         rows = cluster.table.shape[0]
+        # The row of each token in this device's part of the cluster's table.
         row = tokens - start - _first_row(rows, vocab_axis)
         is_here = ((row >= 0) & (row < rows))[..., None]
         vectors = jnp.take(cluster.table, jnp.clip(row, 0, rows - 1), axis=0).astype(dtype)
@@ -250,6 +251,8 @@ def _head_nll(
 
     Labels below `n_token` are the head's tokens, and those from `n_token` on are the tails.
     """
+    # If all entries are on this device, or there are no tails, it is one softmax over the tokens
+    # and, after them, the entries of the tails.
     if vocab_axis is None or tails is None:
         return _cluster_nll(with_tails(head, tails), hidden, labels, vocab_axis=vocab_axis)
 
@@ -372,7 +375,7 @@ def _tail_chunk_size(rows: int, n_position: int) -> int:
 
 
 def with_tails(head: Cluster, tails: TailEntries | None) -> Cluster:
-    """Returns the head with the tails' entries after its tokens."""
+    """Returns the head with the tails' entries after its tokens, if there are tails."""
     if tails is None:
         return head
     table = jnp.concatenate([head.table, tails.table])

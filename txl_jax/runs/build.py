@@ -85,7 +85,7 @@ class Built:
     configs: Mapping[str, ExperimentConfig] = dataclasses.field(default_factory=dict)
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
-        """Jits a function, which enters the mesh at each call, on any thread.
+        """Jits a function, which enters the mesh when it is called or lowered, on any thread.
 
         On one device this is `jax.jit`. `options` are passed on to it.
         """
@@ -170,6 +170,7 @@ class Built:
         shardings = (_shardings(self.abstract_state), named_sharding(self.mesh))
         jitted = self.jit(step, donate_argnums=0, out_shardings=shardings)
         segments = self.abstract_segments(self.config.train)
+        # It is compiled before the first call, for the shapes and shardings of its arguments.
         return Compilation.of(jitted.lower(self.abstract_state, segments))
 
     def check_batch_size(self) -> None:
@@ -284,7 +285,10 @@ class Built:
 
     @functools.cached_property
     def prepare_params(self) -> Callable[[Any], Any]:
-        """The jitted function that prepares parameters for evaluation. An RNN's stay the same."""
+        """The jitted function that prepares parameters for evaluation and generation.
+
+        It casts, scales and lays them out once (`inference.prepare`). An RNN's stay the same.
+        """
         return self.jit(self.scorer.prepare_params)
 
     @functools.cached_property
@@ -376,6 +380,7 @@ def build(
     model: AnyModel
     attention = None
     if config.model.network is Network.TRANSFORMER_XL:
+        # Evaluation attends over a KV cache, with an implementation of its own.
         # In training, auto is fused on TPU, stored on GPU, and on CPU tiled or, for small sizes,
         # the reference.
         attention = choose_attention(config, mesh, recorded=recorded, uses=uses)

@@ -225,6 +225,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if self.is_new or self.config.model.attention is not config.model.attention:
             return AttentionPaths(training=choice, cached=choice)
 
+        # The record calls attention over a KV cache "evaluation".
         recorded = {use: Implementation.parse(text) for use, text in self.attention.items()}
         training = recorded.get("training", choice)
         cached = recorded.get("evaluation", choice)

@@ -287,7 +287,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._config = self.built.config.train
-        # Only process 0 writes the log.
+        # Only process 0 writes the log. Before an upload the log confirms
+        # that no other run writes here.
         folder = self.run.path if distributed.is_primary() else None
         self._log = RunLog(folder, sinks=self.sinks, confirm=self.run.confirm)
         self._checkpoints = RunCheckpoints(
@@ -334,7 +335,10 @@ class Trainer:
         return self.stop_requested()
 
     def _has_ended(self, step: int) -> bool:
-        """Returns whether training has ended after `step` updates, with its last evaluation."""
+        """Returns whether training has ended after `step` updates, with its last evaluation.
+
+        An evaluation that a stop cut short is pending, and the next start repeats it.
+        """
         is_last = step >= self._config.steps or self._validation.out_of_patience
         return is_last and not self._validation.pending
 
@@ -343,6 +347,8 @@ class Trainer:
     def _restore_or_initialize(self) -> _Start:
         """Restores the latest checkpoint, or initializes the state of a first start."""
         built = self.built
+        # A checkpoint of an ensemble has the member axis, which `abstract` adds. For a single run
+        # it adds nothing.
         restored = self._checkpoints.restore(built.members.abstract(built.abstract_state))
         if restored is not None:
             step, state, notes = restored
@@ -382,11 +388,13 @@ class Trainer:
 
     def _open_log(self, step: int) -> RunLog:
         """Opens the log for the records after `step`, with the startup summary."""
-        # These records of the step itself are made again: a kill came after they were written and
-        # before what follows from them was saved.
+        # This start makes these records of the step itself again. If a start before was killed too
+        # early, the log has them already.
         redone = set()
+        # A repeated evaluation is recorded before a checkpoint says that none is pending.
         if self._validation.pending:
             redone.add("valid")
+        # The scores of the test split are recorded before results.json is written.
         if self._validation.results_after(step) is None:
             redone.add("test")
         opening = announce.startup_summary(
@@ -640,6 +648,7 @@ def run_updates(
         step += calls.step
 
         is_stopping = False
+        # S divides the steps of the run, so the last call ends exactly at `calls.stop`.
         due = [hook for hook in hooks if step % hook.every == 0 or step == calls.stop]
         if due:
             # The hooks must not see, or save, a state whose metrics are not checked.

@@ -112,11 +112,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         with self._writing(step):
             if self._writer is None:
                 self._writer = _open_writer(os.path.basename(self._directory))
+            # Orbax rejects arrays of size zero, such as a memory without recurrence.
             tree = _drop_empty(state)
             arrays = stored_arrays.describe(tree)
             args = ocp.args.Composite(
                 state=ocp.args.StandardSave(tree), notes=ocp.args.JsonSave(notes)
             )
+            # Orbax would take a path with wildcards for a pattern, and then writes through a link.
+            # The write goes on in the background, so `_finish` gets the link, and removes it.
             with contextlib.ExitStack() as links:
                 folder = links.enter_context(storage.without_wildcards(self._directory))
                 self._writer.save(os.path.join(folder, os.path.basename(path)), args=args)

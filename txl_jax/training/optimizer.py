@@ -127,6 +127,7 @@ def _decayed(params: Any) -> Any:
 
     def is_matrix(path: tuple[Any, ...], leaf: Any) -> bool:
         names = names_of(path)
+        # The paper's u and v are in "biases". Shaw's u is "content", among the layer's positions.
         return not names[-1].endswith(("bias", "scale", "content")) and "biases" not in names
 
     return jax.tree.map_with_path(is_matrix, params)
@@ -153,6 +154,7 @@ def update_rule(config: ExperimentConfig) -> UpdateRule:
     optimizer = config.optimizer
     match optimizer.name:
         case OptimizerName.ADAM | OptimizerName.ADAMW:
+            # AdamW differs only by the weight decay, which `make_optimizer` adds after the rule.
             return UpdateRule([_adam(optimizer)], [])
         case OptimizerName.LAMB_NVIDIA:
             moments = nvidia_lamb.scale_by_moments(optimizer)

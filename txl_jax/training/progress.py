@@ -75,7 +75,8 @@ class Progress:
     # The work of one update of one run.
     cost: StepCost
     measure: Measure = Measure.BPC
-    # The members of an ensemble, whose metrics have a leading member axis.
+    # The members of an ensemble, whose metrics have a leading member axis. A single run is one
+    # member, with the label None and without that axis: `split` gives [metrics].
     members: Members = _ONE_RUN
     # What `state()` returned in an interrupted run, or None for a new run.
     running_totals: dataclasses.InitVar[Any] = None
@@ -85,7 +86,8 @@ class Progress:
     device_memory: Callable[[], int | None] = environment.device_memory_bytes
 
     def __post_init__(self, running_totals: Any) -> None:
-        # By member. A new run has stored nothing.
+        # One value per member, for a single run a list of one. A new run has stored nothing, and
+        # gets None for each.
         stored_by_member = self.members.from_json(running_totals)
         self._totals = [RunningTotals(**(stored or {})) for stored in stored_by_member]
         # Seconds that were spent on something else since the start.
@@ -223,6 +225,7 @@ class Progress:
             return ["losses", *[f"{loss:.4f}" for loss in losses]]
         [totals] = self._totals
         values = totals.values(self.measure)
+        # For example "bpc 1.0600" or "ppl 24.00".
         in_measure = Totals(totals.nats, totals.tokens).format(self.measure)
         return [f"loss {values['loss']:.4f}", in_measure, f"grad norm {values['grad_norm']:.3f}"]
 

@@ -194,10 +194,13 @@ def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple
             mutable=sown_collections,
         )
         nll: Any = model.apply(variables, hidden, segment.targets, method=model.nll)
+        # A position of weight 0 adds exactly 0, whatever its loss is. The sum of these weights is
+        # not needed: `tokens` counts the whole batch, of which this may be a microbatch.
         nats, _ = weighted_sum(nll, loss_mask)
         mean = nats / jnp.maximum(tokens, 1)
 
         if is_penalized:
+            # With `train.stride` a segment begins with positions that were read before.
             outputs = sown["activations"]["last"][:, -train.new_tokens :]
             penalty = activation_penalty(outputs, activation=activation_l2, temporal=temporal_l2)
             # The penalty is a mean over rows, and microbatches are summed.

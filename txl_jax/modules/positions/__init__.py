@@ -28,5 +28,5 @@ ENCODINGS: dict[Encoding, type[PositionEncoding]] = {
 
 
 def encoding_of(config: ModelConfig) -> PositionEncoding:
-    """Returns the position encoding of a model."""
+    """Returns the position encoding of a model: an object of the class of `config.encoding`."""
     return ENCODINGS[config.encoding](config)

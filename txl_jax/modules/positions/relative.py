@@ -68,6 +68,7 @@ class RelativePositions(PositionEncoding):
         """
         c = self.config
         heads = (Dimension(c.n_head, axes.HEADS), Dimension(c.d_head, axes.HEAD_DIM))
+        # Flax puts the parameters into the module whose method calls this: the layer or the stack.
         return Learned(c, {"content": heads, "position": heads}, name="biases")()
 
     def position_terms(
