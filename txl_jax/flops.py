@@ -46,7 +46,9 @@ class StepCost:
 
 def of_step(config: ExperimentConfig, *, vocab_size: int, n_device: int) -> StepCost:
     """Returns the work of one training step on `n_device` devices of this machine's kind."""
-    model, train, peak = config.model, config.train, device_peak(jax.devices()[0].device_kind)
+    model = config.model
+    train = config.train
+    peak = device_peak(jax.devices()[0].device_kind)
     forward = of_inference(model, train, vocab_size=vocab_size)
     # Keys and values of the memory, and position keys, are projected again in every segment, as
     # weights have changed. Backward, they have a gradient of the weights only.

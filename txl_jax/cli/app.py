@@ -97,7 +97,9 @@ def main(
         if processes is not None:
             other_hosts.check_same(settings)
         settings.validate()
+        # A flagfile, which may be a stranger's, must not say where code is loaded from.
         flag_tree.refuse_code(settings, parsed.places)
+        # A run that resumes has its text in the directories of its record, unless flags set others.
         settings = with_recorded_folders(settings, parsed.places)
         _cache_compiled(settings)
 
@@ -111,6 +113,8 @@ def main(
             print(f"stopped   on request in {interrupted}, {settings.stopped}")
             code = None
 
+        # None means that a signal has ended the command, or that it has printed its result. Then
+        # the output decides: 0, or 141 if nobody reads it any longer.
         if code is None:
             # 128 + the number is how shells report the end by a signal.
             code = 128 + job.stop.signal_number if job.stop else output.exit_code()

@@ -63,7 +63,10 @@ def define_plan(plan: type) -> None:
 
 
 def setting_leaves(cls: type) -> list[NamedSetting]:
-    """Returns the settings below a config class that are flags."""
+    """Returns the settings below a config class that are flags.
+
+    The others are set only in code and by presets.
+    """
     return [leaf for leaf in config_tree.leaves(cls) if leaf.setting.flag]
 
 
@@ -92,6 +95,7 @@ def passed_settings(
     values = {}
     for leaf in setting_leaves(cls):
         flag = flag_values[flag_name(leaf)]
+        # absl counts here how often the flag was set. 0 means that it has its default.
         if flag.present:
             values[leaf.name] = flag.value
     return values
@@ -138,6 +142,7 @@ def _without_replaced_text(base: ExperimentConfig, values: Mapping[str, Any]) ->
         reset += files
     if values.get("data.tokenizer.kind", data.tokenizer.kind) != data.tokenizer.kind:
         leaves = config_tree.leaves(ExperimentConfig)
+        # The settings that token ids depend on are those of the tokenizer that is replaced.
         reset += [leaf.name for leaf in leaves if leaf.setting.shapes_tokens]
         reset.append("data.order")
     elif values.get("data.tokenizer.vocab_file"):
@@ -225,7 +230,8 @@ def parse(
     if len(rest) > 1 and not takes_words:
         raise UserError(f"{rest[1]!r} is not a flag. Write flags as --name=value.")
 
-    # `--flagfile NAME` is two words, between which there is a newline here.
+    # Only typed flagfiles count, not those that a flagfile includes. `--flagfile NAME` is two
+    # words, between which there is a newline here.
     flagfiles = re.findall(r"(?m)^--?flagfile[=\n](.*)", "\n".join(typed))
     flagfile = Path(flagfiles[-1]).stem if flagfiles else None
     return Parsed(rest[1:], places, flagfile)

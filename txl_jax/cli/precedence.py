@@ -168,7 +168,8 @@ def apply_flags(
     typed = {name for name, place in places.items() if not place}
 
     notes: list[str | None] = []
-    # The record of a run that started from weights has the sizes of the weights.
+    # The record of a run that started from weights has the sizes of the weights. Without weights
+    # there are no sizes to yield to.
     sizes = base if is_recorded and config.init_from is not None else trained
     if sizes is not None:
         config, note = yield_to_weights(config, sizes, typed)
@@ -182,6 +183,7 @@ def apply_flags(
         origin = "the weights or the defaults"
     else:
         origin = "the defaults"
+    # An error then says where the settings in it come from.
     with flag_tree.naming_places(places, origin):
         config.validate()
     check_file(config.data)

@@ -56,7 +56,10 @@ _OF_TRAINING = (
 
 @dataclasses.dataclass(frozen=True)
 class TrainPlan(WatchPlan, TimedPlan, TextPlan):
-    """The settings of a corpus's command."""
+    """The settings of a corpus's command.
+
+    Each `setting` declares a flag of the same name, with its default and its help.
+    """
 
     mode: Mode = setting(Mode.TRAIN, "What to do.")
     workdir: str | None = setting(
@@ -122,15 +125,17 @@ def _train(plan: TrainPlan, job: Job) -> int | None:
         # Training reads the whole config, so this notes only flags of the command itself.
         _note_unread(plan, job, config, config)
         check_program(job.defaults, config)
-        # With --minutes, a run that has started keeps its steps. A new one gets them below
-        # (`fit_steps`), when its text is known.
+        # With --minutes, a run that has started keeps its steps. A new one gets as many as fit into
+        # that time, but only below (`fit_steps`), when its text is known.
         config = plan.keep_steps(config, job, run)
-        # This comes before the text is read, which may take minutes.
+        # Settings that must not change are compared with the run's record, before the text is read,
+        # which may take minutes.
         run.compare(config)
 
         corpus = job.corpus(config, run)
         # A compressed file is an error, unless --data.tokenizer.kind says how to read it. The
-        # places have flags as they were typed, and some commands call this one --tokenizer.
+        # keys of `job.places` are the flags that were set, by the names that were typed, and some
+        # commands call this one --tokenizer.
         sets_tokenizer = {"tokenizer", "data.tokenizer.kind"} & job.places.keys()
         if run.is_new and not sets_tokenizer:
             distributed.run_on_all(lambda: refuse_packed(corpus))

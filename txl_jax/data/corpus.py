@@ -97,30 +97,38 @@ def read_corpus(
     """
     config.validate()
     check_file(config)
-    # The user's own files need no data_dir.
-    unmapped = cache_dir or ("" if config.file or config.train else data_dir)
+    # Prepared text goes to the cache, which is below data_dir by default. Your own files need no
+    # data_dir, so their cache is local then.
+    prepared_below = cache_dir
+    if not cache_dir and not (config.file or config.train):
+        prepared_below = data_dir
     advice = "It is memory-mapped: set --cache_dir to a directory on this machine."
     require(
-        not is_remote(unmapped),
-        f"prepared text must be in a local directory, got {unmapped}. {advice}",
+        not is_remote(prepared_below or ""),
+        f"prepared text must be in a local directory, got {prepared_below}. {advice}",
     )
     cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
     takes_json = config.corpus is CorpusName.TEXT and config.tokenizer.kind is not Tokenizer.ID
     wrong = "data.json_field is only for your own text files, not for a corpus or ids. Omit it."
     require(config.json_field is None or takes_json, wrong)
+    # Remote files are copied first. `config` then names the copies, and `files_in` is the local
+    # directory of a corpus's files.
     config, files_in = own_text.copied(config, data_dir, cache)
     if config.tokenizer.kind is Tokenizer.ID:
         corpus = Corpus(**read_ids(config, vocabulary=vocabulary))
     else:
-        other = None if vocabulary is None or is_remote(read_only_cache or "") else read_only_cache
-        found = (
-            _prepared_corpus(config, cache, Path(other), vocabulary)
-            if other and vocabulary
-            else None
-        )
-        corpus = found or _encoded(
-            config, _read_text(config, files_in, cache), cache, vocabulary, other
-        )
+        # A trained model's text may be prepared already, in the directory that its record names. A
+        # run that starts has no vocabulary yet, and reads its text.
+        recorded_cache = None
+        prepared = None
+        if vocabulary is not None and read_only_cache and not is_remote(read_only_cache):
+            recorded_cache = read_only_cache
+            prepared = _prepared_corpus(config, cache, Path(recorded_cache), vocabulary)
+        if prepared is not None:
+            corpus = prepared
+        else:
+            text = _read_text(config, files_in, cache)
+            corpus = _encoded(config, text, cache, vocabulary, recorded_cache)
     for split in SPLITS:
         size = len(getattr(corpus, split))  # The first token is only an input, no target.
         needs = f"the {split} split must have at least 2 tokens, got {size} ({corpus.description})"
@@ -209,6 +217,8 @@ def _encoded(
         caches = [cache, Path(read_only)] if read_only else [cache]
         store = _find_store(config, text, caches, vocabulary)
         settings |= {"vocabulary": digest(vocabulary)}
+    # A store with these settings is opened, or else made. Only then a vocabulary is made, if there
+    # is none.
     store = store or token_store.open_store(
         text,
         settings,

@@ -27,7 +27,9 @@ class Prefetcher(contextlib.AbstractContextManager["Prefetcher"]):
         `segments`: (first step, count) -> block is called on a background thread only, so it may
         also put the block on the devices, but must enter its own jax context, such as a mesh.
         """
-        self._segments, self._count, self._steps = segments, segments_per_call, steps
+        self._segments = segments
+        self._count = segments_per_call
+        self._steps = steps
         self._pending: dict[int, concurrent.futures.Future[Segments]] = {}  # By first step.
         self._thread = concurrent.futures.ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="segments"
@@ -35,6 +37,7 @@ class Prefetcher(contextlib.AbstractContextManager["Prefetcher"]):
 
     def __call__(self, step: int) -> Segments:
         """Returns the S segments from `step` on."""
+        # The next blocks that end within the run, at most DEPTH of them.
         ahead = range(step + self._count, self._steps - self._count + 1, self._count)[:DEPTH]
         for first in (step, *ahead):
             if first not in self._pending:

@@ -103,6 +103,7 @@ class SegmentReader:
             self._within_epoch(epoch, index_S[epoch_S == epoch])
             for epoch in np.unique(epoch_S).tolist()
         ]
+        # Steps may run over the end of an epoch. The arrays of its parts are joined along S.
         return Segments(*map(np.concatenate, zip(*parts, strict=True)))
 
     def scored(self, first_step: int, count: int) -> np.ndarray:
@@ -129,11 +130,14 @@ class SegmentReader:
         return first_SxB[..., None] + np.arange(self.segment_len)
 
     def _within_epoch(self, epoch: int, index_S: np.ndarray) -> Segments:
+        """Returns the segments with these indices in one epoch."""
         own = slice(None) if self.own is None else np.asarray(self.own)
         first_B, scored_B, end_B = (of_all[own] for of_all in self.rows)
+        # An evaluation reads the text once. Everything after it is padding.
         live = self.repeats or epoch == 0
         pair_SxBxL = self._pairs(index_S, first_B)
         real_SxBxL = (pair_SxBxL < end_B[:, None]) & live
+        # With a stride below L, a segment begins with pairs that the segment before has scored.
         again_SxL = (index_S[:, None] > 0) & (
             np.arange(self.segment_len) < self.segment_len - self.stride
         )
@@ -215,7 +219,8 @@ def training_segments(
         order = random_roll(np.array([0, n_pairs]), seed)
     elif roll is Roll.ROWS:
         edges = np.arange(batch_size + 1) * n_pairs // batch_size
-        first_B, order = edges[:-1], random_roll(edges, seed)
+        first_B = edges[:-1]
+        order = random_roll(edges, seed)
     return SegmentReader(
         tokens=tokens,
         batch_size=batch_size,

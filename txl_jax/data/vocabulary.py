@@ -105,9 +105,9 @@ class Vocabulary(Protocol):
     def decode(self, ids: Any) -> bytes:
         """Returns the text of ids of any shape, in row-major order.
 
-        Raises `UserError` for an id out of range.
+        Texts of successive ids may be concatenated. Kinds define this, or `_texts`.
 
-        Texts of successive ids may be concatenated.
+        Raises `UserError` for an id out of range.
         """
         return b"".join(map(self._texts.__getitem__, check_ids(ids, self.size).tolist()))
 
@@ -289,12 +289,13 @@ class TextStream:
             self._held = self._held[:cut]
         if self.ended:
             return self.finish()
-        # The longest end that begins a stop string is held back.
-        ends = range(
-            max(len(self._held) - max(map(len, self._stop), default=0), 0), len(self._held)
-        )
-        begun = (n for n in ends if any(stop.startswith(self._held[n:]) for stop in self._stop))
-        certain = next(begun, len(self._held))
+        # The longest end that begins a stop string is held back. Without stop strings nothing is.
+        longest_stop = max(map(len, self._stop), default=0)
+        certain = len(self._held)
+        for first in range(max(len(self._held) - longest_stop, 0), len(self._held)):
+            if any(stop.startswith(self._held[first:]) for stop in self._stop):
+                certain = first
+                break
         piece = self._held[:certain]
         self._held = self._held[certain:]
         return self._characters.decode(piece)

@@ -96,6 +96,7 @@ def write(
         index = _index_after(cache.write_index, after)
 
         def write_segment(ring: jax.Array, new: jax.Array, slot_axis: int) -> jax.Array:
+            """Writes the segment's keys or values of one layer into its ring."""
             return _update(ring, new, {slot_axis: index})
 
         cache = _write_rings(cache, keys, values, write_segment)
@@ -226,6 +227,7 @@ def unrotate(cache: KVCache) -> KVCache:
     """Returns the cache for segments of one token: M slots, the oldest first."""
 
     def turn(ring: jax.Array, slot_axis: int) -> jax.Array:
+        # The next write goes to the oldest slot. Of the R slots, only the latest M may be seen.
         oldest_first = jnp.roll(ring, -cache.write_index, slot_axis)
         first = cache.capacity - cache.mem_len
         return jax.lax.slice_in_dim(oldest_first, first, cache.capacity, axis=slot_axis)

@@ -66,6 +66,7 @@ class Sampling(NamedTuple):
 
     def draw(self, keys: jax.Array, hidden: jax.Array, clusters: Any) -> jax.Array:
         """Samples one token per row: keys [R] and hidden states [R, D] -> int32 [R]."""
+        # Numbers are static arguments of the compiled function. Only arrays are traced.
         is_same_for_all_rows = isinstance(self.temperature, int | float)
         if is_same_for_all_rows:
             return sampling_lib.sample(
@@ -139,11 +140,13 @@ def decode_block(
         number = rows.number + progress.step
 
         # Every row reads one token: the next one of its prompt, or the one that it drew last.
+        # To draw its token 0 it reads its prompt's last, with which `newest` begins.
         token = jnp.where(number < 0, _prompt_token(rows.known, number), progress.newest)
         hidden, cache = forward.forward(params, token[:, None], progress.cache)
         hidden = hidden[:, 0]
-        # Rows with an index of their own continue in a later call, from where they stopped. With a
-        # common index all rows belong to one generation, and one that has ended is not read again.
+        # The index is [R] or []. Rows with an index of their own continue in a later call, from
+        # where they stopped. With a common index all rows belong to one generation, and one that
+        # has ended is not read again.
         has_index_per_row = cache.write_index.ndim > 0
         if has_index_per_row:
             cache = _hold_idle_rows(before=progress.cache, after=cache, is_active=is_active)

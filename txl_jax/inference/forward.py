@@ -98,6 +98,7 @@ def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[ja
     """
     segment_len = tokens.shape[1]
     sizes = f"the cache has {cache.capacity} slots and the segment {segment_len} tokens"
+    # Position keys were prepared for at most this many keys: M + 1 if tokens are read one by one.
     require(
         cache.capacity + segment_len <= params.max_keys,
         f"{sizes}, but together they must be at most {params.max_keys}. "
@@ -194,6 +195,7 @@ def _forward_layer(
     Returns:
       Outputs [B, L, D], and the segment's keys and values [B, H, L, E].
     """
+    # Both norms are functions.
     attention_norm = norm_of(model, layer.attention_norm)
     feed_forward_norm = norm_of(model, layer.feed_forward_norm)
     inner, outer = layer.feed_forward
@@ -204,12 +206,13 @@ def _forward_layer(
         segment_len = inputs.shape[1]
         inputs += layer.position_vectors[-segment_len:][None]
     attention_inputs = attention_norm(inputs) if is_pre_norm else inputs
+    # The query is divided by sqrt(E) already, as are u and v: its matrix was prepared so.
     query, key, value = query_key_value(layer, attention_inputs)
     query = _constrain_heads(query)
     key = _constrain_heads(key)
     value = _constrain_heads(value)
 
-    # Relative positions have scores of their own, of queries with v instead of u.
+    # Relative positions have scores of their own, of queries to which v is added instead of u.
     position = None
     if layer.position_keys is not None:
         position_query = biased(query, layer.position_keys.bias)
@@ -221,7 +224,8 @@ def _forward_layer(
         ring,
         position,
         visibility,
-        model.implementations.cached,
+        # Attention over a KV cache has an implementation of its own, apart from training's.
+        implementation=model.implementations.cached,
     )
     attended = project(_join_heads(attended), layer.output)
 

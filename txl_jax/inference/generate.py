@@ -92,6 +92,7 @@ class Generator:
         # the second only rows that are to be copied to such a cache.
         self._unrotate = jit(cache_lib.unrotate)
         self._take = jit(cache_lib.take_unrotated, donate_argnums=0)
+        # Copies the cache of a prompt for each of its samples.
         self._repeat = jit(cache_lib.repeat_rows, static_argnums=1)
         self.decode = jit(
             decode.decode_block, static_argnames=("sampling", "count"), donate_argnums=1
@@ -146,7 +147,7 @@ class Generator:
         cache, known, number = self.prefill([prompt], 1, stop_requested=stop_requested)
 
         # The tokens after the last whole segment are read one by one, and none is drawn yet. There
-        # are -number of them, without the prompt's last.
+        # are -number of them, without the prompt's last. The key is not used.
         if number[0] < 0:
             rows = BlockRows(
                 known=known,
@@ -161,6 +162,7 @@ class Generator:
 
         if config.samples > 1:
             cache = self._repeat(cache, config.samples)
+        # Only the prompt's last token is not in the cache now. All samples begin with it.
         return Prefilled(
             cache=cache,
             known=np.full((config.samples, 1), prompt[-1], np.int32),
@@ -235,7 +237,7 @@ class Generator:
         n_segments, n_rest = np.divmod(n_before_last, segment_len)
 
         # Each prompt is cut into its whole segments, and the known tokens, which end with its last
-        # one and are aligned on the right.
+        # one and are aligned on the right. There may be no whole segment at all.
         segments = np.zeros((n_segments.max(), rows, segment_len), np.int32)
         known = np.zeros((rows, segment_len), np.int32)
         for row, prompt in enumerate(prompts):
@@ -292,9 +294,10 @@ class Generator:
             tokens = distributed.to_host(tokens)[:, : int(distributed.to_host(n_step))]
             yield _DecodedBlock(tokens, number[:, None] + np.arange(tokens.shape[1]))
 
+            # From here on `number` belongs to the next token: above 0, the row has drawn one.
+            number = number + np.int32(tokens.shape[1])
             # The latest known token is the one that a row drew last, or else its prompt's last. The
             # columns before it stay, for rows that have not read all of their prompt.
-            number = number + np.int32(tokens.shape[1])
             newest = np.where(number > 0, tokens[:, -1], known[:, -1])
             known = np.concatenate([known[:, :-1], newest[:, None]], axis=1)
 

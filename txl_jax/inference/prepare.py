@@ -131,6 +131,8 @@ def prepare_params(
         faster for a few rows on a CPU and changes nothing but rounding.
     """
     capacity = cache_capacity(mem_len=mem_len, segment_len=segment_len)
+    # The parameters of `modules.block.Stack`: those of the layers, stacked along a first axis, and
+    # "biases", which are u and v if all layers share them.
     stacked = params["stack"]["layers"]
     shared = params["stack"].get("biases")
     layers = []
@@ -144,6 +146,7 @@ def prepare_params(
             clamp_len=clamp_len,
         )
         layers.append(layer)
+    # The softmax's tables, projections and biases, with the embedding's where they are tied.
     clusters = list(apply(model, params, method=model.clusters))
 
     # The cache starts with keys and values of matrices that are not rounded to int8.

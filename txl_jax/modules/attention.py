@@ -66,6 +66,7 @@ class Attention(nn.Module):
         c = self.config
         dtype = segment.dtype
         deterministic = context.deterministic
+        # An initializer, which also names the parameter's axes for its sharding.
         inward = axes.normal(c.init_std, axes.EMBED, axes.HEADS, axes.HEAD_DIM)
 
         def matrix(name: str) -> jax.Array:
@@ -98,10 +99,12 @@ class Attention(nn.Module):
         value = drop(value, "value")
 
         # Attention itself drops probabilities, by a seed that this module samples for it below. The
-        # module is made at rate 0 too, because the output's dropout below gets the next number.
+        # module is made at rate 0 too, because flax numbers unnamed dropouts, and the output's
+        # dropout below must always get the next number.
         probability_dropout = Dropout(c.dropout.attention, deterministic=deterministic)
 
         encoding = encoding_of(c)
+        # This layer's projections, for an encoding that projects its codes.
         projections = Projections(
             query=lambda codes, name: drop(_project(codes, w_query), name),
             key=lambda codes, name: drop(_project(codes, w_key), name),
@@ -109,7 +112,8 @@ class Attention(nn.Module):
         )
         terms = encoding.position_terms(context.codes, context.parameters, projections, dtype)
 
-        # `ops.attention.score_terms` computes the terms (a) to (d) of the scores from these arrays.
+        # Relative positions have the paper's terms (a) to (d), which `ops.attention.score_terms`
+        # computes from these arrays for callers that ask for them.
         if encoding.has_four_terms:
             parts = (query, key, terms.position_key, terms.content_bias, terms.position_bias)
             for name, part in zip(SCORE_PARTS, parts, strict=True):

@@ -128,6 +128,7 @@ class Block(nn.Module):
         """
         c = self.config
         encoding = encoding_of(c)
+        # The encoding's parameters, such as u and v: the layer's own, or the ones that all share.
         context = context.replace(parameters=encoding.layer_parameters(context.parameters))
         attention = Attention(c, name="attention")
         attention_norm = layer_norm("attention_norm", c)
@@ -183,7 +184,8 @@ class Stack(nn.Module):
             variable_axes={"params": 0, "attention": 0},
             # Each layer has initial values and dropout masks of its own.
             split_rngs={"params": True, "dropout": True},
-            # A layer gets its slice of the memory and the whole context.
+            # The scan carries the inputs from layer to layer. Of the other arguments, a layer gets
+            # its slice of the memory and the whole context. Rows for the memory are stacked.
             in_axes=(0, nn.broadcast),
             length=c.n_layer,
             metadata_params={nn.PARTITION_NAME: axes.LAYERS},

@@ -151,6 +151,7 @@ class Softmax(nn.Module):
         compute dtype. Biases keep their own, because they are added to logits in at least float32.
         """
         c = self.config
+        # The embedding is a submodule of the same model, so its parameters can be read from here.
         tables = embedding.tables if c.tie_weight else self.untied_tables
 
         clusters = []

@@ -97,7 +97,7 @@ class TransformerXL(nn.Module):
         segment_len = tokens.shape[1]
         mem_len = memory.mem_len
 
-        # Which keys each query attends to.
+        # Which keys each query attends to. Without same_length the window is None, for no limit.
         window = self.config.compat.window(mem_len, same_length=same_length)
         # None unless data.reset_at keeps documents apart.
         documents = memory_lib.documents(tokens, self.end_token)
@@ -125,6 +125,7 @@ class TransformerXL(nn.Module):
         embedded = self.embed(tokens, clamp_len=clamp_len, deterministic=deterministic)
         hidden, layer_inputs = self.stack(drop(embedded), memory.hidden, context)
         hidden = self.finish(hidden)
+        # For callers of `apply` with mutable=["activations"], such as the loss with its penalties.
         sow_if_asked(self, "activations", "last", hidden)
         hidden = self.drop_output(hidden, deterministic=deterministic)
 
@@ -148,6 +149,7 @@ class TransformerXL(nn.Module):
             embedded = tokens.astype(self.config.dtype)
         else:
             embedded = self.embed_tokens(tokens, deterministic=deterministic)
+        # Only absolute sinusoids are added here. Other encodings return the embeddings as they are.
         return encoding_of(self.config).add_to_embedding(embedded, clamp_len=clamp_len)
 
     def embed_tokens(self, tokens: jax.Array, *, deterministic: bool = True) -> jax.Array:

@@ -51,6 +51,7 @@ def embed(
     Rows are cast after the lookup, so that gradients of a token's many occurrences add up in the
     table's dtype: in bfloat16 a sum of ones stops at 256.
     """
+    # On one device there is no ambient mesh, and no axis over which tables are sharded.
     local = functools.partial(_embed, cutoffs=cutoffs, dtype=dtype, vocab_axis=axes.vocab_axis())
     if ambient_mesh() is None:
         return local(tokens, clusters=clusters)
@@ -180,6 +181,7 @@ def _nll(
 
     `vocab_axis` is as in `_embed`, and `sync_axes` is as in `chunked_apply`.
     """
+    # Without cutoffs every target is in cluster 0, the head, and there are no entries of tails.
     cluster_of_target = jnp.searchsorted(jnp.asarray(cutoffs, targets.dtype), targets, side="right")
 
     # In the head, a target of tail c has the label of the tail's entry, after the head's tokens.
@@ -386,6 +388,7 @@ def with_tails(head: Cluster, tails: TailEntries | None) -> Cluster:
 def logits(hidden: jax.Array, cluster: Cluster) -> jax.Array:
     """Computes the logits of a cluster: [..., D] -> [..., rows], in at least float32."""
     wide = wide_type(hidden)
+    # Projection [d, D] and table [rows, d] are multiplied by their rows, as x W^T.
     if cluster.projection is not None:
         hidden = multiply_by_rows(hidden, cluster.projection, hidden.dtype)
     products = multiply_by_rows(hidden, cluster.table, wide)

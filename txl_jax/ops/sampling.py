@@ -272,6 +272,7 @@ class _Groups(NamedTuple):
         batch, n = logits.shape
         # The two searches of `top` are about as long: n / w groups, and k w members of groups.
         width = max(math.isqrt(n // k), 1)
+        # With n - 1 the last group has at least one member, also if w divides n.
         n_full = (n - 1) // width
         columns = logits.T
         full = columns[: n_full * width].reshape(n_full, width, batch)
@@ -286,7 +287,8 @@ class _Groups(NamedTuple):
         largest_of_group = jax.lax.optimization_barrier(largest_of_group)
         _, groups = jax.lax.top_k(largest_of_group.T, min(k, n_full + 1))
 
-        # The members of these groups, [k, w, B]. Group number G is the last one.
+        # The members of these groups, [k, w, B]. Group number G is the last one, which is not in
+        # `full`: what "clip" takes for it is replaced below, by its members padded to w.
         members = jnp.take_along_axis(self.full, groups.T[:, None], axis=0, mode="clip")
         n_missing = width - self.rest.shape[0]
         rest = jnp.pad(self.rest, [(0, n_missing), (0, 0)], constant_values=-jnp.inf)
@@ -294,6 +296,7 @@ class _Groups(NamedTuple):
         members = jnp.where(is_rest, rest[None], members).reshape(-1, batch)
 
         largest, places = jax.lax.top_k(members.T, min(k, len(members)))
+        # Place p is member p % w of the chosen group p // w. A group's logits begin at group * w.
         group = jnp.take_along_axis(groups, places // width, axis=1)
         return largest, group * width + places % width
 

@@ -104,8 +104,8 @@ class Built:
         with use_mesh(self.mesh):
             boxed = jax.eval_shape(lambda: self._first_state(self._first_params()))
 
-        # The boxes of parameters hold logical axes, from which their shardings follow. The memory
-        # has no boxes.
+        # Flax boxes each parameter with its logical axes, which its initializer names, and which
+        # decide its sharding (`sharding.axes`). The memory has no boxes.
         shardings = param_shardings(self.mesh, boxed)
         shardings = shardings.replace(memory=self._memory_shardings(self.config.train.batch_size))
         return abstract_arrays(nn.unbox(boxed), shardings)
@@ -383,6 +383,7 @@ def build(
         # Evaluation attends over a KV cache, with an implementation of its own.
         # In training, auto is fused on TPU, stored on GPU, and on CPU tiled or, for small sizes,
         # the reference.
+        # Each choice is an implementation with the reason for it.
         attention = choose_attention(config, mesh, recorded=recorded, uses=uses)
         model = TransformerXL(
             config.model,

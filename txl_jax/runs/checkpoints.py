@@ -31,6 +31,7 @@ class RunCheckpoints(contextlib.ExitStack):
         # The best parameters of each member, in the order of the member axis.
         self.best: list[Checkpointer] = []
         for name in members.labels:
+            # This `Run` only knows the path of the member's best parameters. It reads nothing.
             self.best.append(Checkpointer(Run(run.path, name).best, keep=1, log=log))
 
     def __enter__(self) -> Self:

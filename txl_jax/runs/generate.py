@@ -163,6 +163,7 @@ def make_sampler(config: ExperimentConfig, vocabulary: Vocabulary) -> "Sampler":
     """
     check_can_generate(config)
     settings = config.generate
+    # What ends a sample: a token, a string of multiple tokens as bytes, or None for nothing.
     ending = read_stop(settings, vocabulary)
 
     # A broadcast takes text, and the prompt may be bytes that are not valid UTF-8.
@@ -217,13 +218,16 @@ class Sampler:
         blocks = generator.tokens(
             _or_start(self.ids, self.vocabulary),
             self.settings,
+            # A token ends a sample already here. A string is found only in the text, by the stream.
             stop_token=self.ending,
             stop_requested=stop_requested,
         )
         # Bytes that are not UTF-8 pass through the streams as surrogates, which `_GrowingTexts`
         # turns into the same bytes again.
         streams = [
-            TextStream(self.vocabulary.decode, (), self.ending, errors="surrogateescape")
+            TextStream(
+                self.vocabulary.decode, stop=(), ending=self.ending, errors="surrogateescape"
+            )
             for _ in range(self.settings.samples)
         ]
         texts = _GrowingTexts(self.prompt, len(streams), write)

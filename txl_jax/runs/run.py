@@ -44,6 +44,7 @@ _VOCABULARY = "vocabulary.txt"
 _MOST_NAMED = 5
 # Network file systems show a new file to other hosts once their caches expire.
 _SECONDS_TO_APPEAR = 30
+# Fields of `TextInfo`, and of `Corpus`, that the record contains under the same names.
 _TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
 # Settings that the choice of attention for evaluation depends on.
 _EVALUATION = ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length", "cache_dtype")
@@ -215,7 +216,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def attention_for(self, config: ExperimentConfig) -> AttentionPaths[Implementation | str]:
         """Returns the implementations of attention for a start with `config`.
 
-        These are the recorded implementations, or the config's own choice.
+        These are the recorded implementations, or the config's own choice, such as "auto". `cached`
+        is for attention over a KV cache, in evaluation and generation.
 
         Another device or version may choose others, whose numbers agree up to rounding only, and a
         resumed run must stay equal bit for bit. If `model.attention`, or for evaluation a length,
@@ -438,6 +440,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if members:
             record["members"] = members
 
+        # Callers may pass any mappings. JSON takes only dicts, so the others become dicts.
         config_file = json.dumps(record, indent=2, allow_nan=False, default=dict) + "\n"
         vocabulary_file = dumps(text.vocabulary)
         if [config_file, vocabulary_file] != self._recorded:

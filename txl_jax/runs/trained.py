@@ -99,6 +99,8 @@ class TrainedModel:
 
         Raises `UserError` if settings do not match the devices.
         """
+        # For settings that a run's recorded choice was not made for, this only names a path, such
+        # as "auto".
         recorded = self.source.attention_for(self.config) if isinstance(self.source, Run) else None
         built = attention_check.build_on_all(
             lambda: build_for(self.config, self.vocabulary, recorded=recorded, uses=["evaluation"])
@@ -107,14 +109,14 @@ class TrainedModel:
         if built.attention is None:
             return built
 
-        # The log names attention only if it is not the recorded one, or if one failed here. For
-        # settings that the recorded choice was not made for, no implementation is recorded.
+        # The log names attention only if it is not the recorded one, or if one failed here.
+        # With `before`, the line is empty if the recorded path is used again.
         before = None
         if recorded is not None and isinstance(recorded.cached, Implementation):
             before = {"evaluation": str(recorded.cached)}
         if before or built.attention.cached.replaces_failed:
             line = attention_choice.describe(built.attention, before)
-            if line:  # It is empty if the recorded path is used again.
+            if line:
                 log(f"attention: {line}")
         return built
 
@@ -171,6 +173,8 @@ def open_weights(
     try:
         trained = TrainedModel.of_run(Run.read(folder, member=member))
     except UserError as error:
+        # It may be a portable checkpoint. Otherwise this raises the error again, or one that says
+        # more.
         trained = _open_portable(folder, member, error)
 
     dtypes: dict[str, str] = {}
@@ -300,6 +304,7 @@ def load_parameters(built: Built, run: Run, *, log: Callable[[str], None]) -> tu
     if has_best:
         try:
             with Checkpointer(run.best, keep=1, log=log) as best:
+                # float32 parameters may be restored as float64, if the config asks for it.
                 restored = best.restore({"params": built.abstract_state.params}, casts=True)
             if restored is not None:
                 step, tree, _ = restored

@@ -171,8 +171,8 @@ def train_run(
     def build_and_cut() -> tuple[Built, list[SegmentReader]]:
         # The attention that an earlier start chose, or on a first start what model.attention asks
         # for: a resumed run must stay equal to the last bit.
-        attention = run.attention_for(config)
-        built = build_for(config, corpus.vocabulary, recorded=attention)
+        recorded_or_asked = run.attention_for(config)
+        built = build_for(config, corpus.vocabulary, recorded=recorded_or_asked)
         built.check_batch_size()
         seeds = [config.seed]
         if members:
@@ -180,7 +180,8 @@ def train_run(
             seeds = [member_config.seed for member_config in built.configs.values()]
         return built, [training_reader(built, corpus, seed) for seed in seeds]
 
-    # An attention path that fails on one process is avoided by all of them.
+    # All processes build, and compare the attention that they choose with the reference. If a path
+    # fails on one process, all of them build again without it.
     built, readers = attention_check.build_on_all(build_and_cut)
     if distributed.is_multiprocess():
         check_same_attention(built.attention)
@@ -389,12 +390,13 @@ class Trainer:
     def _open_log(self, step: int) -> RunLog:
         """Opens the log for the records after `step`, with the startup summary."""
         # This start makes these records of the step itself again. If a start before was killed too
-        # early, the log has them already.
+        # early, the log has them already, and drops them.
         redone = set()
         # A repeated evaluation is recorded before a checkpoint says that none is pending.
         if self._validation.pending:
             redone.add("valid")
-        # The scores of the test split are recorded before results.json is written.
+        # The scores of the test split are recorded before results.json is written, so they are made
+        # again unless that file has results for this step.
         if self._validation.results_after(step) is None:
             redone.add("test")
         opening = announce.startup_summary(
@@ -508,6 +510,8 @@ class Trainer:
         hooks.extend(self.hooks)
         # A checkpoint of a step implies that its evaluation is on disk.
         hooks.append(save)
+        # Google Cloud announces the maintenance of a machine. If all processes wait for such
+        # notices, a notice to any of them saves a checkpoint.
         if stop.is_watched_by_all():
             hooks.append(Hook(self._config.log_every, self._save_on_notice))
         return hooks
@@ -648,7 +652,8 @@ def run_updates(
         step += calls.step
 
         is_stopping = False
-        # S divides the steps of the run, so the last call ends exactly at `calls.stop`.
+        # S divides the steps of the run and the intervals of the hooks. So no call jumps past a
+        # hook's step, and the last call ends exactly at `calls.stop`.
         due = [hook for hook in hooks if step % hook.every == 0 or step == calls.stop]
         if due:
             # The hooks must not see, or save, a state whose metrics are not checked.

@@ -114,12 +114,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 self._writer = _open_writer(os.path.basename(self._directory))
             # Orbax rejects arrays of size zero, such as a memory without recurrence.
             tree = _drop_empty(state)
+            # What `_finish` opens, to see that everything was written.
             arrays = stored_arrays.describe(tree)
             args = ocp.args.Composite(
                 state=ocp.args.StandardSave(tree), notes=ocp.args.JsonSave(notes)
             )
-            # Orbax would take a path with wildcards for a pattern, and then writes through a link.
-            # The write goes on in the background, so `_finish` gets the link, and removes it.
+            # Orbax would take a path with wildcards for a pattern. `folder` is a link to such a
+            # directory, and any other directory itself. The write goes on in the background, so
+            # `pop_all` hands the link over to `_finish`, which removes it.
             with contextlib.ExitStack() as links:
                 folder = links.enter_context(storage.without_wildcards(self._directory))
                 self._writer.save(os.path.join(folder, os.path.basename(path)), args=args)
@@ -166,6 +168,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                     "they belong to an abandoned run, and are deleted once the new one is verified"
                 )
                 self._log(f"{after}, which is now saved: {fate}")
+            # `_steps` lists the latest write of a step first.
             again = next((number + 1 for other, number, _ in found if other == step), 0)
             return f"{step}.again-{again}" if again else str(step)
 
@@ -193,14 +196,15 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         }
         storage.write_json(os.path.join(path, DIGESTS), digests)
         found = find_steps(self._directory)
+        # Of a step that was written again, the latest directory comes last and stays in the dict.
         older = {other: folder for other, folder in reversed(found) if other < step}
-        # Steps without digests are deleted first.
-        best = sorted(
+        # Steps without digests are deleted first, then the oldest.
+        kept_first = sorted(
             older,
             key=lambda step: (storage.exists(os.path.join(older[step], DIGESTS)), step),
             reverse=True,
         )
-        kept = {path, *(older[step] for step in best[: self._keep - 1])}
+        kept = {path, *(older[step] for step in kept_first[: self._keep - 1])}
         for _, folder in found:
             if folder not in kept:
                 delete_step(folder)
@@ -346,21 +350,25 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         Raises for another model's step.
         """
-        reader, wanted = ocp.Checkpointer(_handler()), _drop_empty(abstract_state)
-        restored, difference, failure = None, "", None
+        reader = ocp.Checkpointer(_handler())
+        wanted = _drop_empty(abstract_state)
+        restored = None
+        difference = ""
+        failure = None
         try:
             with storage.without_wildcards(self._directory) as folder:
                 plain_path = os.path.join(folder, os.path.basename(path))
                 saved = reader.metadata(plain_path).item_metadata.state.tree
                 needed = describe_arrays(wanted)
                 found = describe_arrays(saved)
-                # Orbax casts to the types that are wanted.
-                known = {
+                # Orbax casts to the wanted types. Arrays that it may cast count as if they had the
+                # wanted type already.
+                cast = {
                     name: needed[name]
                     for name in found
                     if casts and _is_wider(needed.get(name, ""), found[name])
                 }
-                difference = describe_difference(found | known, needed)
+                difference = describe_difference(found | cast, needed)
                 if not difference:
                     args = ocp.args.Composite(
                         state=ocp.args.StandardRestore(wanted), notes=ocp.args.JsonRestore()

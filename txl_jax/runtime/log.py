@@ -174,7 +174,9 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         Records after `step`, which the run starts after, are dropped, and at `step` those of the
         kinds `redone`.
         """
-        waiting, self._waiting = [*opening, *(self._waiting or ())], None
+        waiting = [*opening, *(self._waiting or ())]
+        # From now on no line waits.
+        self._waiting = None
         if self._folder is None:
             return self
         with storage.writing(self._folder):
@@ -281,13 +283,17 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
 
         Called before a checkpoint or a result, which relies on it.
         """
+        # Local files have every line already. Lines of remote texts are uploaded here, as a part
+        # that is not written again. The next line begins a new part.
         self._upload_all()
         for text in self._texts.values():
             if text.lines:
-                text.number, text.lines = text.number + 1, []
+                text.number += 1
+                text.lines = []
         self._flush()
 
     def _append(self, name: str, line: str) -> None:
+        # Without a directory, and before and after the log is open, there is nothing to write to.
         if not self._texts:
             return
         text = self._texts[name]
@@ -325,7 +331,8 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
 
     def _wait(self) -> None:
         """Waits for the upload in progress, if any, and raises its error."""
-        upload, self._upload = self._upload, None
+        upload = self._upload
+        self._upload = None
         if upload is not None:
             upload.result()
 

@@ -101,6 +101,7 @@ def make_optimizer(
     chain = [optax.clip_by_global_norm(optimizer.clip_norm)]
     if optimizer.l2:
         chain.append(optax.add_decayed_weights(optimizer.l2))
+    # The update rule, such as Adam, has a part on either side of the decoupled weight decay.
     chain += rule.before_decay
     if optimizer.weight_decay:
         chain.append(optax.add_decayed_weights(optimizer.weight_decay, mask=_decayed))

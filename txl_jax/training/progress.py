@@ -183,11 +183,12 @@ class Progress:
         self._waited = 0.0
 
     def _measured(self, seconds: float) -> dict[str, float]:
-        """Returns the values of a record that this process measured, by the names in `MEASURED`.
+        """Returns the values of a record that this process measured, by name.
 
-        `seconds` is the time since the last report.
+        The names are in `runtime.sinks.MEASURED`. `seconds` is the time since the last report.
         """
         updates = self._timed_updates
+        # Tokens and FLOPs are one member's. Tokens that a stride reads again count only as FLOPs.
         measured = {
             "tokens_per_second": updates * self.cost.tokens / seconds,
             "step_seconds": seconds / max(updates, 1),

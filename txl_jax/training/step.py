@@ -110,6 +110,7 @@ def make_train_step(
             state.memory, jnp.asarray(segment.reset), start=config.model.compat.memory_start
         )
         segment = _mask_unscored(segment, config.train)
+        # The number of scored targets. The loss is a mean over all of them, also in microbatches.
         tokens = jnp.sum(segment.weights)
         # The key depends only on seed and step, so a checkpoint holds no random state.
         dropout_key = jax.random.fold_in(jax.random.key(seed), state.step)
@@ -122,6 +123,7 @@ def make_train_step(
 
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            # Optax counts the updates itself, and has the same count as `state.step`.
             metrics = UpdateMetrics(
                 nats=nats,
                 tokens=tokens,
@@ -159,7 +161,8 @@ def _mask_unscored(segment: Segments, train: TrainConfig) -> Segments:
     is_scored = jnp.arange(train.segment_len) >= scored_from
 
     loss_mask = segment.weights * is_scored[None, :]
-    # Ignored targets do not count in the mean either.
+    # Targets below 0 are ignored, and do not count in the mean either. This package's readers make
+    # none, but callers may pass segments of their own.
     loss_mask = loss_mask * (segment.targets >= 0)
     return segment._replace(weights=loss_mask)
 
@@ -181,7 +184,8 @@ def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple
         variables = {"params": params}
         loss_mask = jnp.asarray(segment.weights)
 
-        # The penalties read the last layer's outputs, which the model sows as "activations".
+        # The penalties read the last layer's outputs, which the model sows as "activations". With a
+        # list of collections, even an empty one, `apply` also returns what was sown.
         sown_collections = ["activations"] if is_penalized else []
         (hidden, memory), sown = model.apply(
             variables,

@@ -96,6 +96,7 @@ class RelativePositions(PositionEncoding):
         c = self.config
         dtype = jnp.dtype(c.dtype)
         attention = layer["attention"]
+        # P: one more than the largest distance, which is the clamp at most.
         n_position = table_length(segment_len=segment_len, capacity=capacity, clamp_len=clamp_len)
         # The distances P - 1, .., 0 end at the clamp already.
         distances = key_distances(n_position)

@@ -83,6 +83,7 @@ def attention(
     )
     check.operands_fit(operands, visibility)
     batch, n_head = query.shape[:2]
+    # A pair (rate, seed) becomes a `Dropout`.
     dropout = check.dropout_of(dropout, n_head)
 
     # A run has chosen before (`runs.attention_choice`). Its choice stays if it can serve this call.

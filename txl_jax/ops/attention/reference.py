@@ -176,6 +176,7 @@ def _by_ring(rows: jax.Array, ring: jax.Array | Int8) -> jax.Array:
     def products(rows: jax.Array, ring: jax.Array) -> jax.Array:
         return product("bhln,bhnm->bhlm", rows, ring.astype(rows.dtype))
 
+    # On a CPU this has a faster product for one token in float32 (or float64).
     if is_single_row and rows.dtype == wide:
         return row_product(rows, ring, otherwise=products)
     return products(rows, ring)
@@ -214,6 +215,7 @@ def position_scores(
         row = score.astype(wide)[None, :, None, :]
         return jnp.broadcast_to(row, (1, n_head, n_query, score.shape[-1]))
 
+    # Position keys are the same for all rows, so the queries of all rows become one axis.
     rows = query.transpose(1, 0, 2, 3).reshape(n_head, batch * n_query, width)
     if isinstance(key, Int8):
         scores = multiply(rows, key).astype(wide)
@@ -257,7 +259,8 @@ def _ring_positions(table: jax.Array, write_index: jax.Array, age: jax.Array) ->
         return jnp.broadcast_to(far, (*table.shape[:-1], capacity))
 
     # Queries meet near slots at the distances n_near + L - 1, .., 1. Those above the clamp are
-    # filled with zeros, and replaced below.
+    # filled with zeros, and replaced below. The table's columns are the distances clamp, .., 0, so
+    # column `clamp`, of distance 0, is left out.
     n_distance = n_near + segment_len - 1
     near = table[..., max(clamp - n_distance, 0) : clamp]
     no_pad = [(0, 0)] * (table.ndim - 1)
