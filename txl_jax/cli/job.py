@@ -64,16 +64,24 @@ class Job:
 
         With `init_from`, the trained model's settings replace the same defaults.
         """
-        # The flags over the defaults say which weights and which text are meant.
+        # The flags over the defaults say which weights and which text are meant. If they are wrong
+        # in one process, all processes end here.
         flagged = distributed.run_on_all(lambda: flag_tree.build(self.defaults))
-        has_weights = flagged.init_from is not None
+        init_from = flagged.init_from
+
+        # This depends on the corpus of the defaults. They have the corpus of the flags already
+        # (`precedence.defaults_of_corpus`) or the command's own. In training, a flag for a corpus
+        # of another command is an error later (`train_command.check_program`).
         base, small_note = precedence.small_if_no_sizes(
-            self.defaults, self.places, has_weights=has_weights
+            self.defaults, self.places, has_weights=init_from is not None
         )
         trained_config = None
-        if flagged.init_from is not None:
-            trained = warm_start.basis(flagged.init_from, run)
+        if init_from is not None:
+            # The model at `init_from`, because this run has no record. Opening it is a collective,
+            # so it must not be within `run_on_all`.
+            trained = warm_start.basis(init_from, run)
             base = warm_start.with_trained_settings(base, trained, flagged.init_vocabulary)
+            # Sizes of the flags yield to this model's, or must match them.
             trained_config = trained.config
         steps_note = precedence.note_of_large_steps(base, self.places, flagged.data.corpus)
 
@@ -86,7 +94,7 @@ class Job:
     def config_of_flagfile(self, name: str) -> ExperimentConfig:
         """Returns the config of another flagfile, for its corpus.
 
-        The settings on this command line are applied to it.
+        The settings on this command line are applied to it. For commands of one process.
         """
         words = ["flagfile", f"--flagfile={name}"]
         for setting, value in flag_tree.passed_settings().items():
@@ -104,7 +112,7 @@ class Job:
     def trained(
         self, check: Callable[[ExperimentConfig], Any] = lambda config: None
     ) -> tuple[ExperimentConfig, Corpus, Run]:
-        """Reads the run of a `TrainedRun` plan.
+        """Reads the run of a `TrainedRun` plan. All processes call it.
 
         Args:
           check: Called with the settings, before the text is read, to raise their errors early.
@@ -120,20 +128,23 @@ class Job:
     def corpus(
         self, config: ExperimentConfig, run: Run | None = None, vocabulary: Vocabulary | None = None
     ) -> Corpus:
-        """Reads the text of a config, for a trained run with its vocabulary.
+        """Reads the text of a config, for a trained run with its vocabulary. All processes call it.
 
         A trained run may be a stranger's. So what is prepared in the directory that its record
         names is only read, and what is missing there is prepared in the command's own directories.
         """
         data_dir = self.plan.data_dir
         cache_dir = self.plan.cache_dir
-        # An open run is trained, the others are only used.
+        # An open run is trained, the others are only used. A warm start may read the text in the
+        # vocabulary of the weights.
         if run is not None and run.is_open and config.init_from is not None:
             return warm_start.read_corpus(config, run, data_dir, cache_dir)
 
         read_only_cache = None
         if run is not None and not run.is_open:
             vocabulary = run.text.vocabulary
+            # --data_dir names where the text is read. Then nothing is read that was prepared in the
+            # directory of the record.
             if "data_dir" not in self.places:
                 read_only_cache = run.text.cache_dir
         return distributed.run_on_all(
@@ -152,6 +163,7 @@ def _config_over(trained: Run | TrainedModel, places: Mapping[str, str]) -> Expe
     config, _ = apply_flags(trained.config, places, is_recorded=True)
     changes = []
     for leaf, before, after in config_tree.differences(trained.config, config):
+        # Settings such as model.attention may change: the parameters stay valid.
         changes_model = leaf.name.startswith("model.") and not leaf.setting.free_on_resume
         if changes_model or leaf.setting.shapes_tokens:
             changes.append(config_tree.describe_change(leaf, before, after))

@@ -99,7 +99,8 @@ def environment() -> dict[str, str]:
 def join(processes: Processes) -> None:
     """Joins the other processes, before JAX touches a device.
 
-    Drops the standard output of all but the first, and of libraries (Gloo prints each connection).
+    All processes call it. Drops the standard output of all but the first, and of libraries (Gloo
+    prints each connection).
 
     Raises:
       ConnectionError: If they do not all connect.
@@ -144,7 +145,7 @@ def _connect(processes: Processes) -> None:
         jax.distributed.initialize(
             **processes.arguments,
             initialization_timeout=START_SECONDS,
-            # If a process hangs, JAX aborts the others.
+            # If a process hangs, JAX aborts the others. `_watch` notices a silent host before that.
             heartbeat_timeout_seconds=2 * LOSS_SECONDS,
         )
     except (RuntimeError, ValueError) as error:  # JAX's own errors are RuntimeErrors.
@@ -188,7 +189,7 @@ def _outlast_cuts() -> None:
 def _watch(names: list[str], host: str) -> None:
     """Starts to wait, in the background, until another process is lost.
 
-    This process then ends with a line that names the lost process.
+    This process then ends with a line that names the lost process. All processes call it.
 
     Process 0 has a connection to each of the others and passes on whom it has lost. A connection
     breaks when a process ends, and the operating system breaks it if a host is silent. Without a
@@ -297,7 +298,7 @@ class _Watch:
 
 
 def check_same(plan: Any) -> None:
-    """Checks that all processes have the same plan. Directories may differ.
+    """Checks that all processes, which all call it, have the same plan. Directories may differ.
 
     Settings of `ExperimentConfig` are compared when training or scoring begins.
 
@@ -403,6 +404,7 @@ def _from_flags(environment: Mapping[str, str]) -> Processes | None:
             f"a number from 0 to num_processes - 1, got coordinator {coordinator!r}, process_id "
             f"{number} and num_processes {count}"
         )
+    # A single process has nobody to join.
     if int(count) == 1:
         return None
     arguments: dict[str, Any] = {
@@ -422,6 +424,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Processes | None:
     have that number but are single processes, and would wait for tasks that nobody started.
     """
     count = int(environment.get("SLURM_STEP_NUM_TASKS") or 1)
+    # JAX reads the index of this task and the host of process 0 from these two variables.
     if count == 1 or not {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environment.keys():
         return None
     arguments: dict[str, Any] = {"num_processes": count, "cluster_detection_method": "slurm"}
@@ -433,6 +436,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Processes | None:
     devices = environment.get("CUDA_VISIBLE_DEVICES")
     has_one_device = devices is not None and "," not in devices
     if "JAX_LOCAL_DEVICE_IDS" not in environment and (is_alone_on_host or has_one_device):
+        # An empty list means all visible devices.
         arguments["local_device_ids"] = []
     return Processes(count, "Slurm (SLURM_STEP_NUM_TASKS)", arguments)
 
@@ -440,16 +444,21 @@ def _from_slurm(environment: Mapping[str, str]) -> Processes | None:
 def _from_tpu(environment: Mapping[str, str]) -> Processes | None:
     """Returns the hosts of this TPU slice, or of all slices that are connected.
 
-    What no variable names is asked from the metadata server.
+    If no variable lists the hosts, the metadata server is asked for them and for the number of
+    slices. If one does, it is not asked at all. So TPU_WORKER_HOSTNAMES=localhost helps where it
+    does not answer, as the error of `_metadata` advises.
     """
+    # JAX_PLATFORMS may keep JAX off the TPU.
     if "tpu" not in environment.get("JAX_PLATFORMS", "tpu") or not _has_tpu():
         return None
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
     slices = environment.get("MEGASCALE_NUM_SLICES")
+    # An empty TPU_WORKER_HOSTNAMES is a list too. With TPU_SKIP_MDS_QUERY JAX does not ask either.
     if hosts is None and "TPU_SKIP_MDS_QUERY" not in environment:
         hosts = _metadata("worker-network-endpoints", environment)
         # The attribute is a list of lines such as MEGASCALE_NUM_SLICES: '2'.
         line = re.search(r"MEGASCALE_NUM_SLICES: *'?(\d+)", _metadata("tpu-env", environment))
+        # A variable comes first, unless it is empty.
         if line is not None and not slices:
             slices = line[1]
     # Without a list there is one host.
@@ -457,6 +466,7 @@ def _from_tpu(environment: Mapping[str, str]) -> Processes | None:
     count = hosts_per_slice * int(slices or 1)
     if count <= 1:
         return None
+    # JAX finds the address of process 0, and this process's index, itself.
     return Processes(count, "the TPU slice", {})
 
 

@@ -117,7 +117,15 @@ class ExperimentConfig(Config):
         self._validate_steps()
 
     def _validate_network(self) -> None:
+        """Raises `UserError` if settings need another network, memory or softmax."""
         model = self.model
+        # Recurrent networks do not have what these settings change:
+        # - reset_at masks the keys of other documents.
+        # - train.stride lets segments overlap, without a memory. A recurrent network always has a
+        #   memory: the state after a segment would enter the next one, which begins before its end.
+        # - weight_dtype is for prepared parameters (`inference.prepare`). Recurrent networks are
+        #   evaluated with their parameters as they are.
+        # - cache_dtype is for the KV cache.
         if model.network is not Network.TRANSFORMER_XL:
             for name in ("data.reset_at", "train.stride", "eval.weight_dtype", "eval.cache_dtype"):
                 value = get(self, name)
@@ -126,11 +134,19 @@ class ExperimentConfig(Config):
                     f"model.network must be {Network.TRANSFORMER_XL} for "
                     f"{name}={format_value(value)}, got {model.network}",
                 )
+
+        # A document begins with a masked memory (`memory.Documents`), also within a segment. A mask
+        # can hide the keys before it there, but cannot replace them by zeros that are attended to.
         require(
             self.data.reset_at is None or model.compat.memory_start is MemoryStart.MASKED,
             f"model.compat.memory_start must be {MemoryStart.MASKED} for "
             f"data.reset_at={format_value(self.data.reset_at)}, got {model.compat.memory_start}",
         )
+
+        # Evaluation divides the hidden states and the biases (`scorer.at_temperature`), and so the
+        # logits of one softmax over all tokens. With clusters, head and tails would be divided
+        # separately, which gives another distribution. Projections without clusters would allow it,
+        # as they are linear, but are not supported.
         is_full_softmax = not model.cutoffs and not model.has_projections
         require(
             self.eval.temperature == 1 or is_full_softmax,
@@ -142,6 +158,7 @@ class ExperimentConfig(Config):
         )
 
     def _validate_init_vocabulary(self) -> None:
+        """Raises `UserError` if a vocabulary is kept, but there is none or another one is set."""
         if self.init_vocabulary is not InitVocabulary.KEPT:
             return
         require(
@@ -158,6 +175,7 @@ class ExperimentConfig(Config):
             )
 
     def _validate_steps(self) -> None:
+        """Raises `UserError` if averaging, warm-up or decay do not fit the steps of training."""
         steps = self.train.steps
         start_step = self.average.start_step
         optimizer = self.optimizer
@@ -197,6 +215,7 @@ def apply_preset(config: ExperimentConfig, name: str) -> ExperimentConfig:
     Settings of other presets get their defaults.
     """
     defaults = ExperimentConfig()
+    # First the defaults of what any preset sets, then this preset's settings.
     values: dict[str, Any] = {}
     for preset_values in COMPAT_PRESETS.values():
         for setting_name in preset_values:

@@ -113,6 +113,7 @@ class RecurrentModel(nn.Module):
             mem_len=2,  # The two slots of a state.
             d_model=self.config.d_model,
             dtype=jnp.dtype(self.config.dtype),
+            # Slots that are not filled are zeros in either case (`__call__`).
             start=MemoryStart.MASKED,
         )
 
@@ -141,7 +142,8 @@ class QRNNLayer(nn.Module):
     features: int
     # Positions that a gate reads, 1 or 2.
     window: int
-    # Dtype of the convolution. Pooling has at least float32, because a cell sums over a whole text.
+    # Dtype of the convolution. Pooling has at least float32, because a cell sums over all positions
+    # of a segment.
     dtype: jnp.dtype
     # Dtype of the parameters.
     param_dtype: jnp.dtype
@@ -152,6 +154,7 @@ class QRNNLayer(nn.Module):
 
         Same interface as `nn.RNN`.
         """
+        # The model's memory has the inputs' dtype already. The casts are for other callers' states.
         cell, latest_input = initial_carry
         cell = cell.astype(inputs.dtype)
         latest_input = latest_input.astype(inputs.dtype)
@@ -171,6 +174,8 @@ class QRNNLayer(nn.Module):
         cells = fo_pool(nn.tanh(z), nn.sigmoid(f), cell.astype(pooling_dtype))
         outputs = (nn.sigmoid(o) * cells).astype(inputs.dtype)
 
+        # Cells have the pooling dtype only within a segment. From one segment to the next they have
+        # the dtype of the memory.
         end_state = (cells[:, -1].astype(inputs.dtype), inputs[:, -1])
         return end_state, outputs
 

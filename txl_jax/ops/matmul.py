@@ -49,7 +49,9 @@ _MAX_TERMS = (2**31 - 1) // _MAX_INT8**2
 
 # Terms that are added in one loop over a matrix (`_sum_slabs`). With 16, 32 and 64 the time is the
 # same within a tenth on an Intel Xeon (512 x 2048 of int8). An AMD EPYC (Zen 4), whose L1 cache has
-# 8 ways, takes 58, 51, 96 and 213 us with 8, 12, 16 and 32. More terms take longer to compile.
+# 8 ways, takes 58, 51, 96 and 213 us with 8, 12, 16 and 32. It is not recorded whether c was made
+# odd in this series: with 16 terms, `_sum_slabs` has 114 us for an even c and 59 us for an odd one.
+# More terms take longer to compile.
 _LOOP_TERMS = 12
 
 
@@ -110,8 +112,9 @@ class Transposed(flax.struct.PyTreeNode):
 
     With 16 rows the layers of wt103_base (410 x 1230, 410 x 410, 410 x 2100 and 2100 x 410, 16 of
     each) take 15.0 ms transposed, and 22.6 as they are. From 512 rows on the times are the same.
-    With one row it depends on the shape: 5.3 and 6.8 ms, but with the layers of enwik8_12l (512 and
-    2048) 4.1 and 3.8 (two cores of an AMD EPYC, jax 0.10.2).
+    With one row it depends on the shape: the same layers take 5.3 ms transposed, and 6.8 as they
+    are, but the layers of enwik8_12l (512 and 2048) 4.1 transposed, and 3.8 as they are (two cores
+    of an AMD EPYC, jax 0.10.2).
     """
 
     rows: jax.Array  # [m, n]
@@ -255,11 +258,11 @@ def row_product(
     On a CPU it is computed as sums over slabs of the matrix. The products of XLA's CPU backend read
     float32 matrices with 64 columns or rows as fast as the memory allows, with 41 (wt103_base) at
     half of that, and int8 not without a copy. With the attention of wt103_base's layers as sums,
-    the server's step of 16 rows takes 59 ms instead of 81, for one row 11.8 instead of 13.5 (two
-    cores of an Intel Xeon with AMX, jax 0.10.2).
+    the server's step for a batch of 16 takes 59 ms instead of 81, and for a batch of 1 11.8 instead
+    of 13.5 (two cores of an Intel Xeon with AMX, jax 0.10.2).
 
     Args:
-      row: At least float32.
+      row: At least float32. The axes before its last two are batch axes, the same as the matrix's.
       matrix: In the row's dtype or int8. bfloat16 would be converted as a whole first.
       otherwise: Computes the same on other devices.
     """
@@ -296,7 +299,10 @@ def _sum_slabs(row: jax.Array, matrix: jax.Array) -> jax.Array:
         return sums
 
     # The sums are added as a product with ones: a `jnp.sum` would become a part of the loop, and
-    # make it slower than one in float32. The ones come from the row: if `vmap` saw a constant it
-    # would move its rows to the columns of the product, a copy of the sums.
+    # make it slower than with a float32 matrix.
+    #
+    # The ones are made from the row, by a condition whose two results are both 1. Attention with an
+    # index per row is under `vmap` (`inference.forward`), whose axis the ones must have, like the
+    # sums. With a constant `vmap` would make its axis a part of the columns, which copies the sums.
     ones = jnp.where(jnp.isnan(row[..., :height]), jnp.ones((), row.dtype), 1)
     return ones @ sums

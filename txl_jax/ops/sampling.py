@@ -66,9 +66,10 @@ def sample_rows(
 ) -> jax.Array:
     """Samples one token per row: keys [B] and hidden states [B, D] -> int32 [B].
 
-    A row gets the token that `sample` returns with its `temperature` and `top_p`, [B] each, and
-    without top-k, whatever the other rows' are. Greedy rows, plain rows (temperature and top_p 1)
-    and all others are sampled separately, each kind only if it has a row.
+    For the server, whose rows belong to different requests. A row gets the token that `sample`
+    returns with its `temperature` and `top_p`, [B] each, and without top-k, whatever the other
+    rows' are. Greedy rows, plain rows (temperature and top_p 1) and all others are sampled
+    separately, each kind only if it has a row.
     """
     is_greedy = temperature == 0
     is_plain = (temperature == 1) & (top_p == 1)
@@ -82,6 +83,7 @@ def sample_rows(
 
     def from_all() -> jax.Array:
         log_p = adaptive_softmax.log_probabilities(hidden, clusters, None)
+        # What this samples for greedy rows is not used. They must only not be divided by 0.
         divisor = jnp.where(is_greedy, 1, temperature)[:, None].astype(log_p.dtype)
         return _categorical(keys, mask_top_p(log_p / divisor, top_p))
 
@@ -241,6 +243,7 @@ def _top_log_p(
     groups = _Groups.cut(logits, k)
     largest, places = groups.top(k)
     highest = largest[:, :1]
+    # An array without entries, such as a tail's `others`, has no maximum.
     if others.shape[1]:
         highest = jnp.maximum(highest, jnp.max(others, axis=1, keepdims=True))
 

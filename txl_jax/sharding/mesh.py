@@ -96,8 +96,9 @@ def _shape(config: MeshConfig, n_device: int, *, num_slices: int) -> tuple[int, 
             "Each slice must have the same number."
         )
 
-    # In one slice. A replica's parameters are on fsdp x tensor devices.
+    # A replica's parameters are on fsdp x tensor devices, all in one slice.
     replica_size = config.fsdp * config.tensor
+    # Replicas in one slice. 0 if a replica needs more devices, which is an error below.
     data = config.data or slice_size // replica_size
     is_too_large = data * replica_size > slice_size
     has_remainder = not config.data and data * replica_size != slice_size
@@ -124,7 +125,8 @@ def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, 
     for slice_devices in slices:
         devices += slice_devices[: math.prod(slice_shape)]
 
-    try:  # As `jax.make_mesh`, which does not split physical axes.
+    try:
+        # Like `jax.make_mesh`, which however splits physical axes only on TPU v5e.
         if len(slices) == 1:
             return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return mesh_utils.create_hybrid_device_mesh(
@@ -134,7 +136,7 @@ def _device_grid(slices: Sequence[Sequence[jax.Device]], shape: tuple[int, int, 
             allow_split_physical_axes=True,
         )
     except AssertionError:
-        # Such a number of chips does not fill a box of the torus; any order within a slice works.
+        # The chips do not fill a box of the torus. Then any order within a slice works.
         return np.asarray(devices).reshape(shape)
 
 

@@ -25,9 +25,9 @@ _INFERENCE = "stored is for training: nothing is kept for gradients over a KV ca
 _STRIP_QUERIES = 128
 _FEWEST_STRIP_QUERIES = 64
 _MOST_STRIPS = 8
-# Keys of one tile.
+# Keys of one tile: at most so many in training, about so many over a KV cache.
 _TILE_KEYS = 1024
-# Queries of one tile over a KV cache.
+# Most queries of one tile over a KV cache, all of its rows and heads together (`default_tile`).
 _CACHED_TILE_QUERIES = 512
 
 # Below any of these, the reference is as fast as tiles, or faster (`tiles_are_faster`).
@@ -41,7 +41,8 @@ def choose(
 ) -> tuple[Implementation, str]:
     """Chooses an implementation by its path, or the fastest if the path is "auto".
 
-    Over a KV cache "stored" means the reference.
+    Over a KV cache "stored" means the reference. A single token over a KV cache always gets the
+    reference, whatever the path.
 
     Args:
       path: "auto" or one of `PATHS`.
@@ -103,7 +104,7 @@ def refusal(path: str, call: AttentionCall) -> str | None:
 
 def can_serve(implementation: Implementation, call: AttentionCall) -> bool:
     """Returns whether an earlier choice can serve a call, on the call's own platform."""
-    # Interpreted kernels run on any platform and at any size.
+    # Interpreted kernels run on any platform and at any size, but have no mask for documents.
     if implementation.interpret:
         return not call.is_one_token and not call.documents
     return refusal(implementation.path, call) is None
@@ -123,7 +124,8 @@ def resolve(implementation: Implementation | str, call: AttentionCall) -> Implem
         resolved, _ = choose(implementation, call)
         return resolved
 
-    # Fused was chosen for a TPU, even if this machine, which compiles for it, has none.
+    # Fused was chosen for a TPU, even if this machine, which compiles for it, has none. Which kind
+    # of TPU is not known here.
     if implementation.path == "fused" and call.platform != "tpu":
         call = dataclasses.replace(call, platform="tpu", device_kind="")
     if can_serve(implementation, call):
@@ -151,12 +153,15 @@ def _choose_fastest(
             return _make("fused", call), f"kernels for {call.device_kind}"
         no_kernels = f"no kernel, because {obstacle}"
 
+    # Stored is only for training (`_INFERENCE`).
     if call.platform in ("tpu", "gpu"):
         if call.cached or "stored" in failed_paths:
             return REFERENCE, no_kernels
         reason = f"{no_kernels}, and stored moves fewer scores than the reference"
         return _make("stored", call), reason
 
+    # On a CPU tiles are never in `failed_paths`: only accelerators compare them with the reference
+    # before a run (`runs.attention_check`).
     if call.documents:
         return REFERENCE, _DOCUMENTS
     if not tiles_are_faster(call):
@@ -174,18 +179,27 @@ def _make(path: str, call: AttentionCall) -> Implementation:
 
 
 def default_tile(call: AttentionCall) -> Tile:
-    """Returns the tile of tiled attention for a call."""
+    """Returns the tile of tiled attention for a call.
+
+    It may be larger than the call: the implementation cuts it to the segment and to its keys.
+    """
     if call.cached:
-        # Whole evaluation on two cores of an AMD EPYC, batch 1, float32, the reference 1:
-        # enwik8_12l 160 x 1024 1.15, 320 x 1024 1.17, 640 x 1024 1.13; four layers of enwik8_24l
-        # 128 x 1024 1.08, 512 x 1024 1.12, 256 x 512 0.96, 512 x 2048 1.03, 1024 x 1024 1.10;
-        # wt103_base 64 x 1024 0.98, 320 x 1024 1.04, 640 x 1024 1.05.
+        # Speed of a whole evaluation, as a multiple of the reference's (more is faster), by queries
+        # x keys of the tile, on two cores of an AMD EPYC, batch 1, float32:
+        #     enwik8_12l                 160 x 1024 1.15, 320 x 1024 1.17, 640 x 1024 1.13
+        #     four layers of enwik8_24l  128 x 1024 1.08, 512 x 1024 1.12, 1024 x 1024 1.10,
+        #                                256 x 512 0.96, 512 x 2048 1.03
+        #     wt103_base                 64 x 1024 0.98, 320 x 1024 1.04, 640 x 1024 1.05
+        # A tile has all queries of its heads, and divides the heads evenly. So 512 means 320 in
+        # enwik8_12l (4 of 8 heads with 80 queries each) and in wt103_base (5 of 10 heads with 64).
         return Tile(_CACHED_TILE_QUERIES, _TILE_KEYS)
 
-    # Forward and backward on an AMD EPYC (2 cores), L = M = 512, E 64, the reference 152 ms: 128 x
-    # 1024 108 to 111, 256 x 1024 108 to 119, 64 x 1024 123 to 130, 128 x 512 196, 512 x 1024 113 to
-    # 140. A strip whose keys are one block needs no rescaling, and reads a fixed range. L = M =
-    # 128, E 32, the reference 61 ms: 64 x 256 32 to 55, 128 x 256 40 to 60.
+    # Time of forward and backward by queries x keys of the tile, in ms (two cores of an AMD EPYC):
+    #     L = M = 512, E 64  the reference 152, 64 x 1024 123 to 130, 128 x 1024 108 to 111,
+    #                        256 x 1024 108 to 119, 512 x 1024 113 to 140, 128 x 512 196
+    #     L = M = 128, E 32  the reference 61, 64 x 256 32 to 55, 128 x 256 40 to 60
+    # If one tile has all keys of a strip, its softmax is not rescaled, and the place of its keys is
+    # known at compile time. So a tile has many keys, and half of a short segment's queries.
     half_segment = call.segment_len // 2
     query = min(_STRIP_QUERIES, max(_FEWEST_STRIP_QUERIES, half_segment))
     fewest_queries = math.ceil(call.segment_len / _MOST_STRIPS)
@@ -199,10 +213,10 @@ def tiles_are_faster(call: AttentionCall) -> bool:
     if call.cached:
         return call.n_keys >= _FEWEST_CACHED_KEYS
 
-    # Processor time of forward and backward, divided by the reference's, on an AMD EPYC: L 32, K 64
-    # 1.16, L 70, K 140 1.0, L 150, K 300 0.84, L 128, K 256 0.55, L 512, K 1024 0.50, L 768, K 1536
-    # 0.75. With few rows the reference's scores stay in the last cache: L 150, K 300 and 10 heads
-    # 1.03 with 4 rows, 0.75 with 16.
+    # Processor time of forward and backward, divided by the reference's, so that less is faster (an
+    # AMD EPYC, L x K): 32 x 64 1.16, 70 x 140 1.0, 150 x 300 0.84, 128 x 256 0.55, 512 x 1024 0.50,
+    # 768 x 1536 0.75. If the scores are few, because the rows are, the reference's stay in the
+    # last-level cache: with 150 x 300 and 10 heads 1.03 for 4 rows, 0.75 for 16.
     n_pair = call.segment_len * call.n_keys
     n_score = call.batch * call.n_head * n_pair
     return n_pair >= _FEWEST_PAIRS and n_score >= _FEWEST_SCORES

@@ -1,6 +1,7 @@
 """The entry to attention, which checks the arguments and runs the chosen implementation.
 
-The implementation runs over the shards of the ambient mesh.
+All implementations but the reference run over the shards of the ambient mesh (`shard_map`). The
+reference is plain array operations, which XLA's partitioner divides by itself.
 
 All paths give the same numbers up to rounding, and draw the same dropout masks. Those other than
 the reference are imported when they are first used: Pallas takes a while.
@@ -48,9 +49,9 @@ def attention(
     """Computes weighted sums of the values: [B, H, L, E].
 
     The score of query i and key j is ((q_i + u) . k_j + (q_i + v) . r_(i-j) + s_(i-j)) / sqrt(E),
-    with M + i - j instead of i - j if M keys are memory (Dai et al., 2019, section 3.3). Keys may
-    be only before the segment, or on both sides (`Visibility.causal`). Only the reference has
-    forward-mode derivatives (`jax.jvp`).
+    with M + i - j instead of i - j if M keys are memory (Dai et al., 2019, section 3.3). A query
+    attends only to keys up to its own position, or to keys on both sides (`Visibility.causal`).
+    Only the reference has forward-mode derivatives (`jax.jvp`).
 
     Args:
       query: [B, H, L, E], of any floating-point dtype. All other arrays must have the same dtype,
@@ -62,8 +63,8 @@ def attention(
       position_score: [H, P], added to these distances' scores before the division, also without
         keys, or None.
       visibility: Which keys a query attends to. A query without any gets zeros.
-      dropout: Dropout on the probabilities, as (rate, seed) with a seed uint32 [] that is new in
-        each layer and update, or None.
+      dropout: Dropout on the probabilities, as a `Dropout`, or as (rate, seed) with a seed
+        uint32 [] that is new in each layer and update, or None.
       implementation: A path ("auto", "reference", "tiled", "stored", "fused"), or an earlier choice
         (`choose.resolve`).
 
@@ -82,6 +83,7 @@ def attention(
         position_score=position_score,
     )
     check.operands_fit(operands, visibility)
+    # Rows and heads of all devices.
     batch, n_head = query.shape[:2]
     # A pair (rate, seed) becomes a `Dropout`.
     dropout = check.dropout_of(dropout, n_head)
@@ -89,6 +91,7 @@ def attention(
     # A run has chosen before (`runs.attention_choice`). Its choice stays if it can serve this call.
     call = describe(operands, visibility, dropout)
     implementation = choose.resolve(implementation, call)
+    # XLA divides the reference over the devices by itself.
     if implementation.path == "reference":
         return reference.attention(operands, visibility, dropout)
 
@@ -150,6 +153,7 @@ def cached_attention(
 
     call = describe_cached(operands, visibility)
     implementation = choose.resolve(implementation, call)
+    # XLA divides the reference over the devices by itself, as in `attention`.
     if implementation.path == "reference":
         return reference.cached_attention(operands, visibility)
 
@@ -165,6 +169,7 @@ def cached_attention(
     visibility_specs = jax.tree.map(lambda _: shards.by_row(), visibility)
     visibility_specs = visibility_specs.replace(write_index=PartitionSpec())
     specs = (shards.specs(operands), visibility_specs)
+    # Unlike in `attention` nothing depends on the shard, because there is no dropout.
     return shard_map(compute, in_specs=specs, out_specs=shards.by_both())(operands, visibility)
 
 
