@@ -2,12 +2,12 @@ r"""Trains an ensemble: multiple runs that differ in seed, learning rate or drop
 
     python -m experiments.ensemble --flagfile=ptb --data_dir=data --workdir=runs/ptb \
         --ensemble_member="seed=1" --ensemble_member="seed=2" --ensemble_member="seed=3"
-    python -m experiments.ensemble --flagfile=ptb_small --train.steps=200 --data_dir=data
-    --workdir=runs/rates \
+    python -m experiments.ensemble --flagfile=ptb_small --train.steps=200 --data_dir=data \
+        --workdir=runs/rates \
         --ensemble_member="optimizer.learning_rate=5e-4" \
         --ensemble_member="optimizer.learning_rate=1e-3 model.dropout.rate=0.1"
-    python -m experiments.ensemble --mode=split --workdir=runs/ptb --ensemble_member="seed=2"
-    --to=runs/ptb-seed2
+    python -m experiments.ensemble --mode=split --workdir=runs/ptb --ensemble_member="seed=2" \
+        --to=runs/ptb-seed2
 
 A small model leaves most of an accelerator idle, so training several together takes little longer
 than training one. All members share one workdir and one checkpoint. To resume, rerun the same

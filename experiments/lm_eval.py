@@ -1,8 +1,9 @@
 r"""Evaluates a trained model with EleutherAI's lm-evaluation-harness.
 
-    pip install '.[lm-eval]' python -m experiments.lm_eval --model_path=runs/wt103
-    --tasks=lambada_openai,wikitext python -m experiments.lm_eval --model_path=runs/mine
-    --tasks=mine --include_path=tasks --output=scores.json
+    pip install '.[lm-eval]'
+    python -m experiments.lm_eval --model_path=runs/wt103 --tasks=lambada_openai,wikitext
+    python -m experiments.lm_eval --model_path=runs/mine --tasks=mine --include_path=tasks \
+        --output=scores.json
 
 Registers the model "txl_jax" and calls the harness. A document starts with an empty memory and
 the token --first. docs/lm-eval.md has the details, and shows how to define tasks on your own files.

@@ -74,10 +74,8 @@ def compare(config: ExperimentConfig, corpus: Corpus, run: Run, *, tested: float
     found = Comparison(
         {name: 8 * len(compress(text)) / len(text) for name, compress in COMPRESSORS.items()}, {}
     )
-    without, memory = (
-        f"without memory (segments of {lengths.segment_len})",
-        f"with a memory of {lengths.mem_len}",
-    )
+    without = f"without memory (segments of {lengths.segment_len})"
+    memory = f"with a memory of {lengths.mem_len}"
     first = corpus.test[:CURVE_BYTES]
     reader = evaluation_segments(
         first, batch_size=lengths.batch_size, segment_len=lengths.segment_len
@@ -188,8 +186,9 @@ def run(plan: Plan, job: cli.Job) -> int | None:
     place = shlex.quote(plan.workdir)
     print(
         f"\nnext  python -m experiments.text --mode=generate --workdir={place} "
-        f"--generate.prompt='class '\n      python -m experiments.serve --model={place}\n      "
-        "python -m experiments.text --flagfile=own_bytes --minutes=10 --workdir=runs/mine "
+        "--generate.prompt='class '\n"
+        f"      python -m experiments.serve --model={place}\n"
+        "      python -m experiments.text --flagfile=own_bytes --minutes=10 --workdir=runs/mine "
         "--data.file=YOUR.txt"
     )
     return 0

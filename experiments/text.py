@@ -1,13 +1,13 @@
-r"""Train, evaluate and sample on your own text: bytes, characters, words, subwords, your own ids.
+r"""Train, evaluate and sample on your own text: bytes, characters, words, subwords, token ids.
 
-    python -m experiments.text --flagfile=own_bytes --minutes=10 --workdir=runs/mine
-    --data.file=book.txt python -m experiments.text --flagfile=own_words --minutes=30
-    --workdir=runs/mine \
+    python -m experiments.text --flagfile=own_bytes --minutes=10 --workdir=runs/mine \
+        --data.file=book.txt
+    python -m experiments.text --flagfile=own_words --minutes=30 --workdir=runs/mine \
         --train='shards/*.txt' --valid=valid.txt --test=test.txt
     python -m experiments.text --flagfile=small --workdir=runs/subwords --tokenizer=subword \
         --data.tokenizer.vocab_size=4000 --data.file=book.txt
-    python -m experiments.text --flagfile=small --workdir=runs/ids --tokenizer=id --train=train.bin
-    --valid=val.bin
+    python -m experiments.text --flagfile=small --workdir=runs/ids --tokenizer=id \
+        --train=train.bin --valid=val.bin
 
 One file is split 90/5/5 by position. A directory or glob pattern with three or more files is split
 between files. Lists are joined in the order given, patterns in the order of names. --train,

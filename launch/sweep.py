@@ -1,11 +1,12 @@
-"""Runs a hyperparameter sweep from one file, on one machine or many.
+r"""Runs a hyperparameter sweep from one file, on one machine or many.
 
 It starts, resumes and tabulates the runs.
 
-    python -m launch.sweep sweep.toml --out=runs/sweep --jobs=2 python -m launch.sweep sweep.toml
-    --out=runs/sweep --table python -m launch.sweep --table runs/one gs://bucket/runs/two python -m
-    launch.sweep sweep.toml --out=gs://bucket/sweep --storage=postgresql://me@host/db --jobs=8
-    --print=sky
+    python -m launch.sweep sweep.toml --out=runs/sweep --jobs=2
+    python -m launch.sweep sweep.toml --out=runs/sweep --table
+    python -m launch.sweep --table runs/one gs://bucket/runs/two
+    python -m launch.sweep sweep.toml --out=gs://bucket/sweep \
+        --storage=postgresql://me@host/db --jobs=8 --print=sky
 
 The file lists the settings of the runs, named like the command's flags. Write None as "none":
 
@@ -235,10 +236,8 @@ class Sweep:
 
     def run(self, values: Mapping[str, Any]) -> Run:
         """Returns the run with these values. Raises `UserError` as its program would."""
-        settings, rounded = (
-            dict(self._entries[values.get("runs", next(iter(self._entries)))]),
-            dict[str, Any](),
-        )
+        settings = dict(self._entries[values.get("runs", next(iter(self._entries)))])
+        rounded = dict[str, Any]()
         given = settings.pop("name", None)
         for name, of in self.space.items():
             if isinstance(of, FloatDistribution):  # Four digits keep the names of runs short.
@@ -363,10 +362,8 @@ def _refuse_equal(runs: Iterable[Run]) -> None:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    missing, invalid = (
-        f"cannot read {path} (%s). Pass the path of a TOML file.",
-        f"{path} is not valid TOML: %s",
-    )
+    missing = f"cannot read {path} (%s). Pass the path of a TOML file."
+    invalid = f"{path} is not valid TOML: %s"
     with (
         rephrased(missing, OSError),
         rephrased(invalid, tomllib.TOMLDecodeError, UnicodeDecodeError),

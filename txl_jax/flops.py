@@ -34,7 +34,7 @@ _PEAKS = {f"TPU {name}": peak for name, peak in _TPUS.items()} | _GPUS | _OLDER_
 class StepCost:
     """The work of one training step, of one ensemble member."""
 
-    # Read for the first time.
+    # Tokens that are read for the first time.
     tokens: int
     # None if they are not counted.
     flops: float | None = None
@@ -53,13 +53,12 @@ def of_step(config: ExperimentConfig, *, vocab_size: int, n_device: int) -> Step
     # Keys and values of the memory, and position keys, are projected again in every segment, as
     # weights have changed. Backward, they have a gradient of the weights only.
     projected = _of_memory(model, train)
+    recomputed = forward - _softmax(model, vocab_size) + projected
     return StepCost(
         tokens=train.batch_size * train.new_tokens,
         flops=(3 * forward + 2 * projected) * train.batch_size * train.segment_len,
         peak_flops=None if peak is None else peak * n_device,
-        recomputed_flops=(forward - _softmax(model, vocab_size) + projected)
-        * train.batch_size
-        * train.segment_len,
+        recomputed_flops=recomputed * train.batch_size * train.segment_len,
     )
 
 

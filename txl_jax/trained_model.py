@@ -23,7 +23,7 @@ from txl_jax.inference.generate import Generator
 from txl_jax.memory import Memory
 from txl_jax.metrics import Totals
 from txl_jax.runs.build import Built
-from txl_jax.runs.generate import check_can_generate, read_stop
+from txl_jax.runs.generate import check_can_generate, or_start, read_stop
 from txl_jax.runs.score import DocumentReader, check_batch_size, read_all, takes_embeddings
 from txl_jax.runs.trained import open_weights
 from txl_jax.runtime import distributed
@@ -382,12 +382,8 @@ class LanguageModel:
                 f"{len(seeds)}"
             )
 
-        # An empty prompt is continued from the start token.
-        for number, ids in enumerate(prompt_ids):
-            if len(ids) == 0:
-                prompt_ids[number] = self.vocabulary.start
         return self._generator.pieces(
-            prompt_ids,
+            [or_start(ids, self.vocabulary) for ids in prompt_ids],
             settings,
             draws=[(seed, 0) for seed in seeds],
             decode=self.vocabulary.decode,

@@ -154,12 +154,10 @@ def run(plan: Plan, job: cli.Job) -> None:
         for name, task in itertools.product(plan.configs, plan.tasks)
     ]
     storage.make_folder(plan.out)
-    path, page, rows, notes = (
-        os.path.join(plan.out, "device.md"),
-        list[str](),
-        list[dict[str, str]](),
-        Notes(),
-    )
+    path = os.path.join(plan.out, "device.md")
+    page = list[str]()
+    rows = list[dict[str, str]]()
+    notes = Notes()
 
     def show(*lines: str) -> None:
         print("\n".join(lines), flush=True)

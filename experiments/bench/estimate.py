@@ -1,11 +1,12 @@
-"""Estimates memory, FLOPs and minimum time of a configuration on Cloud TPUs or GPUs.
+r"""Estimates memory, FLOPs and minimum time of a configuration on Cloud TPUs or GPUs.
 
 You do not need to have any of these devices.
 
-    python -m experiments.bench.estimate --flagfile=enwik8_24l --model.dtype=bfloat16
-    --topology=v5e:8x8 --mesh.fsdp=64 python -m experiments.bench.estimate
-    --configs=enwik8_24l,wt103_large --topology=v5e,v4:4x4x4 --model.dtype=bfloat16 python -m
-    experiments.bench.estimate --flagfile=enwik8_24l --topology=h200x8 --mesh.fsdp=8
+    python -m experiments.bench.estimate --flagfile=enwik8_24l --model.dtype=bfloat16 \
+        --topology=v5e:8x8 --mesh.fsdp=64
+    python -m experiments.bench.estimate --configs=enwik8_24l,wt103_large \
+        --topology=v5e,v4:4x4x4 --model.dtype=bfloat16
+    python -m experiments.bench.estimate --flagfile=enwik8_24l --topology=h200x8 --mesh.fsdp=8
 
 Training, evaluation and generation are compiled by the devices' own compiler. Without it only
 numbers that follow from shapes are printed. TPUs: pip install 'jax[tpu]' (0.7 GB). GPUs (H200,
@@ -191,10 +192,8 @@ def run(plan: Plan, job: cli.Job) -> None:
             for each in meshes(config, parse(size).num_devices)
         ]
         if not attempts:
-            rows, heads = (
-                config.train.batch_size // config.train.grad_accum_steps,
-                config.model.n_head,
-            )
+            rows = config.train.batch_size // config.train.grad_accum_steps
+            heads = config.model.n_head
             print(f"\n{name}: no mesh of {topology} divides its {rows} rows and {heads} heads")
         # The smallest topology, and the first of its meshes, that all tasks fit on.
         for size, changes in attempts:
@@ -254,10 +253,8 @@ def estimate(
     lines |= {kind: f"{megabytes(size)} per device" for kind, size in built.device_bytes().items()}
     cost = flops.of_step(config, vocab_size=built.model.vocab_size, n_device=mesh.size)
     again = cost.recomputed_flops if config.model.remat is Remat.FULL else 0
-    operations, peak = (
-        ((cost.flops or 0) + again) / mesh.size,
-        flops.device_peak(chip.kind) or math.nan,
-    )
+    operations = ((cost.flops or 0) + again) / mesh.size
+    peak = flops.device_peak(chip.kind) or math.nan
     lines["an update"] = (
         f"{operations / 1e12:.4g} TFLOP per device, at least {1e3 * operations / peak:.1f} ms"
     )

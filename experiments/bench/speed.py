@@ -205,11 +205,9 @@ def generation(built: Built, *, every_tail: bool = False) -> Task:
 
     All samples are generated side by side.
     """
-    lengths, how, vocab_size = (
-        built.config.eval,
-        built.config.generate,
-        built.model.vocab_size,
-    )
+    lengths = built.config.eval
+    how = built.config.generate
+    vocab_size = built.model.vocab_size
     params = timing.with_every_tail(built.init_params()) if every_tail else built.init_params()
     generator = built.generator(built.prepare_params(params))
     cache, *_ = generator.read(timing.draw_tokens(vocab_size, lengths.mem_len + 1), how)
@@ -226,10 +224,8 @@ def generation(built: Built, *, every_tail: bool = False) -> Task:
 
 def generation_arguments(config: GenerateConfig) -> tuple[BlockRows, Sampling]:
     """Returns the arguments of a call that draws `BLOCK` tokens of each sample."""
-    keys, zeros = (
-        np.stack([row_key(0, i) for i in range(config.samples)]),
-        np.zeros(config.samples, np.int32),
-    )
+    keys = np.stack([row_key(0, i) for i in range(config.samples)])
+    zeros = np.zeros(config.samples, np.int32)
     rows = BlockRows(zeros[:, None], zeros, zeros + BLOCK, keys, np.int32(-1))
     return rows, Sampling.of(config)
 

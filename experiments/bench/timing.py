@@ -86,8 +86,8 @@ def repeated(step: Callable[..., Any], state: Any, *arguments: Any) -> Callable[
 def draw_tokens(vocab_size: int, n_tokens: int) -> np.ndarray:
     """Samples token ids int32 [n_tokens], the most frequent first, and the same in every call.
 
-    They are as frequent as words, by the law of Zipf and Mandelbrot: p(rank) ~ 1 / (rank +
-    SHIFT)^EXPONENT.
+    They are as frequent as words, by the law of Zipf and Mandelbrot:
+    p(rank) ~ 1 / (rank + SHIFT)^EXPONENT.
     """
     weights = (np.arange(1, vocab_size + 1) + SHIFT) ** -EXPONENT
     sampled = np.random.default_rng(0).choice(vocab_size, size=n_tokens, p=weights / weights.sum())

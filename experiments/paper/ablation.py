@@ -72,12 +72,10 @@ class Row:
         return f"{'recurrence' if self.recurrence else 'none'}-{self.encoding}-{self.loss}{length}"
 
 
-_REL, _SHAW, _VASWANI, _AL_RFOU = (
-    Encoding.RELATIVE,
-    Encoding.SHAW,
-    Encoding.VASWANI,
-    Encoding.AL_RFOU,
-)
+_REL = Encoding.RELATIVE
+_SHAW = Encoding.SHAW
+_VASWANI = Encoding.VASWANI
+_AL_RFOU = Encoding.AL_RFOU
 _FULL, _HALF = LossPart.FULL, LossPart.HALF
 TABLES = {
     # WikiText-103, 128M parameters: validation perplexities.
@@ -241,10 +239,8 @@ def train_and_score(
     # All rows of a seed before the next, so that an early table has every row.
     for seed in plan.seeds:
         for row in rows:
-            own, path = (
-                row_config(config, row, seed),
-                os.path.join(plan.out, f"{row.name}-seed{seed}"),
-            )
+            own = row_config(config, row, seed)
+            path = os.path.join(plan.out, f"{row.name}-seed{seed}")
             print(f"\n=== {row.name}, seed {seed} ===")
             with Run.open(path) as run:
                 outcome = train_run(own, corpus, run, stop_requested=stop_requested)

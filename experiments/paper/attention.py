@@ -288,10 +288,8 @@ def _write(
 
     Also writes lists of the tokens with the largest weights.
     """
-    distances, labels = (
-        mean_distances(average),
-        [_labels(query, tokens, corpus) for query in queries],
-    )
+    distances = mean_distances(average)
+    labels = [_labels(query, tokens, corpus) for query in queries]
     described = environment.describe()
     arrays: dict[str, Any] = {"average": average.astype(np.float32), "spans": distances}
     lines = [

@@ -70,11 +70,9 @@ def write(
     nothing is written.
     """
     check_can_generate(config)
-    tokens, length, context = (
-        np.asarray(getattr(corpus, plan.split)),
-        config.generate.length,
-        plan.context,
-    )
+    tokens = np.asarray(getattr(corpus, plan.split))
+    length = config.generate.length
+    context = plan.context
     last = len(tokens) - context - length
     for start in plan.starts:
         require(

@@ -2,9 +2,8 @@ r"""Relative effective context length (RECL) of a group of models.
 
 See appendix C and table 8 of the paper.
 
-    python -m experiments.paper.recl --workdirs=runs/xl,runs/lstm --names=ours,LSTM --out=runs/recl
-    \
-        --lengths=100,1000,100 --stride=10
+    python -m experiments.paper.recl --workdirs=runs/xl,runs/lstm --names=ours,LSTM \
+        --out=runs/recl --lengths=100,1000,100 --stride=10
 
 The runs must have the same vocabulary. The text is the first run's, or from --data_dir. Each scored
 token is predicted from exactly c tokens, encoded from an empty memory, for every c. --stride=s

@@ -88,8 +88,7 @@ def main(
 
     with guarded():
         processes = _join_others(hosts)
-        # On a machine of Google Cloud this waits for notices of maintenance. Elsewhere it does
-        # nothing.
+        # On a machine of Google Cloud this starts to wait for notices, in the background.
         act_on_notices()
 
         # If a flag is wrong in one process, all of them end here, and none waits for it.

@@ -334,8 +334,12 @@ def _find_flagfile(name: str) -> Path | None:
 def _flagfile_words(path: Path, where: str) -> Iterator[_Word]:
     """Yields the lines of a flagfile, without empty lines and comments.
 
+    Args:
+      path: The flagfile.
+      where: Where it is named: "FILE, line N: ", or empty on the command line.
+
     Raises:
-      UserError: If the file cannot be read. The message begins with `where` it is named.
+      UserError: If the file cannot be read. The message begins with `where`.
     """
     try:
         text = storage.read_text(path)

@@ -94,8 +94,7 @@ class EvalConfig(Recurrence, prefix="eval."):
         )
         require(
             (self.clamp_len or 0) < _MAX_CLAMP_LEN,
-            f"eval.clamp_len must be below 2^31, got {self.clamp_len}. No device has memory for so "
-            "many positions.",
+            f"eval.clamp_len must be below 2^31, because distances are int32, got {self.clamp_len}",
         )
 
 

@@ -1,7 +1,8 @@
 """Parameters prepared for inference: cast, scaled and laid out once instead of in every segment.
 
-    params = prepare_params(variables["params"], model, window=None, segment_len=128, mem_len=3800,
-    clamp_len=1000)
+    params = prepare_params(
+        variables["params"], model, window=None, segment_len=128, mem_len=3800, clamp_len=1000
+    )
 
 With int8 each matrix has a scale per channel: a column of a matrix, the code of a distance, a word
 of the softmax. Embeddings (a token reads one row), layer norms and biases stay as they are.

@@ -113,7 +113,7 @@ class TransformerXL(nn.Module):
         # The input dropout samples two masks: first for the codes, then for the embeddings.
         drop = functools.partial(self.drop_input, deterministic=deterministic)
         n_keys = mem_len + segment_len
-        # The class of `model.encoding`: for relative positions the codes are sinusoids [K, D].
+        # `model.encoding` decides what the codes are: for relative positions sinusoids [K, D].
         encoding = encoding_of(self.config)
         codes = encoding.shared_codes(n_keys, clamp_len=clamp_len, drop=drop)
         context = LayerContext(

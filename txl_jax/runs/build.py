@@ -130,7 +130,7 @@ class Built:
         """Returns the parameters before the first update, initialized in place on the devices."""
         make_params = self.jit(
             lambda: nn.unbox(self._first_params()),
-            out_shardings=_shardings(self.abstract_state.params),
+            out_shardings=shardings_of(self.abstract_state.params),
         )
         return make_params()
 
@@ -143,13 +143,13 @@ class Built:
             return warm_state(self.init_params())
         make_state = self.jit(
             lambda: nn.unbox(self._first_state(self._first_params())),
-            out_shardings=_shardings(self.abstract_state),
+            out_shardings=shardings_of(self.abstract_state),
         )
         return make_state()
 
     def state_from_params(self, params: Any) -> TrainState:
         """Returns the state before the first update of a training that begins with `params`."""
-        make_state = self.jit(self._first_state, out_shardings=_shardings(self.abstract_state))
+        make_state = self.jit(self._first_state, out_shardings=shardings_of(self.abstract_state))
         return make_state(params)
 
     def _first_params(self) -> Any:
@@ -167,7 +167,7 @@ class Built:
 
         # The state must leave the step with the shardings it came with, or the next call would
         # reject it. The metrics are replicated.
-        shardings = (_shardings(self.abstract_state), named_sharding(self.mesh))
+        shardings = (shardings_of(self.abstract_state), named_sharding(self.mesh))
         jitted = self.jit(step, donate_argnums=0, out_shardings=shardings)
         segments = self.abstract_segments(self.config.train)
         # It is compiled before the first call, for the shapes and shardings of its arguments.
@@ -332,7 +332,7 @@ class Built:
         return Generator(prepared, self.config.eval, mesh=self.mesh)
 
 
-def _shardings(tree: Any) -> Any:
+def shardings_of(tree: Any) -> Any:
     """Returns the shardings of a tree of arrays, or of their abstract forms."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
@@ -380,10 +380,8 @@ def build(
     model: AnyModel
     attention = None
     if config.model.network is Network.TRANSFORMER_XL:
-        # Evaluation attends over a KV cache, with an implementation of its own.
         # In training, auto is fused on TPU, stored on GPU, and on CPU tiled or, for small sizes,
-        # the reference.
-        # Each choice is an implementation with the reason for it.
+        # the reference. Evaluation attends over a KV cache, with an implementation of its own.
         attention = choose_attention(config, mesh, recorded=recorded, uses=uses)
         model = TransformerXL(
             config.model,

@@ -122,7 +122,7 @@ def convert(
 
 
 def _read(source: str, member: str | None, log: Callable[[str], None]) -> Model:
-    """Reads a model of any implementation, except for the arrays, which are read one by one."""
+    """Reads a model of any implementation. The arrays of files are read later, one by one."""
     if holds_other_weights(source) and not portable.is_portable(source):
         require(
             member is None,

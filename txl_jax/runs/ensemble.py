@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.errors import UserError
-from txl_jax.runs.build import Built, Compilation, build_for
+from txl_jax.runs.build import Built, Compilation, build_for, shardings_of
 from txl_jax.runs.run import RESULTS, MemberSettings, Run, member_name, read_results
 from txl_jax.runs.trained import load_state
 from txl_jax.runtime import storage
@@ -78,7 +78,7 @@ class Ensemble(Built):
             params = params_of(jnp.asarray(config.seed, jnp.uint32))
             states.append(state_from_params(params))
 
-        shardings = _shardings(self.members.abstract(self.abstract_state))
+        shardings = shardings_of(self.members.abstract(self.abstract_state))
         return jax.device_put(self.members.stack(states), shardings)
 
     def compile_step(self) -> Compilation:
@@ -89,15 +89,11 @@ class Ensemble(Built):
         step = member_axis.make_ensemble_step(self.model, self.config)
 
         # The state must come out as it went in, or the next call would not take it.
-        out_shardings = (_shardings(abstract_state), None)
+        out_shardings = (shardings_of(abstract_state), None)
         jitted = jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
         lowered = jitted.lower(variation, abstract_state, abstract_segments)
         compilation = Compilation.of(lowered)
         return compilation._replace(program=functools.partial(compilation.program, variation))
-
-
-def _shardings(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
 def member_configs(base: ExperimentConfig, members: MemberSettings) -> dict[str, ExperimentConfig]:

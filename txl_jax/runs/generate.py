@@ -44,7 +44,6 @@ def generate_text(
     model has no checkpoint or cannot generate, or the prompt or the stop cannot be read.
     `stop_requested` is asked between segments of the prompt and between blocks of tokens.
     """
-    # The model at the path of `model`, with the settings of `config`.
     trained = TrainedModel.of(model, config)
     check_same_settings(config)
     sample = make_sampler(config, trained.vocabulary)
@@ -95,7 +94,8 @@ def continue_prompts(
 
     n_unknown = 0
     n_token = 0
-    # Prompts are read as they are needed, so an error in one comes after the records before it.
+    # Prompts are read as they are needed, so an error in one comes after the records of the batches
+    # before it.
     requests = _requests(prompts, vocabulary, samples=config.samples, name=name)
     while batch := list(itertools.islice(requests, batch_size)):
         for request in batch:
@@ -104,7 +104,7 @@ def continue_prompts(
 
         texts = [""] * len(batch)
         pieces = generator.pieces(
-            [_or_start(request.ids, vocabulary) for request in batch],
+            [or_start(request.ids, vocabulary) for request in batch],
             config,
             draws=[(config.seed, request.sample) for request in batch],
             decode=vocabulary.decode,
@@ -138,14 +138,14 @@ class _Request:
 def _requests(
     prompts: Iterable[tuple[int, bytes]], vocabulary: Vocabulary, *, samples: int, name: str
 ) -> Iterator[_Request]:
-    """Yields the samples of each prompt. A prompt is read and encoded when its first one is due."""
+    """Yields the requests for each prompt, which is read and encoded when its first one is due."""
     for index, (line, prompt) in enumerate(prompts):
         ids = ready_ids.token_ids(vocabulary, prompt, name=f"line {line} of {name}")
         for sample in range(samples):
             yield _Request(index, sample, prompt, ids)
 
 
-def _or_start(ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
+def or_start(ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
     """Returns the ids that a model continues: a prompt's, or the start token for an empty one.
 
     The start token is what a text could begin after, such as a newline.
@@ -214,9 +214,8 @@ class Sampler:
         """
         # The parameters are cast, scaled and laid out once for inference (`inference.prepare`).
         generator = built.generator(built.prepare_params(params))
-        # Without a prompt the samples continue the vocabulary's start token, such as a newline.
         blocks = generator.tokens(
-            _or_start(self.ids, self.vocabulary),
+            or_start(self.ids, self.vocabulary),
             self.settings,
             # A token ends a sample already here. A string is found only in the text, by the stream.
             stop_token=self.ending,

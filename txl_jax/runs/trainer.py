@@ -389,8 +389,8 @@ class Trainer:
 
     def _open_log(self, step: int) -> RunLog:
         """Opens the log for the records after `step`, with the startup summary."""
-        # This start makes these records of the step itself again. If a start before was killed too
-        # early, the log has them already, and drops them.
+        # Kinds of records of `step` itself that this start makes again. The log drops them if an
+        # earlier start was killed right after it had made them.
         redone = set()
         # A repeated evaluation is recorded before a checkpoint says that none is pending.
         if self._validation.pending:

@@ -68,10 +68,7 @@ class Validation:
 
     @property
     def out_of_patience(self) -> bool:
-        """Returns whether the last `patience` validation losses did not improve on the best.
-
-        This is the case if all of them were no better than the best loss before them.
-        """
+        """Whether the last `patience` validation losses were all no better than the best before."""
         patience = self._config.train.patience
         if not patience:
             return False

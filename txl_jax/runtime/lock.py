@@ -175,9 +175,9 @@ class RunLock(contextlib.ExitStack):
         )
 
     def is_renewed(self) -> bool:
-        """Returns whether the object has a holder that is alive or renewed the lock recently.
+        """Returns whether the object has a holder that is alive, as far as this machine can see.
 
-        The holder must run on this machine, or have renewed the lock within a minute.
+        Here its process must run. A holder elsewhere must have renewed the lock within a minute.
         """
         record, lock = self._read(), _stat(self._path)
         if record is None or lock is None:

@@ -12,8 +12,8 @@ outermost part of `data` is over the slices, so that only the all-reduce of grad
 numbers crosses them.
 
 Code finds the ambient mesh while it is traced (`jax.set_mesh`). A new thread has none. `bind_mesh`
-makes a compiled function enter its mesh itself, whoever calls it; everywhere else `with
-use_mesh(mesh):` does.
+makes a compiled function enter its mesh itself, whoever calls it; everywhere else
+`with use_mesh(mesh):` does.
 """
 
 import contextlib

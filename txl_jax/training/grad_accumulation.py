@@ -1,9 +1,7 @@
 """Gradient accumulation: a batch passes through the model in microbatches.
 
-Each microbatch has its own rows of the memory.
-
-Successive segments are never accumulated over: each update follows one segment, as the paper
-trains.
+Each microbatch has its own rows of the memory. Successive segments are never accumulated over: each
+update follows one segment, as the paper trains.
 """
 
 import dataclasses
@@ -17,8 +15,8 @@ from txl_jax.memory import Memory
 from txl_jax.recurrence import Segments
 from txl_jax.sharding.axes import num_batch_shards
 
-# (parameters, memory, segment, dropout key, tokens of the whole batch) -> (gradients, (nats,
-# memory))
+# (parameters, memory, segment, dropout key, tokens of the whole batch)
+# -> (gradients, (nats, memory))
 Gradient = Callable[..., tuple[Any, tuple[jax.Array, Memory]]]
 
 

@@ -198,7 +198,8 @@ def _description(array: Any) -> str:
     """Returns an array's dtype and shape, or the type of something else, for an error message."""
     if not hasattr(array, "dtype"):
         return type(array).__name__
-    return f"{array.dtype.name} {list(array.shape)}"
+    # A dtype's class, such as jnp.uint32, has a dtype but no shape.
+    return f"{array.dtype.name} {list(getattr(array, 'shape', ()))}"
 
 
 def dropout_of(dropout: Dropout | tuple[Any, Any] | None, n_head: int) -> Dropout | None:

@@ -155,9 +155,10 @@ class Implementation:
             )
 
     def __str__(self) -> str:
-        words = [self.path]
+        # A field of a wrong type must not fail here, since `__post_init__` names it in its error.
+        words = [str(self.path)]
         if self.kernel is not None:
-            words.append(self.kernel)
+            words.append(str(self.kernel))
         if self.tile is not None:
             words.append(str(self.tile))
         if self.interpret:

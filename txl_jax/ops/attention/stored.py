@@ -67,7 +67,7 @@ def _forward(
     weights = jnp.exp(scores_HxBxLxK - jnp.max(scores_HxBxLxK, axis=-1, keepdims=True))
     if visibility.lengths is not None:  # A query may see no key.
         weights = jnp.where(visible_1xBxLxK, weights, 0)
-    # It is at least 1 where a key is seen.
+    # The sum is at least 1 where a key is seen.
     total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1)
     # Without the barrier XLA stores the weights in float32 for both passes.
     probabilities = jax.lax.optimization_barrier((weights / total).astype(o.value.dtype))

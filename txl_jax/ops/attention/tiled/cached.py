@@ -37,7 +37,7 @@ from txl_jax.ops.attention.distances import relative_shift, skew
 from txl_jax.ops.attention.masks import CachedVisibility
 from txl_jax.ops.attention.problem import CachedOperands, Tile
 from txl_jax.ops.attention.reference import position_scores
-from txl_jax.ops.attention.tiled.training import OnlineSoftmax
+from txl_jax.ops.attention.tiled.training import OnlineSoftmax, largest_divisor
 from txl_jax.ops.matmul import product, wide_type
 
 # float32 numbers of the widest register of a CPU. If a region has more than one block, the size of
@@ -98,15 +98,10 @@ def _group_sizes(batch: int, n_head: int, n_query: int, max_queries: int) -> tup
     They are divisors of `batch` and `n_head`, and a group has at most `max_queries` queries in all,
     or those of a single head. A group of multiple rows has all heads.
     """
-    group_heads = _largest_divisor(n_head, max_queries // n_query)
+    group_heads = largest_divisor(n_head, max_queries // n_query)
     if group_heads < n_head:
         return 1, group_heads
-    return _largest_divisor(batch, max_queries // (n_head * n_query)), n_head
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    """Returns the largest divisor up to `limit`, or 1 if `limit` is less."""
-    return max(n for n in range(1, number + 1) if number % n == 0 and n <= max(limit, 1))
+    return largest_divisor(batch, max_queries // (n_head * n_query)), n_head
 
 
 def _attend(

@@ -282,8 +282,12 @@ def _rows_of_group(batch: int, layout: Layout) -> int:
     if default_device().platform != "cpu":
         return batch
     scores_per_row = max(strip.n_query * strip.n_key for strip in layout.strips())
-    max_rows = max(1, _CPU_SCORES // scores_per_row)
-    return max(n for n in range(1, batch + 1) if batch % n == 0 and n <= max_rows)
+    return largest_divisor(batch, _CPU_SCORES // scores_per_row)
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """Returns the largest divisor of `number` up to `limit`, or 1 if `limit` is less."""
+    return max(n for n in range(1, number + 1) if number % n == 0 and n <= max(limit, 1))
 
 
 def _pad_positions(arrays: Operands, layout: Layout) -> Operands:

@@ -163,7 +163,8 @@ def kernel_of(problem: AttentionCall) -> str:
     The rotation needs TPU v5, where it saves an eighth of the forward kernel. The gather compiles
     on every generation.
     """
-    # Its columns begin anywhere, which takes two rotations (TPU v5e: 2600 instructions, not 2410).
+    # Over a KV cache columns begin anywhere, which takes two rotations (TPU v5e: 2600 instructions,
+    # not 2410).
     if problem.cached:
         return "mosaic_gather"
     generation = _generation(problem.device_kind)

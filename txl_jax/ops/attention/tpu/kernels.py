@@ -16,11 +16,10 @@ the position keys. The kernel leaves the factor 1 / (1 - rate) out of d, multipl
 rate instead, and the sums at the end.
 
 The relative shift happens in vector registers. A strip of n queries (at most 128) and m keys needs
-the scores of n + m
-- 1 distances, largest first; query x meets key y at column n - 1 - x + y of them. So row x moves to
-  the left by n - 1 - x: at most 127 columns, one register of 128 lanes, which bounds what a row
-  gathers from to a register and its right neighbour. For n = 3, m = 2, entry `xp` of query x and
-  column p:
+the scores of n + m - 1 distances, largest first; query x meets key y at column n - 1 - x + y of
+them. So row x moves to the left by n - 1 - x: at most 127 columns, one register of 128 lanes, which
+bounds what a row gathers from to a register and its right neighbour. For n = 3, m = 2, entry `xp`
+of query x and column p:
 
     00 01 02 03        02 03
     10 11 12 13   ->   11 12
@@ -77,9 +76,8 @@ def tpu_attention(
     """Computes weighted sums of the values: [B, H, L, E], or zeros for a query that sees no key.
 
     `problem` describes the arrays. `tile` is rounded to what the registers take. `kernel` says how
-    a tile is skewed:
-    "mosaic_roll" (TPU v5 and later) or "mosaic_gather" (v4 and later). Any device can `interpret`
-    the kernels.
+    a tile is skewed: "mosaic_roll" (TPU v5 and later) or "mosaic_gather" (v4 and later). Any device
+    can `interpret` the kernels.
     """
     assert operands.position_score is None, "refused: a score per distance"
     geometry = Geometry(
@@ -96,8 +94,8 @@ def tpu_attention(
     )
 
 
-# Here `Operands` are also gradients, and in a kernel references to their blocks. Biases are [H, 1,
-# E].
+# Here `Operands` are also gradients, and in a kernel references to their blocks. Biases are
+# [H, 1, E].
 
 
 class _Scalars(NamedTuple):
