@@ -383,15 +383,14 @@ def rank(
 
     Tokens with equal counts are in the order in which they were counted.
 
-    Tokens rarer than `min_count` count as `unknown`, which is always there. Those of `first` never
-    do, however rare.
+    Tokens rarer than `min_count` count as `unknown`, which is always there. So do those of `first`,
+    although their ids are their own: another count would rank the tokens of earlier runs anew.
 
     >>> rank(collections.Counter("abracadabra"), min_count=2, unknown="?")
     ['a', 'b', 'r', '?']
     """
-    counts = {token: count for token, count in counts.items() if token not in first}
     kept = collections.Counter(
         {token: count for token, count in counts.items() if count >= min_count}
     )
     kept[unknown] += sum(count for count in counts.values() if count < min_count)
-    return [*first] + [token for token, _ in kept.most_common()]
+    return [*first] + [token for token, _ in kept.most_common() if token not in first]

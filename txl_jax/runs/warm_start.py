@@ -26,7 +26,7 @@ from txl_jax.data import corpus as corpus_lib
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError, rephrased
-from txl_jax.runs.build import Built, build_for
+from txl_jax.runs.build import Built, build_for, shardings_of
 from txl_jax.runs.run import Run
 from txl_jax.runs.trained import TrainedModel, open_weights
 from txl_jax.runtime import distributed
@@ -206,7 +206,7 @@ def load(built: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
         "tokens": rows.counts,
     }
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, built.abstract_state.params)
+    shardings = shardings_of(built.abstract_state.params)
     move = built.jit(transfer(rows, trained.config.model, config.model), out_shardings=shardings)
 
     def state(initial: Any) -> TrainState:
