@@ -25,7 +25,8 @@ KILLED_AFTER = "step 400/"  # The beginning of a line.
 PROGRESS = re.compile(r"step \d+/|(test|with|without)\b.*%")
 STYLES = {
     r"^\$.*": "bold white",
-    r"^[a-z]+ +(?=\S)|^step [\d/]+:?": "cyan",
+    # Keys of the log are padded to ten characters. Other lines begin with words of a sentence.
+    r"^[a-z]{1,8} {2,}(?=\S)|^[a-z]{9} (?=\S)|^step [\d/]+:?": "cyan",
     r"bits per byte [\d.]+|best so far": "green",
     r"^Killed": "red",
 }
