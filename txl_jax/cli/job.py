@@ -69,9 +69,10 @@ class Job:
         flagged = distributed.run_on_all(lambda: flag_tree.build(self.defaults))
         init_from = flagged.init_from
 
-        # This depends on the corpus of the defaults. They have the corpus of the flags already
-        # (`precedence.defaults_of_corpus`) or the command's own. In training, a flag for a corpus
-        # of another command is an error later (`train_command.check_program`).
+        # The preset `small` is only for your own text, not for a published corpus. Which it is,
+        # the defaults say: a command for one corpus begins with that corpus, and a command for
+        # all begins with the corpus of the flags (`precedence.defaults_of_corpus`). In training,
+        # a flag for a corpus of another command is an error later (`train_command.check_program`).
         base, small_note = precedence.small_if_no_sizes(
             self.defaults, self.places, has_weights=init_from is not None
         )

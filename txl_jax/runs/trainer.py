@@ -316,7 +316,9 @@ class Trainer:
             start = self._restore_or_initialize()
             with self._open_log(start.step):
                 self._log.settings(self._settings())
-                # Opening the log drops the losses that this start records again.
+                # The losses so far, for patience and the best step. Only now, because opening the
+                # log drops what a killed start recorded after its last checkpoint: this start
+                # computes it again.
                 self._validation.read_losses()
                 results = self._results_if_finished(start.step)
                 if results is not None:

@@ -226,7 +226,7 @@ class Progress:
             return ["losses", *[f"{loss:.4f}" for loss in losses]]
         [totals] = self._totals
         values = totals.values(self.measure)
-        # For example "bpc 1.0600" or "ppl 24.00".
+        # For example "bpc 1.0600", "bits per byte 1.0600" or "ppl 24.00".
         in_measure = Totals(totals.nats, totals.tokens).format(self.measure)
         return [f"loss {values['loss']:.4f}", in_measure, f"grad norm {values['grad_norm']:.3f}"]
 
