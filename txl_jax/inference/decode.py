@@ -33,7 +33,10 @@ from txl_jax.ops import sampling as sampling_lib
 
 
 class BlockRows(NamedTuple):
-    """What each of R rows does in one call of `decode_block`. The host makes it."""
+    """What each of R rows does in one call of `decode_block`. The host makes it.
+
+    In `inference.cache` and `ops.attention`, R is the number of slots of the ring instead.
+    """
 
     # int32 [R, G], known tokens, the latest last. The ones before it are read while number < 0.
     known: Any

@@ -147,7 +147,8 @@ class Generator:
         cache, known, number = self.prefill([prompt], 1, stop_requested=stop_requested)
 
         # The tokens after the last whole segment are read one by one, and none is drawn yet. There
-        # are -number of them, without the prompt's last. The key is not used.
+        # are -number of them, without the prompt's last, so after as many steps the next number
+        # would be 0: the first token to draw. The key is not used.
         if number[0] < 0:
             rows = BlockRows(
                 known=known,
@@ -236,8 +237,9 @@ class Generator:
         n_before_last += [0] * (rows - len(prompts))
         n_segments, n_rest = np.divmod(n_before_last, segment_len)
 
-        # Each prompt is cut into its whole segments, and the known tokens, which end with its last
-        # one and are aligned on the right. There may be no whole segment at all.
+        # Each prompt is cut into its whole segments and the known tokens: what is left, with its
+        # last token. That is 1 to L tokens, because the last one is in no segment. They are aligned
+        # on the right. There may be no whole segment at all.
         segments = np.zeros((n_segments.max(), rows, segment_len), np.int32)
         known = np.zeros((rows, segment_len), np.int32)
         for row, prompt in enumerate(prompts):

@@ -208,6 +208,7 @@ def norm_of(model: TransformerXL, scales: Any) -> Callable[[jax.Array], jax.Arra
 
 def query_key_value(layer: Layer, states: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes queries, keys and values of states [B, L, D], each [B, H, L, E]."""
+    # The kernel is [D, 3, H, E], so the products are [B, L, 3, H, E].
     projected = project(states, layer.query_key_value)
     query = projected[:, :, 0].swapaxes(1, 2)
     key = projected[:, :, 1].swapaxes(1, 2)

@@ -290,8 +290,9 @@ class _Groups(NamedTuple):
         largest_of_group = jax.lax.optimization_barrier(largest_of_group)
         _, groups = jax.lax.top_k(largest_of_group.T, min(k, n_full + 1))
 
-        # The members of these groups, [k, w, B]. Group number G is the last one, which is not in
-        # `full`: what "clip" takes for it is replaced below, by its members padded to w.
+        # The members of these groups, [k, w, B]. The groups of `full` have the numbers 0 to G - 1,
+        # and the last group, `rest`, has the number G. `full` has no row G, so "clip" takes row
+        # G - 1 in its place, which the `where` below replaces by `rest`, padded to w members.
         members = jnp.take_along_axis(self.full, groups.T[:, None], axis=0, mode="clip")
         n_missing = width - self.rest.shape[0]
         rest = jnp.pad(self.rest, [(0, n_missing), (0, 0)], constant_values=-jnp.inf)

@@ -267,7 +267,9 @@ class Built:
     def _memory_shardings(self, batch_size: int) -> Any:
         """Returns a training `Memory` of shardings."""
         rows = batch_axes(self.mesh, batch_size)
-        return Memory(self._sharding(axes.LAYERS, rows, axes.LENGTH, None), self._sharding(rows))
+        return Memory(
+            hidden=self._sharding(axes.LAYERS, rows, axes.LENGTH, None), valid=self._sharding(rows)
+        )
 
     def _sharding(self, *logical_axes: str | None) -> Any:
         """Returns the sharding of an array by its logical axes.

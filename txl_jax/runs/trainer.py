@@ -409,6 +409,7 @@ class Trainer:
     def _settings(self) -> dict[str, Any]:
         """Returns what the sinks show as the run's settings."""
         settings = config_tree.to_dict(self.built.config)
+        # `facts` describe the text, the size, and the weights that the run began with.
         return settings | self._validation.facts | environment.describe()
 
     def _results_if_finished(self, step: int) -> dict[str, Any] | None:
@@ -566,7 +567,8 @@ class Trainer:
             "steps": self._config.steps,
             "changes": self._validation.changes,
         }
-        # A run that resumes from this checkpoint does not make the records up to here again.
+        # `seal` returns when the lines and metrics up to here are kept, in a bucket too. A run that
+        # resumes from this checkpoint does not make them again.
         self._log.seal()
         self._checkpoints.save(context.step, context.state, notes)
 
