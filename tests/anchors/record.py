@@ -5,11 +5,12 @@ other test.
     PYTHONPATH=.:tests python -m anchors.record --write [NAME ...]  # replaces NAME.json, or all
 
 What is recorded: some elements and the sums of initial parameters; losses and gradient norms of the
-first updates, in which masks of dropout show; and the tokens of every kind of draw. Runs go through
-the public names of `txl_jax` and its files, so that modules can be moved. Write the files again
-only for a change that is meant to change numbers, and say so in the commit. The orders in which
-texts are read are in tests/data/test_segments.py; meshes and ensembles are compared with the runs
-of one device and of one member.
+first updates, in which masks of dropout show; and the tokens of every kind of draw. Each case has a
+twin without dropout, for changes that draw other masks and nothing else. Runs go through the public
+names of `txl_jax` and its files, so that modules can be moved. Write the files again only for a
+change that is meant to change numbers, and say so in the commit. The orders in which texts are read
+are in tests/data/test_segments.py; meshes and ensembles are compared with the runs of one device
+and of one member.
 
 Random bits are the same on every processor with float32. With float64 enabled JAX draws others, so
 those runs have losses of their own.
@@ -103,6 +104,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "bfloat16": {**ADAPTIVE, "model.dtype": "bfloat16"},
 }
 FLOAT64_RUNS = ("accumulated", "adaptive")
+# Each case has a twin without dropout, in NAME_no_dropout.json, whose numbers stay the same when
+# masks are drawn differently.
+TWIN = "_no_dropout"
+WITHOUT_DROPOUT = _of(
+    "model.dropout", rate=0.0, attention=0.0, input=0.0, output=0.0, qkv=0.0, embedding=0.0
+)
 
 
 def text() -> bytes:
@@ -223,19 +230,33 @@ def _texts(model: txl_jax.LanguageModel, kinds: tuple[str, ...]) -> dict[str, li
     return {name: model.generate(PROMPTS, each, seeds=(3, 4, 5)) for name, each in settings.items()}
 
 
-CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    **{name: functools.partial(run, changes=changes) for name, changes in RUNS.items()},
-    **{
-        f"{name}_float64": functools.partial(run_float64, changes=RUNS[name])
-        for name in FLOAT64_RUNS
-    },
-    "drawn": functools.partial(drawn, changes={}),
-    "drawn_by_cluster": functools.partial(drawn, changes=ADAPTIVE, kinds=("plain", "top_k")),
-}
+def _cases() -> dict[str, Callable[[Path], dict[str, Any]]]:
+    """Returns what measures each case, by its name: those with dropout, then their twins."""
+    cases: dict[str, Callable[[Path], dict[str, Any]]] = {}
+    for ending, dropout in (("", {}), (TWIN, WITHOUT_DROPOUT)):
+        for name, changes in RUNS.items():
+            cases[name + ending] = functools.partial(run, changes=changes | dropout)
+        for name in FLOAT64_RUNS:
+            changes = RUNS[name] | dropout
+            cases[f"{name}_float64{ending}"] = functools.partial(run_float64, changes=changes)
+        cases[f"drawn{ending}"] = functools.partial(drawn, changes=dropout)
+        cases[f"drawn_by_cluster{ending}"] = functools.partial(
+            drawn, changes=ADAPTIVE | dropout, kinds=("plain", "top_k")
+        )
+    return cases
+
+
+CASES = _cases()
 
 
 def tolerance(name: str) -> float:
-    return FLOAT64 if name.endswith("float64") else BFLOAT16 if name == "bfloat16" else FLOAT32
+    """Returns the relative tolerance of the losses, norms and texts of a case."""
+    name = name.removesuffix(TWIN)
+    if name.endswith("float64"):
+        return FLOAT64
+    if name == "bfloat16":
+        return BFLOAT16
+    return FLOAT32
 
 
 def differences(found: Any, expected: Any, relative: float, path: str = "") -> Iterator[str]:

@@ -12,7 +12,10 @@ from anchors import record
 from support.cases import full_but
 
 SLOW = ("accumulated_float64", "adaptive_one_width")
-QUICK = [name for name in record.CASES if name not in SLOW]
+# Twins that represent the others in the default tests. All of them would take 40 s more.
+QUICK_TWINS = [f"{name}{record.TWIN}" for name in ("relative", "averaged", "lstm", "qrnn")]
+WITH_DROPOUT = [name for name in record.CASES if not name.endswith(record.TWIN)]
+QUICK = [name for name in WITH_DROPOUT if name not in SLOW] + QUICK_TWINS
 
 
 @pytest.mark.parametrize("name", full_but(QUICK, record.CASES))
