@@ -1,5 +1,5 @@
-"""Tests the count of operations against XLA's, the table of devices, units that are reported, and
-the plot of a run.
+"""Tests the count of operations against XLA's and the traced program's, the table of devices, units
+that are reported, and the plot of a run.
 """
 
 import functools
@@ -7,16 +7,31 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import txl_jax
 from support import tiny
+from support.traced_matmuls import matmul_flops
 from txl_jax import flops, plots
-from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, Network, TrainConfig
+from txl_jax.config import (
+    Encoding,
+    EvalConfig,
+    ExperimentConfig,
+    Network,
+    NormPlace,
+    Remat,
+    TrainConfig,
+    config_tree,
+)
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.word_tokens import CharacterVocabulary
 from txl_jax.inference import forward
 from txl_jax.inference.prepare import prepare_params
 from txl_jax.metrics import Measure, Totals
+from txl_jax.ops.attention import Visibility
+from txl_jax.runs.build import build
+from txl_jax.training.step import make_train_step
 
 
 @pytest.mark.full
@@ -43,6 +58,128 @@ def test_a_token_costs_what_xla_counts(encoding):
         lengths = EvalConfig(segment_len=1, mem_len=256, same_length=same_length)
         expected = flops.of_inference(model.config, lengths, vocab_size=tiny.V)
         assert expected < counted < 1.15 * expected
+
+
+# A preset in miniature, with all sizes different. The reference is the attention whose matmuls the
+# program shows.
+MINIATURE = {
+    "model.n_layer": 3,
+    "model.d_model": 14,
+    "model.n_head": 2,
+    "model.d_head": 5,
+    "model.d_inner": 22,
+    "model.attention": "reference",
+    "train.batch_size": 4,
+    "train.segment_len": 6,
+    "train.segments_per_call": 1,
+    "train.grad_accum_steps": 1,
+}
+WITH_MEMORY = {"train.mem_len": 10}
+WITH_TAILS = {"model.cutoffs": (8, 20, 31)}
+VOCAB_SIZE = 41
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [
+        ("enwik8_12l", WITH_MEMORY),
+        ("enwik8_24l", WITH_MEMORY | {"train.same_length": True}),
+        ("enwik8_24l", WITH_MEMORY | {"train.grad_accum_steps": 2, "train.clamp_len": 7}),
+        ("enwik8_24l", WITH_MEMORY | {"model.remat": Remat.FULL}),
+        ("enwik8_12l", WITH_MEMORY | {"model.tie_positions": True}),
+        ("enwik8_12l", {"train.mem_len": 0, "train.stride": 2}),
+        ("wt103_base", WITH_MEMORY | WITH_TAILS),
+        ("wt103_large", WITH_MEMORY | WITH_TAILS | {"model.d_embed": 64}),
+        ("wt103_large_nvidia", WITH_MEMORY | WITH_TAILS | {"model.d_embed": 64}),
+        ("enwik8_12l", WITH_MEMORY | {"model.layer_norm": NormPlace.PRE, "model.d_embed": 9}),
+        ("ptb", WITH_MEMORY | {"model.encoding": Encoding.SHAW, "model.num_positions": 12}),
+        ("ptb", {"train.mem_len": 0} | {"model.encoding": Encoding.VASWANI}),
+        ("ptb", WITH_MEMORY | {"model.encoding": Encoding.AL_RFOU, "model.num_positions": 12}),
+    ],
+)
+def test_a_training_step_has_the_matmuls_of_its_program(preset, changes):
+    """The numbers are equal, after the differences that txl_jax/flops.py names.
+
+    - The program multiplies all L x K pairs of attention, and flops the visible ones.
+    - With div_val > 1 the program projects the embedding of each token with the matrices of all
+      clusters, and flops only with the head's.
+    - The tails of the softmax run in `while` loops, which neither counts.
+    """
+    config = config_tree.replace(txl_jax.preset(preset), MINIATURE | changes)
+    model = config.model
+    train = config.train
+    built = build(config, vocab_size=VOCAB_SIZE)
+    step = make_train_step(built.model, built.optimizer, built.schedule, built.config)
+    program = jax.make_jaxpr(step)(built.abstract_state, built.abstract_segments(train))
+
+    cost = flops.of_step(config, vocab_size=VOCAB_SIZE, n_device=1)
+    # Forward, and the gradients of both operands.
+    passes = 3
+    expected = cost.flops
+    if model.remat is Remat.FULL:
+        passes += 1
+        expected += cost.recomputed_flops
+
+    visibility = Visibility(
+        valid=jnp.full((1,), train.mem_len),
+        segment_len=train.segment_len,
+        mem_len=train.mem_len,
+        window=model.compat.window(train.mem_len, same_length=train.same_length),
+    )
+    n_hidden = train.batch_size * int(np.sum(~visibility.mask()))
+    n_product = 3 if model.encoding in (Encoding.RELATIVE, Encoding.SHAW) else 2
+    heads_dim = model.n_head * model.d_head
+    expected += passes * model.n_layer * n_product * 2 * heads_dim * n_hidden
+
+    if model.div_val > 1:
+        tail_widths = sum(model.cluster_width(c) for c in range(1, model.n_cluster))
+        n_position = train.batch_size * train.segment_len
+        expected += 3 * 2 * n_position * tail_widths * model.d_model
+
+    assert matmul_flops(program) == expected
+
+
+@pytest.mark.parametrize("network", [Network.LSTM, Network.QRNN])
+def test_a_training_step_of_a_recurrent_network_has_the_matmuls_of_its_program(network):
+    changes = WITH_MEMORY | {"model.network": network, "train.mem_len": 1, "model.d_embed": 9}
+    config = config_tree.replace(txl_jax.preset("ptb"), MINIATURE | changes)
+    built = build(config, vocab_size=VOCAB_SIZE)
+    step = make_train_step(built.model, built.optimizer, built.schedule, built.config)
+    program = jax.make_jaxpr(step)(built.abstract_state, built.abstract_segments(config.train))
+    cost = flops.of_step(config, vocab_size=VOCAB_SIZE, n_device=1)
+    assert matmul_flops(program) == cost.flops
+
+
+@pytest.mark.parametrize("same_length", [False, True])
+def test_a_segment_of_inference_has_the_matmuls_of_its_program(same_length):
+    """The program multiplies all slots of the cache and all pairs within the segment, for content
+    and values. For positions it multiplies each query with the keys of all distances.
+    """
+    batch, segment_len, mem_len = 3, 4, 12
+    model = tiny.make(d_embed=9)
+    weights = prepare_params(
+        tiny.variables(model)["params"],
+        model,
+        segment_len=segment_len,
+        mem_len=mem_len,
+        clamp_len=None,
+        window=mem_len if same_length else None,
+    )
+    cache = forward.init_cache(weights, batch_size=batch, mem_len=mem_len, segment_len=segment_len)
+
+    def score_segment(tokens, cache):
+        hidden, cache = forward.forward(weights, tokens, cache)
+        return forward.nll(weights, hidden, tokens), cache
+
+    tokens = jnp.zeros((batch, segment_len), jnp.int32)
+    counted = matmul_flops(jax.make_jaxpr(score_segment)(tokens, cache))
+
+    lengths = EvalConfig(segment_len=segment_len, mem_len=mem_len, same_length=same_length)
+    n_visible = mem_len if same_length else mem_len + (segment_len + 1) / 2
+    n_hidden = mem_len + segment_len - n_visible
+    hidden = 3 * 2 * tiny.N * tiny.H * tiny.E * n_hidden
+    expected = flops.of_inference(model.config, lengths, vocab_size=tiny.V) + hidden
+    assert counted == batch * segment_len * expected
 
 
 def cost_of(model):

@@ -1,9 +1,17 @@
 """Floating-point operations (FLOPs) of the model, and peak FLOP/s of devices.
 
 Counts the model's matmuls, at two FLOPs per multiply-add: not the softmax, the norms, nor what
-`remat` computes again. Query i of a segment attends to M + i + 1 keys, on average M + (L + 1) / 2,
-or M with `same_length`. Position scores saved by a clamp or a short table are counted. For an
-adaptive softmax only the head counts: how often a token needs a tail depends on the text.
+`remat` computes again. tests/test_flops.py compares them with the matmuls of the traced program,
+which differs as follows:
+
+- Attention counts by visible pairs of query and key, also where an implementation computes hidden
+  pairs and masks them. Query i of a segment attends to M + i + 1 keys, on average M + (L + 1) / 2.
+  With `same_length` it is M, or M + 1 by `model.compat`. Position scores saved by a clamp or a
+  short table are counted.
+- Of an adaptive embedding and softmax only the head counts. How often a token needs a tail depends
+  on the text.
+
+Letters: L segment length, M memory length, D model size.
 """
 
 import dataclasses
@@ -11,7 +19,14 @@ import re
 
 import jax
 
-from txl_jax.config import EvalConfig, ExperimentConfig, ModelConfig, Network, TrainConfig
+from txl_jax.config import (
+    EvalConfig,
+    ExperimentConfig,
+    ModelConfig,
+    Network,
+    NormPlace,
+    TrainConfig,
+)
 from txl_jax.modules.positions import encoding_of
 
 # Peak of dense matmuls, TFLOP/s per device, from the makers' data sheets: in bfloat16, of the older
@@ -40,7 +55,7 @@ class StepCost:
     flops: float | None = None
     # FLOP/s of all devices together, or None if it is unknown.
     peak_flops: float | None = None
-    # What `model.remat=full` adds: all layers forward once more, not the softmax.
+    # What `model.remat=full` adds: all layers forward once more, not embedding and softmax.
     recomputed_flops: float = 0.0
 
 
@@ -48,56 +63,117 @@ def of_step(config: ExperimentConfig, *, vocab_size: int, n_device: int) -> Step
     """Returns the work of one training step on `n_device` devices of this machine's kind."""
     model = config.model
     train = config.train
-    peak = device_peak(jax.devices()[0].device_kind)
-    forward = of_inference(model, train, vocab_size=vocab_size)
-    # Keys and values of the memory, and position keys, are projected again in every segment, as
-    # weights have changed. Backward, they have a gradient of the weights only.
-    projected = _of_memory(model, train)
-    recomputed = forward - _softmax(model, vocab_size) + projected
+    # All positions of the segments, with those that `train.stride` reads again.
+    n_position = train.batch_size * train.segment_len
+    forward = n_position * of_inference(model, train, vocab_size=vocab_size)
+
+    # Inference projects neither the memory nor position codes, but training has to, in every step,
+    # because the weights have changed.
+    memory = _of_memory(model, train)
+    position_keys = _of_position_keys(model, train)
+
+    # The backward pass of a matmul is two matmuls, the gradients of both operands. Position codes
+    # have no gradient, so that only the gradient of the weights is left. Neither has the memory,
+    # unless a layer norm comes before the projections, whose scale and bias have one.
+    is_pre_norm = model.layer_norm is NormPlace.PRE
+    memory_passes = 3 if is_pre_norm else 2
+    flops = 3 * forward + memory_passes * memory + 2 * position_keys
+
+    vocabulary = n_position * _of_vocabulary(model, vocab_size)
+    recomputed_flops = forward - vocabulary + memory + position_keys
+
+    peak_flops = device_peak(jax.devices()[0].device_kind)
+    if peak_flops is not None:
+        peak_flops *= n_device
     return StepCost(
         tokens=train.batch_size * train.new_tokens,
-        flops=(3 * forward + 2 * projected) * train.batch_size * train.segment_len,
-        peak_flops=None if peak is None else peak * n_device,
-        recomputed_flops=recomputed * train.batch_size * train.segment_len,
+        flops=flops,
+        peak_flops=peak_flops,
+        recomputed_flops=recomputed_flops,
     )
 
 
 def of_inference(
     config: ModelConfig, lengths: TrainConfig | EvalConfig, *, vocab_size: int
 ) -> float:
-    """Returns the FLOPs per token of inference, with a KV cache."""
-    if config.network is Network.LSTM:  # Four gates, from inputs and from outputs.
-        return config.n_layer * 16 * config.d_model**2 + _softmax(config, vocab_size)
-    # Three gates, from inputs. The first layer reads two of them.
+    """Returns the FLOPs per token of inference, with a KV cache and prepared position keys."""
+    vocabulary = _of_vocabulary(config, vocab_size)
+    d_model = config.d_model
+    if config.network is Network.LSTM:
+        # Four gates, from inputs [D] and from outputs [D].
+        return vocabulary + config.n_layer * 4 * _matmul(1, 2 * d_model, d_model)
     if config.network is Network.QRNN:
-        return (config.n_layer + 1) * 6 * config.d_model**2 + _softmax(config, vocab_size)
-    keys = (
-        lengths.mem_len if lengths.same_length else lengths.mem_len + (lengths.segment_len + 1) / 2
-    )
-    width = config.n_head * config.d_head
-    # Queries, keys, values, output and feed-forward part.
-    per_position = 2 * config.d_model * (4 * width + 2 * config.d_inner)
-    # Content score, position score and weighted value of one query and one key.
-    per_key = 2 * encoding_of(config).products_per_key * width
-    return config.n_layer * (per_position + per_key * keys) + _softmax(config, vocab_size)
+        # Three gates, from inputs [D]. The first layer reads two of them.
+        return vocabulary + (config.n_layer + 1) * 3 * _matmul(1, d_model, d_model)
+
+    # Query, key, value and output, and the two matmuls of the feed-forward part.
+    heads_dim = config.n_head * config.d_head
+    attention_projections = 4 * _matmul(1, d_model, heads_dim)
+    feed_forward = 2 * _matmul(1, d_model, config.d_inner)
+    # Content score, position score and weighted value of a query and a key.
+    n_product = encoding_of(config).products_per_key
+    attention = _keys_per_query(config, lengths) * n_product * _matmul(1, heads_dim, 1)
+    return vocabulary + config.n_layer * (attention_projections + feed_forward + attention)
 
 
 def device_peak(kind: str) -> float | None:
     """Returns the peak FLOP/s of a device by its name in JAX, or None if it is unknown."""
-    found = [name for name in _PEAKS if re.search(rf"\b{name}\b", kind)]
-    return 1e12 * _PEAKS[max(found, key=len)] if found else None
+    names = [name for name in _PEAKS if re.search(rf"\b{name}\b", kind)]
+    if not names:
+        return None
+    # "H100 PCIe" also contains the name "H100".
+    return 1e12 * _PEAKS[max(names, key=len)]
 
 
-def _of_memory(config: ModelConfig, lengths: TrainConfig) -> float:
-    """Returns the FLOPs of memory keys and values, and of position keys, per segment token."""
+def _matmul(n_row: int, n_term: int, n_column: int) -> int:
+    """Returns the FLOPs of a matmul, [rows, terms] x [terms, columns]."""
+    return 2 * n_row * n_term * n_column
+
+
+def _keys_per_query(config: ModelConfig, lengths: TrainConfig | EvalConfig) -> float:
+    """Returns the keys that a query attends to on average, with a full memory."""
+    window = config.compat.window(lengths.mem_len, same_length=lengths.same_length)
+    if window is not None:
+        return window
+    # The queries of a segment attend to M + 1, .., M + L keys.
+    return lengths.mem_len + (lengths.segment_len + 1) / 2
+
+
+def _of_memory(config: ModelConfig, train: TrainConfig) -> float:
+    """Returns the FLOPs of projecting the memory of all rows to keys and values, in all layers."""
     if config.network is not Network.TRANSFORMER_XL:
         return 0
-    project = 2 * config.d_model * config.n_head * config.d_head
-    codes = lengths.mem_len + lengths.segment_len if encoding_of(config).projects_codes else 0
-    return config.n_layer * project * (2 * lengths.mem_len + codes) / lengths.segment_len
+    n_position = train.batch_size * train.mem_len
+    heads_dim = config.n_head * config.d_head
+    return config.n_layer * 2 * _matmul(n_position, config.d_model, heads_dim)
 
 
-def _softmax(config: ModelConfig, vocab_size: int) -> float:
-    head = config.cutoffs[0] + len(config.cutoffs) if config.cutoffs else vocab_size
-    projection = config.d_model * config.embed_width if config.has_projections else 0
-    return 2 * (head * config.embed_width + projection)
+def _of_position_keys(config: ModelConfig, train: TrainConfig) -> float:
+    """Returns the FLOPs of projecting position codes, in all layers.
+
+    All rows share the position keys, so that a forward pass computes them once, and a step once for
+    each of its microbatches. A mesh may compute them once on each of its devices, which counts as
+    overhead and not as work of the model.
+    """
+    if config.network is not Network.TRANSFORMER_XL:
+        return 0
+    n_code = encoding_of(config).num_projected_codes(train.mem_len + train.segment_len)
+    heads_dim = config.n_head * config.d_head
+    per_pass = config.n_layer * _matmul(n_code, config.d_model, heads_dim)
+    return train.grad_accum_steps * per_pass
+
+
+def _of_vocabulary(config: ModelConfig, vocab_size: int) -> float:
+    """Returns the FLOPs per token of the embedding and the softmax, of the head without the tails.
+
+    The lookup of a token is no matmul, but its vector may be projected.
+    """
+    n_logit = vocab_size
+    if config.cutoffs:
+        # The head's tokens, and an entry for each tail.
+        n_logit = config.cutoffs[0] + len(config.cutoffs)
+    softmax = _matmul(1, config.embed_width, n_logit)
+    if not config.has_projections:
+        return softmax
+    # From the table's width to D in the embedding, and from D to the table's width in the softmax.
+    return softmax + 2 * _matmul(1, config.embed_width, config.d_model)

@@ -139,8 +139,6 @@ class PositionEncoding:
     has_four_terms: ClassVar[bool] = False
     # Matmuls per query and key: content, value, and position score if any.
     products_per_key: ClassVar[int] = 2
-    # Whether training projects all K codes, in every layer and segment.
-    projects_codes: ClassVar[bool] = False
     # The original's attn_type, or None if it has no such encoding.
     original_type: ClassVar[int | None] = None
     # Attention's inward projections in the original: the names of its matrices, and the parameters
@@ -154,6 +152,13 @@ class PositionEncoding:
     def has_position_score(self) -> bool:
         """Whether scores have a number per distance (`PositionTerms.position_score`)."""
         return False
+
+    def num_projected_codes(self, n_keys: int) -> int:
+        """Returns how many codes training projects with a matrix [D, H, E], of K keys.
+
+        They are projected in every layer and forward pass, once for all rows.
+        """
+        return 0
 
     # Training, in the order of the forward pass.
 

@@ -33,12 +33,20 @@ class RelativePositions(PositionEncoding):
     generates_by_token = True
     has_four_terms = True
     products_per_key = 3
-    projects_codes = True
     original_type = 0
     original_projections: ClassVar[Mapping[str, Sequence[str]]] = {
         "qkv_net": ("query", "key", "value"),
         "r_net": ("position_key",),
     }
+
+    def num_projected_codes(self, n_keys: int) -> int:
+        """Returns the K codes of the position keys, and one more with `tie_positions`.
+
+        That is the code of distance 0, from which u and v are projected.
+        """
+        if self.config.tie_positions:
+            return n_keys + 1
+        return n_keys
 
     def shared_codes(
         self, n_keys: int, *, clamp_len: int | None, drop: Callable[[jax.Array], jax.Array]
