@@ -1,9 +1,13 @@
-"""Tests dropout: masks and who shares them, expectations, and rates that are traced; anchors have
-its places.
+"""Tests dropout: masks and who shares them, that those of a model's places, steps and microbatches
+are independent, and rates that are traced; anchors have its places.
+
+The hash is tested in tests/ops/test_random_masks.py, masks on meshes in tests/sharding.
 """
 
 import functools
+import itertools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +15,18 @@ import pytest
 
 from support import tiny, tiny_run
 from support.cases import full_but
-from txl_jax.config import DType, Network
-from txl_jax.modules.dropout import dropout
+from support.mask_statistics import SMALLEST, kept_p, pair_p, sums_p
+from txl_jax.config import DType, Network, Remat
+from txl_jax.memory import Memory
+from txl_jax.modules.dropout import Dropout, dropout
 from txl_jax.modules.embedding import Embedding
 from txl_jax.modules.recurrent import RecurrentModel
 from txl_jax.modules.transformer_xl import TransformerXL
+from txl_jax.recurrence import Segments
+from txl_jax.runs.build import build
 from txl_jax.training import member_axis
+from txl_jax.training.optimizer import learning_rate, make_optimizer
+from txl_jax.training.step import TrainState, make_train_step
 
 RNGS = {"dropout": jax.random.key(0)}
 DRAWING = {"clamp_len": None, "same_length": False, "deterministic": False}
@@ -90,3 +100,253 @@ def test_scoring_leaves_nothing_out():
     np.testing.assert_array_equal(
         *(tiny.encoder(of)(variables, tiny.text(5), memory)[0] for of in (plain, dropped))
     )
+
+
+def masks_of(model, key, *, rows, length):
+    """The masks of all dropouts of activations in a training call: lists of [..], or [N, ..] in a
+    stack of layers, by the path of the module.
+    """
+
+    def record(call, arguments, options, context):
+        if not isinstance(context.module, Dropout) or context.method_name != "__call__":
+            return call(*arguments, **options)
+        scaled = call(jnp.ones_like(arguments[0]), *arguments[1:], **options)
+        # The scan over layers stacks this collection.
+        context.module.sow("attention", "mask", scaled != 0)
+        return arguments[0] * scaled
+
+    @jax.jit
+    def call(params, tokens, memory):
+        with nn.intercept_methods(record):
+            return model.apply(
+                {"params": params},
+                tokens,
+                memory,
+                deterministic=False,
+                rngs={"dropout": key},
+                mutable=["attention"],
+            )[1]
+
+    memory = model.init_memory(batch_size=rows, mem_len=length)
+    sown = call(tiny_run.params(model), tiny.text(length, rows=rows), memory)["attention"]
+    return {
+        jax.tree_util.keystr(path[:-1], simple=True, separator=" "): np.asarray(mask)
+        for path, mask in _masks(sown)
+    }
+
+
+def _masks(sown):
+    """(path with the number of the call, mask) of all calls of dropout."""
+    for path, mask in jax.tree.leaves_with_path(sown):
+        *modules, name, number = path
+        if name.key == "mask":
+            yield (*modules, number, name), mask
+
+
+@pytest.mark.parametrize("locked", full_but([False], [False, True]))
+@pytest.mark.parametrize("network", Network)
+def test_masks_of_a_models_places_are_independent(network, locked):
+    """Between any two places, of two layers or of two uses of one module, such as the input
+    dropout's for codes and for embeddings.
+    """
+    rate, rows, length, width = 0.1, 8, 64, 256
+    sizes = {"n_layer": 3, "d_model": width, "d_inner": width, "n_head": 2, "d_head": 8}
+    if locked:
+        rows = 256
+        length = 3
+    model = model_of(network, **sizes, dropout__rate=rate, dropout__locked=locked)
+    found = masks_of(model, jax.random.key(5), rows=rows, length=length)
+
+    masks = {}
+    for name, mask in found.items():
+        if locked:
+            assert (mask == mask[..., :1, :]).all(), name
+            mask = mask[..., :1, :]
+        if name.startswith("stack"):
+            for layer, of_layer in enumerate(mask):
+                masks[f"{name} of {layer}"] = of_layer
+        else:
+            masks[name] = mask
+    # Codes have no rows of the batch, and twice the positions.
+    n_masks = {Network.TRANSFORMER_XL: 3 * 3 + 3, Network.LSTM: 4, Network.QRNN: 4}
+    assert len(masks) == n_masks[network], masks.keys()
+    for name, mask in masks.items():
+        assert kept_p(mask, rate) > SMALLEST, name
+        for axis in range(mask.ndim):
+            assert sums_p(mask, rate, axis) > SMALLEST, (name, axis)
+    for (name, mask), (other_name, other) in itertools.combinations(masks.items(), 2):
+        first, second = np.broadcast_arrays(
+            mask[..., : other.shape[-2], :], other[..., : mask.shape[-2], :]
+        )
+        assert pair_p(first, second, rate) > SMALLEST, (name, other_name)
+
+
+def test_dropped_words_are_independent():
+    """Of words with neighbouring ids, and of two updates."""
+    vocab_size, rate = 1_000_000, 0.1
+    embedding = Embedding(config(dropout__embedding=rate, d_model=2), vocab_size)
+    # The first position of a segment is never dropped.
+    tokens = jnp.arange(-1, vocab_size)[None].clip(0)
+    variables = {"params": {"table_0": jnp.ones((vocab_size, 2))}}
+
+    @jax.jit
+    def kept(seed):
+        rngs = {"dropout": jax.random.key(seed)}
+        return embedding.apply(variables, tokens, deterministic=False, rngs=rngs)[0, 1:, 0] != 0
+
+    first, second = (np.asarray(kept(seed)) for seed in (0, 1))
+    assert kept_p(first, rate) > SMALLEST
+    for distance in (1, 2, 256, 1000):
+        assert pair_p(first[distance:], first[:-distance], rate) > SMALLEST, distance
+    assert pair_p(first, second, rate) > SMALLEST
+
+
+class Probe(nn.Module):
+    """A model whose memory is the mask that a call of it drew, [1, B, M, D]."""
+
+    rate: float
+
+    def apply_to(self, memory):
+        scaled = Dropout(self.rate, deterministic=False)(jnp.ones(memory.hidden.shape[1:]))
+        return (scaled, Memory((scaled != 0)[None].astype(jnp.float32), memory.valid))
+
+    @nn.compact
+    def __call__(self, tokens, memory, *, clamp_len, same_length, deterministic):
+        assert not deterministic
+        self.param("weight", nn.initializers.ones, ())
+        return self.apply_to(memory)
+
+    def nll(self, hidden, targets):
+        return 0 * self.variables["params"]["weight"] * targets
+
+
+def masks_of_steps(rate, *, microbatches=1, per_call=1, steps=4, shape=(8, 40, 128)):
+    """The masks [B, M, D] after each call of the train step."""
+    rows, mem_len, width = shape
+    base = tiny.changed(
+        tiny_run.CONFIG,
+        train__grad_accum_steps=microbatches,
+        train__batch_size=rows,
+        train__segment_len=2,
+    )
+    optimizer = make_optimizer(base)
+    step = jax.jit(make_train_step(Probe(rate), optimizer, learning_rate(base), base))
+    params = {"weight": jnp.ones(())}
+    memory = Memory(jnp.zeros((1, rows, mem_len, width)), jnp.zeros(rows, jnp.int32))
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=optimizer.init(params),
+        memory=memory,
+        average=None,
+    )
+    segments = Segments(
+        inputs=jnp.zeros((per_call, rows, 2), jnp.int32),
+        targets=jnp.zeros((per_call, rows, 2), jnp.int32),
+        weights=jnp.ones((per_call, rows, 2)),
+        reset=jnp.zeros((per_call, rows), bool),
+    )
+    masks = []
+    for _ in range(0, steps, per_call):
+        state, _ = step(state, segments)
+        masks.append(np.asarray(state.memory.hidden[0], bool))
+    return masks
+
+
+def test_masks_of_steps_and_microbatches_are_independent():
+    rate = 0.1
+    masks = masks_of_steps(rate, microbatches=2, steps=2)
+    halves = [half for mask in masks for half in np.split(mask, 2)]
+    for first, second in itertools.combinations(halves, 2):
+        assert kept_p(first, rate) > SMALLEST
+        assert pair_p(first, second, rate) > SMALLEST
+
+
+def test_updates_per_call_and_a_later_start_change_no_mask():
+    masks = masks_of_steps(0.3)
+    assert len(masks) == 4
+    pairs = masks_of_steps(0.3, per_call=2)
+    np.testing.assert_array_equal(pairs, masks[1::2])
+
+
+@pytest.mark.parametrize("remat", [Remat.FULL, Remat.DOTS])
+def test_remat_changes_no_mask(remat, x64):
+    """Neither in the forward pass nor in the backward pass, where it is drawn once more."""
+    changes = {"dtype": DType.FLOAT64, "dropout__rate": 0.3, "dropout__attention": 0.2}
+
+    def loss_and_gradients(remat):
+        model = model_of(Network.TRANSFORMER_XL, remat=remat, **changes)
+        memory = model.init_memory(batch_size=tiny.B, mem_len=3)
+
+        def loss(params):
+            hidden, _ = model.apply({"params": params}, tiny.text(5), memory, rngs=RNGS, **DRAWING)
+            return jnp.sum(hidden**3)
+
+        return jax.jit(jax.value_and_grad(loss))(tiny_run.params(model))
+
+    found, expected = (loss_and_gradients(each) for each in (remat, Remat.NONE))
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11),
+        found,
+        expected,
+    )
+
+
+def test_masks_of_ensemble_members():
+    """By their seeds independent, by their rates the same numbers, at traced rates."""
+    rates = np.asarray([0.05, 0.1, 0.1, 0.5], np.float32)
+    seeds = jnp.asarray([0, 0, 1, 1])
+    shape = (50, 200, 100)
+
+    @jax.jit
+    @jax.vmap
+    def masks(rate, seed):
+        drop = Dropout(rate, deterministic=False)
+        return drop.apply({}, jnp.ones(shape), rngs={"dropout": jax.random.key(seed)}) != 0
+
+    found = np.asarray(masks(rates, seeds))
+    for mask, rate in zip(found, rates, strict=True):
+        assert kept_p(mask, float(rate)) > SMALLEST
+    assert pair_p(found[1], found[2], 0.1) > SMALLEST
+    # What is kept at a rate is kept at each lower one.
+    assert not (found[1] & ~found[0]).any() and not (found[3] & ~found[2]).any()
+
+
+CASES = {
+    "all": {
+        "model__network": Network.TRANSFORMER_XL,
+        "model__dropout__attention": 0.1,
+        "model__dropout__qkv": 0.1,
+    },
+    "locked": {"model__network": Network.TRANSFORMER_XL, "model__dropout__locked": True},
+    "lstm": {"model__network": Network.LSTM},
+    "qrnn": {"model__network": Network.QRNN},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_random_bits_but_seeds_in_a_train_step(name):
+    """Threefry costs ten times the hash, and XLA runs it twice and stores the mask."""
+    changes = {
+        "model__d_model": 64,
+        "model__n_head": 4,
+        "model__d_head": 16,
+        "model__d_inner": 256,
+        "model__dropout__rate": 0.1,
+        "model__dropout__embedding": 0.1,
+        "train__batch_size": 4,
+        "train__segment_len": 64,
+        "train__mem_len": 64,
+    }
+    made = build(tiny.changed(tiny_run.CONFIG, **changes | CASES[name]), vocab_size=20_000)
+    step = make_train_step(made.model, made.optimizer, made.schedule, made.config)
+    segments = made.abstract_segments(made.config.train)
+    program = jax.make_jaxpr(step)(made.abstract_state, segments)
+    sizes = [
+        output.aval.size
+        for equation in tiny.equations(program)
+        if equation.primitive.name in ("random_bits", "threefry2x32")
+        for output in equation.outvars
+    ]
+    # Some seeds are there: this would see more.
+    assert sizes and max(sizes) <= 10_000

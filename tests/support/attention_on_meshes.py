@@ -15,7 +15,13 @@ import numpy as np
 
 from support.attention_arrays import NAMES, draw
 from txl_jax.config import MeshConfig
-from txl_jax.ops.attention import CachedVisibility, Dropout, Visibility, attention, cached_attention
+from txl_jax.ops.attention import (
+    CachedVisibility,
+    ProbabilityDropout,
+    Visibility,
+    attention,
+    cached_attention,
+)
 from txl_jax.ops.attention.problem import Implementation, Tile
 from txl_jax.sharding.mesh import make_mesh, use_mesh
 
@@ -37,7 +43,7 @@ def training(implementation):
     """The function of arrays to values and gradients, with dropout; 5 rows have less memory than
     M.
     """
-    dropout = Dropout(0.3, jnp.uint32(7), n_head=H)
+    dropout = ProbabilityDropout(0.3, jnp.uint32(7), n_head=H)
     options = {"visibility": VISIBILITY, "dropout": dropout, "implementation": implementation}
 
     def loss(given):

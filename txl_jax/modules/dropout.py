@@ -4,34 +4,40 @@ A rate may be a traced number, so that vmapped runs with different rates are one
 (`txl_jax.training.member_axis`).
 """
 
+from collections.abc import Sequence
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
-from txl_jax.ops.attention.dropout import Dropout as ProbabilityDropout
+from txl_jax.ops import random_masks
+from txl_jax.ops.attention import ProbabilityDropout
 
 Rate = float | jax.Array
 
 
-class Dropout(nn.Dropout):
-    """Flax's `Dropout`, with the same masks, for rates that may be traced."""
+class Dropout(nn.Module):
+    """Dropout with the masks of `ops.random_masks`, by a seed that each call samples."""
 
-    rate: Rate  # type: ignore[assignment]
+    # Fraction that is dropped, at least 0 and below 1.
+    rate: Rate
+    # Axes along which all numbers share a mask.
+    broadcast_dims: Sequence[int] = ()
+    # Whether dropout is off, or None if each call says it.
+    deterministic: bool | None = None
 
-    def __call__(
-        self, inputs: jax.Array, deterministic: bool | None = None, rng: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, inputs: jax.Array, deterministic: bool | None = None) -> jax.Array:
         """Zeros random numbers of an array of any shape and scales up the others."""
         deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
         if not is_on(self.rate) or deterministic:
             return inputs
-        shape = list(inputs.shape)
+        mask_shape = list(inputs.shape)
         for axis in self.broadcast_dims:
-            shape[axis] = 1
-        key = self.make_rng(self.rng_collection) if rng is None else rng
-        kept = jax.random.bernoulli(key, 1 - self.rate, shape)
-        return jnp.where(kept, inputs / jnp.asarray(1 - self.rate, inputs.dtype), 0)
+            mask_shape[axis] = 1
+        return random_masks.drop(
+            inputs, seed=sample_seed(self), rate=self.rate, mask_shape=mask_shape
+        )
 
     def draw_seed(self, n_head: int) -> ProbabilityDropout | None:
         """Samples the seed for dropout on the attention probabilities of `n_head` heads.
@@ -40,8 +46,15 @@ class Dropout(nn.Dropout):
         """
         if not is_on(self.rate) or self.deterministic:
             return None
-        seed = jax.random.bits(self.make_rng(self.rng_collection), (), jnp.uint32)
-        return ProbabilityDropout(self.rate, seed, n_head)
+        return ProbabilityDropout(self.rate, sample_seed(self), n_head)
+
+
+def sample_seed(module: nn.Module) -> jax.Array:
+    """Samples a seed for one mask, uint32 [].
+
+    It depends on the rng "dropout", on the module's path, and on how many the module has sampled.
+    """
+    return jax.random.bits(module.make_rng("dropout"), (), jnp.uint32)
 
 
 def is_on(rate: Rate) -> bool:

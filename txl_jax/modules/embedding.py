@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
-from txl_jax.modules.dropout import is_on
-from txl_jax.ops import adaptive_softmax
+from txl_jax.modules.dropout import is_on, sample_seed
+from txl_jax.ops import adaptive_softmax, random_masks
 from txl_jax.ops.adaptive_softmax import Cluster, TailEntries
 from txl_jax.sharding import axes
 
@@ -73,11 +73,14 @@ class Embedding(nn.Module):
         two norms in each of 16 layers gradients overflow.
         """
         rate = self.config.dropout.embedding
-        is_kept_V = jax.random.bernoulli(self.make_rng("dropout"), 1 - rate, (self.vocab_size,))
         is_first_L = jnp.arange(tokens.shape[-1]) == 0
 
-        scaled = embedded / jnp.asarray(1 - rate, embedded.dtype)
-        dropped = jnp.where(is_kept_V[tokens][..., None], scaled, 0)
+        def drop(embedded: jax.Array, seed: jax.Array, tokens: jax.Array) -> jax.Array:
+            # The hash of a token id decides about the word, so no mask of V words is needed.
+            is_kept_BxL = random_masks.is_kept(seed, rate, tokens)
+            return random_masks.scale_kept(embedded, is_kept_BxL[..., None], rate)
+
+        dropped = random_masks.recomputed(drop)(embedded, sample_seed(self), tokens)
         return jnp.where(is_first_L[None, :, None], embedded, dropped)
 
 

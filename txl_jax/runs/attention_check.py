@@ -31,7 +31,7 @@ from txl_jax.ops.attention import (
     attention,
     cached_attention,
 )
-from txl_jax.ops.attention.dropout import Dropout
+from txl_jax.ops.attention.dropout import ProbabilityDropout
 from txl_jax.ops.attention.problem import REFERENCE, default_device
 from txl_jax.runtime import distributed
 
@@ -291,7 +291,7 @@ def _training_results(
     visibility = Visibility(valid, call.segment_len, mem_len, call.window)
     dropout = None
     if call.dropout:
-        dropout = Dropout(_DROPOUT_RATE, jnp.uint32(_DROPOUT_SEED), call.n_head)
+        dropout = ProbabilityDropout(_DROPOUT_RATE, jnp.uint32(_DROPOUT_SEED), call.n_head)
 
     def compute(operands: Arrays) -> jax.Array:
         return attention(

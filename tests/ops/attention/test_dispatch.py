@@ -10,7 +10,13 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from support.attention_arrays import NAMES, draw
 from txl_jax.config import MeshConfig
-from txl_jax.ops.attention import CachedVisibility, Dropout, Visibility, attention, cached_attention
+from txl_jax.ops.attention import (
+    CachedVisibility,
+    ProbabilityDropout,
+    Visibility,
+    attention,
+    cached_attention,
+)
 from txl_jax.ops.attention.dispatch import Shards, shards_of
 from txl_jax.sharding.mesh import abstract_mesh, use_mesh
 
@@ -64,7 +70,7 @@ def as_type(dtype):
             {"key": lambda old: old[:, :, : L - 1], "visibility": sees(mem_len=-1)},
             "mem_len .* got -1",
         ),
-        ({"dropout": Dropout(0.5, jnp.uint32(7), H - 1)}, "n_head .* got 2"),
+        ({"dropout": ProbabilityDropout(0.5, jnp.uint32(7), H - 1)}, "n_head .* got 2"),
         ({"dropout": 0.5}, r"dropout .* got 0\.5"),
         ({"dropout": (np.float32(1), 7)}, r"dropout rate .* got 1\.0"),
         ({"dropout": (-0.1, 7)}, r"dropout rate .* got -0\.1"),

@@ -13,7 +13,7 @@ import pytest
 
 from support import oracles
 from support.attention_arrays import NAMES, draw, shapes
-from txl_jax.ops.attention import Dropout, Visibility, attention
+from txl_jax.ops.attention import ProbabilityDropout, Visibility, attention
 from txl_jax.ops.attention.distances import key_distances, sinusoids
 
 B, H, L, M, E = 3, 2, 5, 4, 3
@@ -172,7 +172,7 @@ LARGE = (2, 3, 512, 512)  # B, H, L, K.
 
 def kept(seed=7, *, rate=RATE):
     """The mask of whole probabilities, bool [B, H, L, K]."""
-    scaled = Dropout(rate, jnp.uint32(seed), LARGE[1]).apply(jnp.ones(LARGE))
+    scaled = ProbabilityDropout(rate, jnp.uint32(seed), LARGE[1]).apply(jnp.ones(LARGE))
     np.testing.assert_allclose(np.unique(scaled), [0, 1 / (1 - rate)], rtol=1e-6)
     return np.asarray(scaled) > 0
 

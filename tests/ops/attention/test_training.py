@@ -11,7 +11,7 @@ import pytest
 
 from support.attention_arrays import NAMES, draw
 from support.cases import nightly_but
-from txl_jax.ops.attention import Dropout, Implementation, Tile, Visibility, attention
+from txl_jax.ops.attention import Implementation, ProbabilityDropout, Tile, Visibility, attention
 from txl_jax.ops.attention.problem import REFERENCE
 from txl_jax.ops.attention.tiled import training
 
@@ -120,7 +120,9 @@ def make(case, dtype=jnp.float32):
     visibility = Visibility(jnp.asarray(valid, jnp.int32), segment_len, mem_len, **options)
     rate = case.get("rate")
     dropout = (
-        None if rate is None else Dropout(rate, jnp.uint32(5), first_row=3, first_head=1, n_head=7)
+        None
+        if rate is None
+        else ProbabilityDropout(rate, jnp.uint32(5), first_row=3, first_head=1, n_head=7)
     )
     return (
         case["by"],
@@ -194,7 +196,7 @@ def test_members_of_an_ensemble_have_their_own_weights_seeds_and_rates(name):
     seeds, rates = jnp.arange(3, dtype=jnp.uint32), jnp.asarray([0.1, 0.0, 0.6])
 
     def of_member(implementation, arrays, valid, seed, rate):
-        dropout = Dropout(rate=rate, seed=seed, n_head=7)
+        dropout = ProbabilityDropout(rate=rate, seed=seed, n_head=7)
         return value_and_gradients(implementation, arrays, visibility.replace(valid=valid), dropout)
 
     found = jax.jit(jax.vmap(functools.partial(of_member, by)))(members, valid, seeds, rates)

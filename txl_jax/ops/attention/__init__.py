@@ -9,7 +9,7 @@
     stored.py     the same in plain XLA with its own backward pass: the path of GPUs in training
     tpu/          the same in Pallas kernels for TPUs
     masks.py      which keys a query attends to, as descriptions and as booleans
-    dropout.py    `Dropout` on the probabilities, the same mask on every path
+    dropout.py    `ProbabilityDropout` on the probabilities, the same mask on every path
     distances.py  distances, their sinusoids, and the relative shift
 
 Letters: B batch, L segment length, M memory length, K = M + L keys, H heads, E head width, P
@@ -18,7 +18,7 @@ distances, R slots of a cache.
 
 from txl_jax.ops.attention.dispatch import attention, cached_attention
 from txl_jax.ops.attention.distances import key_distances, relative_shift, sinusoids
-from txl_jax.ops.attention.dropout import Dropout
+from txl_jax.ops.attention.dropout import ProbabilityDropout
 from txl_jax.ops.attention.masks import CachedVisibility, Visibility
 from txl_jax.ops.attention.problem import AttentionCall, AttentionPaths, Implementation, Tile
 from txl_jax.ops.attention.reference import ScoreTerms, score_terms
@@ -27,8 +27,8 @@ __all__ = [
     "AttentionCall",
     "AttentionPaths",
     "CachedVisibility",
-    "Dropout",
     "Implementation",
+    "ProbabilityDropout",
     "ScoreTerms",
     "Tile",
     "Visibility",

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from txl_jax.ops.attention.dropout import Dropout
+from txl_jax.ops.attention.dropout import ProbabilityDropout
 from txl_jax.ops.attention.masks import CachedVisibility, Visibility
 from txl_jax.ops.attention.problem import CachedOperands, Operands
 from txl_jax.ops.matmul import Int8
@@ -202,11 +202,15 @@ def _description(array: Any) -> str:
     return f"{array.dtype.name} {list(getattr(array, 'shape', ()))}"
 
 
-def dropout_of(dropout: Dropout | tuple[Any, Any] | None, n_head: int) -> Dropout | None:
-    """Checks the description of dropout, and returns it as a `Dropout`, or None without dropout.
+def dropout_of(
+    dropout: ProbabilityDropout | tuple[Any, Any] | None, n_head: int
+) -> ProbabilityDropout | None:
+    """Checks the description of dropout, and returns it as a `ProbabilityDropout`.
+
+    Without dropout it returns None.
 
     Args:
-      dropout: A `Dropout`, (rate, seed), or None.
+      dropout: A `ProbabilityDropout`, (rate, seed), or None.
       n_head: The query's heads, on all devices.
 
     Raises:
@@ -217,8 +221,8 @@ def dropout_of(dropout: Dropout | tuple[Any, Any] | None, n_head: int) -> Dropou
         return None
     if isinstance(dropout, tuple) and len(dropout) == 2:
         rate, seed = dropout
-        dropout = Dropout(rate, _seed(seed), n_head=n_head)
-    if not isinstance(dropout, Dropout):
+        dropout = ProbabilityDropout(rate, _seed(seed), n_head=n_head)
+    if not isinstance(dropout, ProbabilityDropout):
         raise ValueError(
             f"dropout must be (rate, seed), such as (0.1, jnp.uint32(7)), or None, got {dropout!r}"
         )

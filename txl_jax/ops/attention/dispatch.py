@@ -16,7 +16,7 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from txl_jax.ops.attention import check, choose, reference
-from txl_jax.ops.attention.dropout import Dropout
+from txl_jax.ops.attention.dropout import ProbabilityDropout
 from txl_jax.ops.attention.masks import CachedVisibility, Visibility
 from txl_jax.ops.attention.problem import (
     AttentionCall,
@@ -43,7 +43,7 @@ def attention(
     position_bias: jax.Array | None = None,
     position_score: jax.Array | None = None,
     visibility: Visibility,
-    dropout: Dropout | tuple[float | jax.Array, jax.Array] | None = None,
+    dropout: ProbabilityDropout | tuple[float | jax.Array, jax.Array] | None = None,
     implementation: Implementation | str = choose.AUTO,
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E].
@@ -63,8 +63,8 @@ def attention(
       position_score: [H, P], added to these distances' scores before the division, also without
         keys, or None.
       visibility: Which keys a query attends to. A query without any gets zeros.
-      dropout: Dropout on the probabilities, as a `Dropout`, or as (rate, seed) with a seed
-        uint32 [] that is new in each layer and update, or None.
+      dropout: Dropout on the probabilities, as a `ProbabilityDropout`, or as (rate, seed) with a
+        seed uint32 [] that is new in each layer and update, or None.
       implementation: A path ("auto", "reference", "tiled", "stored", "fused"), or an earlier choice
         (`choose.resolve`).
 
@@ -85,7 +85,7 @@ def attention(
     check.operands_fit(operands, visibility)
     # Rows and heads of all devices.
     batch, n_head = query.shape[:2]
-    # A pair (rate, seed) becomes a `Dropout`.
+    # A pair (rate, seed) becomes a `ProbabilityDropout`.
     dropout = check.dropout_of(dropout, n_head)
 
     # A run has chosen before (`runs.attention_choice`). Its choice stays if it can serve this call.
@@ -101,7 +101,7 @@ def attention(
         return compute(operands, visibility, dropout)
 
     def compute_shard(
-        operands: Operands, visibility: Visibility, dropout: Dropout | None
+        operands: Operands, visibility: Visibility, dropout: ProbabilityDropout | None
     ) -> jax.Array:
         if dropout is not None:
             dropout = _dropout_of_shard(dropout, shards)
@@ -286,7 +286,7 @@ def shards_of(batch: int, n_head: int) -> Shards | None:
     )
 
 
-def _dropout_of_shard(dropout: Dropout, shards: Shards) -> Dropout:
+def _dropout_of_shard(dropout: ProbabilityDropout, shards: Shards) -> ProbabilityDropout:
     """Returns the dropout of this device's rows and heads, inside `shard_map`.
 
     Masks depend on the place of a row and a head in the whole batch.
@@ -300,7 +300,9 @@ def _dropout_of_shard(dropout: Dropout, shards: Shards) -> Dropout:
     return dropout.replace(first_row=first_row, first_head=first_head)
 
 
-def describe(operands: Operands, visibility: Visibility, dropout: Dropout | None) -> AttentionCall:
+def describe(
+    operands: Operands, visibility: Visibility, dropout: ProbabilityDropout | None
+) -> AttentionCall:
     """Returns the description of a call of `attention` on one device of the ambient mesh."""
     query = operands.query
     n_positions = 0

@@ -1,14 +1,11 @@
 """Dropout on attention probabilities with a counter-based generator.
 
 A mask is a function of where it applies: whether a probability is kept depends on (seed, row of the
-batch, head, query, key) and on nothing else. So the forward and the backward pass, every tile size,
-every mesh and every platform draw the same mask, and none of them stores it. A generator with a
-state, or one keyed by the shape of the array like `jax.random.bernoulli`, has a mask per array: a
-kernel that never has the whole array cannot reproduce it.
+batch, head, query, key) and on nothing else. So every path, tile size and mesh draws the same mask.
+A kernel that never has the whole array could not reproduce the mask of a generator with a state.
 
-The hash runs the multiply-xorshift rounds of Wellons's lowbias32
-(https://nullprogram.com/blog/2018/07/31/) twice: once for what a row of the scores shares, and once
-per pair.
+The hash is made of the rounds of `ops.random_masks`: short ones for what a row of the scores
+shares, and whole ones per pair.
 """
 
 from typing import Any
@@ -18,15 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from txl_jax.ops import random_masks
+from txl_jax.ops.random_masks import as_uint32, rounds
+
 # Factors that spread neighbouring numbers over the 32 bits. They are odd, and the first one is
 # about 2^32 / golden ratio.
 _ROW_HEAD = np.uint32(0x9E3779B1)
 _QUERY = np.uint32(0x85EBCA77)
 _KEY = np.uint32(0xC2B2AE3D)
-_LARGEST = np.float32(2**32 - 2**8)  # The largest float32 below 2^32.
 
 
-class Dropout(flax.struct.PyTreeNode):
+class ProbabilityDropout(flax.struct.PyTreeNode):
     """Dropout on the probabilities of one attention."""
 
     # Fraction that is dropped, at least 0 and below 1. A number or a traced scalar.
@@ -41,12 +40,8 @@ class Dropout(flax.struct.PyTreeNode):
     first_head: int | jax.Array = 0
 
     def threshold(self) -> jax.Array:
-        """Returns the uint32 below which a probability is dropped.
-
-        It is rate * 2^32, computed from the rate in float32.
-        """
-        scaled = jnp.asarray(self.rate, jnp.float32) * np.float32(2**32)
-        return jnp.minimum(scaled, _LARGEST).astype(jnp.uint32)
+        """Returns the uint32 below which random bits drop a probability."""
+        return random_masks.threshold(self.rate)
 
     def row_heads(self, batch: int, n_head: int) -> jax.Array:
         """Returns the number of each row and head of this device in `bits`: int32 [B, H]."""
@@ -68,7 +63,7 @@ class Dropout(flax.struct.PyTreeNode):
     def apply(self, probabilities: jax.Array) -> jax.Array:
         """Applies the mask to whole probabilities, [B, H, L, K], and divides by 1 - rate."""
         kept = self.mask(*probabilities.shape)
-        return jnp.where(kept, probabilities / jnp.asarray(1 - self.rate, probabilities.dtype), 0)
+        return random_masks.scale_kept(probabilities, kept, self.rate)
 
 
 def bits(seed: Any, row_head: Any, query: Any, key: Any) -> jax.Array:
@@ -79,18 +74,5 @@ def bits(seed: Any, row_head: Any, query: Any, key: Any) -> jax.Array:
 
     `row_head` is the row of the batch times the number of heads, plus the head.
     """
-    shared = _rounds(_uint32(seed) ^ (_uint32(row_head) * _ROW_HEAD), last=False)
-    return _rounds(shared + _uint32(query) * _QUERY + _uint32(key) * _KEY, last=True)
-
-
-def _rounds(x: jax.Array, *, last: bool) -> jax.Array:
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    x = x ^ (x >> np.uint32(15))
-    if not last:
-        return x
-    x = x * np.uint32(0x846CA68B)
-    return x ^ (x >> np.uint32(16))
-
-
-def _uint32(x: Any) -> jax.Array:
-    return jnp.asarray(x).astype(jnp.uint32)
+    shared = rounds(as_uint32(seed) ^ (as_uint32(row_head) * _ROW_HEAD), last=False)
+    return rounds(shared + as_uint32(query) * _QUERY + as_uint32(key) * _KEY, last=True)

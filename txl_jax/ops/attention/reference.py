@@ -29,14 +29,14 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.ops.attention.distances import relative_shift, skew
-from txl_jax.ops.attention.dropout import Dropout
+from txl_jax.ops.attention.dropout import ProbabilityDropout
 from txl_jax.ops.attention.masks import CachedVisibility, Visibility
 from txl_jax.ops.attention.problem import CachedOperands, Operands
 from txl_jax.ops.matmul import Int8, multiply, product, row_product, wide_type
 
 
 def attention(
-    operands: Operands, visibility: Visibility, dropout: Dropout | None = None
+    operands: Operands, visibility: Visibility, dropout: ProbabilityDropout | None = None
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E]. A query that sees no key gets zeros.
 

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.ops.attention.distances import skew, unskew
-from txl_jax.ops.attention.dropout import Dropout
+from txl_jax.ops.attention.dropout import ProbabilityDropout
 from txl_jax.ops.attention.masks import Visibility
 from txl_jax.ops.attention.problem import Operands
 from txl_jax.ops.matmul import product, wide_type
@@ -38,7 +38,7 @@ _ALIGNED = 8
 
 
 def stored_attention(
-    operands: Operands, visibility: Visibility, dropout: Dropout | None = None
+    operands: Operands, visibility: Visibility, dropout: ProbabilityDropout | None = None
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E]. A query that sees no key gets zeros."""
     heads_first = {
@@ -48,12 +48,14 @@ def stored_attention(
 
 
 @jax.custom_vjp
-def _attend(operands: Operands, visibility: Visibility, dropout: Dropout | None) -> jax.Array:
+def _attend(
+    operands: Operands, visibility: Visibility, dropout: ProbabilityDropout | None
+) -> jax.Array:
     return _forward(operands, visibility, dropout)[0]
 
 
 def _forward(
-    operands: Operands, visibility: Visibility, dropout: Dropout | None
+    operands: Operands, visibility: Visibility, dropout: ProbabilityDropout | None
 ) -> tuple[jax.Array, Any]:
     o, scale, wide = operands, operands.query.shape[-1] ** -0.5, wide_type(operands.query)
     content = product("hble,hbke->hblk", _biased(o.query, o.content_bias), o.key)
@@ -157,7 +159,7 @@ def _behind(n_positions: int) -> int:
     return 1 + -(n_positions + 1) % _ALIGNED
 
 
-def _drop(array: jax.Array, dropout: Dropout | None) -> jax.Array:
+def _drop(array: jax.Array, dropout: ProbabilityDropout | None) -> jax.Array:
     """Applies the mask of dropout to [H, B, L, K], and divides by 1 - rate."""
     if dropout is None:
         return array

@@ -20,8 +20,8 @@ from txl_jax.config import MeshConfig
 from txl_jax.ops.attention import (
     AttentionCall,
     CachedVisibility,
-    Dropout,
     Implementation,
+    ProbabilityDropout,
     Tile,
     Visibility,
     attention,
@@ -84,7 +84,7 @@ def compiled(chip, preset, dtype, *, batch=BATCH, rate=None, causal=True, positi
     )
 
     def run(arrays, visibility, seed, gradient):
-        dropout = None if rate is None else Dropout(rate=rate, seed=seed, n_head=n_head)
+        dropout = None if rate is None else ProbabilityDropout(rate=rate, seed=seed, n_head=n_head)
         options = {"tile": default_tile(problem), "kernel": kernel_of(problem)}
         attend = functools.partial(
             tpu_attention, problem, visibility=visibility, dropout=dropout, **options
@@ -147,7 +147,7 @@ def test_shards_of_a_slice_compile_without_the_scores_and_only_sum_gradients():
     }
 
     def run(arrays, gradient):
-        dropout = Dropout(rate=0.1, seed=jnp.uint32(1), n_head=n_head)
+        dropout = ProbabilityDropout(rate=0.1, seed=jnp.uint32(1), n_head=n_head)
         visibility = Visibility(jnp.zeros(8, jnp.int32), length, length)
         attend = functools.partial(
             attention, visibility=visibility, dropout=dropout, implementation=implementation

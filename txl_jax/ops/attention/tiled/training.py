@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax.ops.attention.distances import skew, unskew
-from txl_jax.ops.attention.dropout import Dropout
+from txl_jax.ops.attention.dropout import ProbabilityDropout
 from txl_jax.ops.attention.masks import Visibility
 from txl_jax.ops.attention.problem import Operands, Tile, default_device
 from txl_jax.ops.matmul import product, wide_type
@@ -49,7 +49,11 @@ Carry = TypeVar("Carry")
 
 
 def tiled_attention(
-    operands: Operands, visibility: Visibility, dropout: Dropout | None = None, *, tile: Tile
+    operands: Operands,
+    visibility: Visibility,
+    dropout: ProbabilityDropout | None = None,
+    *,
+    tile: Tile,
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E], or zeros for a query that sees no key."""
     layout = Layout(
@@ -164,15 +168,15 @@ class _Masking(NamedTuple):
     """Conditions that hide a pair besides its distance."""
 
     key_range: tuple[jax.Array, jax.Array]  # The first visible key and the end, int32 [B] each.
-    dropout: Dropout | None  # Dropout on the probabilities, if any.
-    row_head: jax.Array | None  # `Dropout.row_heads`, int32 [B, H], or None without dropout.
+    dropout: ProbabilityDropout | None  # Dropout on the probabilities, if any.
+    row_head: jax.Array | None  # Of `ProbabilityDropout.row_heads`, int32 [B, H]. None without.
 
 
 class _Group(NamedTuple):
     """The arrays of G rows of one head."""
 
     layout: Layout
-    dropout: Dropout | None  # Dropout on the probabilities, if any.
+    dropout: ProbabilityDropout | None  # Dropout on the probabilities, if any.
     content_query: jax.Array  # [G, L, E], with u, divided by sqrt(E).
     position_query: jax.Array  # [G, L, E], with v, divided by sqrt(E).
     key: jax.Array  # [G, K, E]
@@ -349,7 +353,7 @@ class _ScoreBlock:
             scores += skew(by_distance, strip.n_key)[None]
         return jnp.where(self._visible(), scores, -jnp.inf)
 
-    def keep(self, dropout: Dropout) -> jax.Array:
+    def keep(self, dropout: ProbabilityDropout) -> jax.Array:
         """Returns which probabilities dropout keeps, bool [G, n, m]."""
         query, key = self._pairs()
         return dropout.keep(self.group.row_head[:, None, None], query[None], key[None])

@@ -46,7 +46,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from txl_jax.ops.attention.dropout import Dropout, bits
+from txl_jax.ops.attention.dropout import ProbabilityDropout, bits
 from txl_jax.ops.attention.masks import Visibility
 from txl_jax.ops.attention.problem import AttentionCall, Operands, Tile
 from txl_jax.ops.attention.tpu.geometry import LANES, Geometry, round_tile, strip_rows, vmem_bytes
@@ -67,7 +67,7 @@ def tpu_attention(
     problem: AttentionCall,
     operands: Operands,
     visibility: Visibility,
-    dropout: Dropout | None = None,
+    dropout: ProbabilityDropout | None = None,
     *,
     tile: Tile,
     kernel: str = "mosaic_gather",
@@ -107,7 +107,7 @@ class _Scalars(NamedTuple):
     keep: Any  # float32 [2]: 1 - rate, 1 / (1 - rate).
 
 
-def _make_scalars(visibility: Visibility, dropout: Dropout | None) -> _Scalars:
+def _make_scalars(visibility: Visibility, dropout: ProbabilityDropout | None) -> _Scalars:
     start, stop = visibility.key_range()
     if dropout is None:
         return _Scalars(start, stop, jnp.zeros(4, jnp.int32), jnp.ones(2, jnp.float32))
