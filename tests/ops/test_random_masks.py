@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support.cases import full_but
 from support.mask_statistics import SMALLEST, kept_p, p_value, pair_p, sums_p
 from txl_jax.ops import random_masks
 
@@ -104,9 +105,8 @@ def test_neighbours_are_independent(rate):
         assert pair_p(first, second, rate) > SMALLEST, name
 
 
-def counters(kind):
-    """Bits of 2^20 combinations of indices."""
-    n = 2**20
+def counters(kind, n):
+    """Bits of n combinations of indices."""
     index = np.arange(n)
     indices = {
         "last": (5, 3, index),
@@ -120,12 +120,13 @@ def counters(kind):
     return np.asarray(random_masks.bits(np.uint32(77), *indices[kind]))
 
 
+@pytest.mark.parametrize("n", full_but([2**18], [2**18, 10_000_000]))
 @pytest.mark.parametrize("kind", ["last", "position", "row", "word", "all", "seed"])
-def test_bits_are_fair_and_uncorrelated(kind):
+def test_bits_are_fair_and_uncorrelated(kind, n):
     """Each of 32, each pair of one number's, each pair of one number's and the next one's, and the
     high and low halves.
     """
-    bits = counters(kind)
+    bits = counters(kind, n)
     signs = np.empty((32, bits.size), np.float32)
     for bit in range(32):
         signs[bit] = 1 - 2 * ((bits >> bit) & 1).astype(np.float32)

@@ -196,6 +196,14 @@ def test_tails_of_the_softmax_on_eight_devices(computed):
     assert computed("few")["tail"] == {"positions": 16, "all_gathers": 0}
 
 
+def test_masks_on_eight_devices_are_those_of_one(computed):
+    """Bit for bit, of activations, heads and words."""
+    found = computed("few")["masks"]
+    assert len(found) == 9
+    for name, mask in found.items():
+        assert mask["parts"] == 8 and mask["zeros"] > 100 and mask["different"] == 0, (name, mask)
+
+
 def test_ignored_targets_and_targets_beyond_the_vocabulary_on_eight_devices(computed):
     """Of 41 tokens: -1 and -100 are ignored; 41, 47 (a padded row) and 1000 are nan, which the
     program writes as -1.

@@ -21,12 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from support import drawn_run, tiny
-from txl_jax.config import CacheDType, ExperimentConfig, MeshConfig, ModelConfig
+from txl_jax.config import CacheDType, DropoutConfig, ExperimentConfig, MeshConfig, ModelConfig
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.metrics import Totals
+from txl_jax.modules.dropout import Dropout
+from txl_jax.modules.embedding import Embedding
 from txl_jax.ops import adaptive_softmax
 from txl_jax.runs import warm_start as warm_start_lib
 from txl_jax.runs.build import Built, build
@@ -265,6 +268,47 @@ def odd_targets() -> dict[str, list[float]]:
     return found
 
 
+def masks() -> dict[str, dict[str, Any]]:
+    """By mesh, the devices of each kind of mask, and how many of its numbers are not those of one
+    device.
+    """
+    drop = Dropout(0.3, deterministic=False)
+    rngs = {"dropout": jax.random.key(4)}
+    tokens = jnp.asarray(TOKENS[: B * L].reshape(B, L))
+    words = Embedding(ModelConfig(d_model=16, dropout=DropoutConfig(embedding=0.3)), 41)
+    tables = {"params": {"table_0": jnp.ones((41, 16))}}
+
+    def activations() -> jax.Array:
+        return drop.apply({}, jnp.ones((B, L, 24)), rngs=rngs)
+
+    def heads() -> jax.Array:
+        return drop.apply({}, jnp.ones((B, 8, L, 5)), rngs=rngs)
+
+    def embeddings() -> jax.Array:
+        return words.apply(tables, tokens, deterministic=False, rngs=rngs)
+
+    rows = ("data", "fsdp")
+    kinds = {
+        "activations": (activations, PartitionSpec(rows, None, "tensor")),
+        "heads": (heads, PartitionSpec(rows, "tensor")),
+        "embeddings": (embeddings, PartitionSpec(rows, None, "tensor")),
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for name, (compute, spec) in kinds.items():
+        expected = np.asarray(jax.jit(compute)())
+        for mesh_name in ("data", "mixed", "tensor"):
+            mesh = make_mesh(MESHES[mesh_name])
+            jitted = jax.jit(compute, out_shardings=NamedSharding(mesh, spec))
+            on_mesh = bind_mesh(mesh, jitted)()
+            places = {str(shard.index) for shard in on_mesh.addressable_shards}
+            found[f"{name}, {mesh_name}"] = {
+                "parts": len(places),
+                "zeros": int((expected == 0).sum()),
+                "different": int((np.asarray(on_mesh) != expected).sum()),
+            }
+    return found
+
+
 def optimizers() -> dict[str, Any]:
     """Updates by those optimizers that look at whole tensors: on the mixed mesh, beside one device;
     and their state.
@@ -326,6 +370,7 @@ def few() -> dict[str, Any]:
         "runs": runs("adaptive, one", "adaptive, mixed", "adaptive, data", scored=False),
         "tail": tail_work(),
         "odd": odd_targets(),
+        "masks": masks(),
     }
 
 
