@@ -67,7 +67,13 @@ ADAPTIVE = {**WORDS, "model.cutoffs": (5, 11), "model.div_val": 2}
 RUNS: dict[str, dict[str, Any]] = {
     "relative": {},
     "pre_norm": {"model.layer_norm": "pre", "model.untie_r": True},
-    "shaw": {"model.encoding": "shaw", "data.reset_at": "\n"},
+    # Dropping the word after a reset leaves zeros. The gradients of their norms, in millions, would
+    # hide all others.
+    "shaw": {
+        "model.encoding": "shaw",
+        "data.reset_at": "\n",
+        "model.dropout.embedding": 0.0,
+    },
     # A dropout with a rate of 0 is counted too: without it those behind it would draw other masks.
     "vaswani": {
         "model.dropout.attention": 0.0,
