@@ -77,7 +77,9 @@ def run(plan: Plan, job: cli.Job) -> int | None:
         ]
         sinks_and_profile = plan.watch(run)
         config = job.config(run)
-        ensemble.member_configs(config, members)  # Before a text is read.
+        # Before a text is read, which may take minutes.
+        ensemble.member_configs(config, members)
+        run.compare(config, [ensemble.in_order(member) for member in members])
         corpus = job.corpus(config, run)
         with job.stop:
             outcome = train_run(

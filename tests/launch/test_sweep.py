@@ -17,6 +17,7 @@ from launch import sweep
 from support import programs, recorded_run, runs
 from support.sweep_worker import TINY
 from txl_jax.config import config_tree
+from txl_jax.errors import UserError
 from txl_jax.runs.run import Run, TextInfo
 from txl_jax.runs.run_tables import read_runs
 
@@ -387,6 +388,22 @@ def test_damaged_results_and_those_of_other_settings_are_none(write):
         assert run.results is None
     (Path(run.folder) / "results.json").write_text("{")
     assert run.results is None
+
+
+def test_a_stopped_run_with_dropout_masks_of_another_version_is_in_the_table(write, capsys):
+    """Only its own command, which would train it further, ends with an error."""
+    path = write("[grid]\nmodel.dropout.rate = [0.5]\n")
+    [run] = read(path)
+    record(run, run.config)
+    folder = Path(run.folder)
+    (folder / "results.json").unlink()
+    (folder / "checkpoints" / "latest" / "8").mkdir(parents=True)
+    saved = json.loads((folder / "config.json").read_text())
+    del saved["dropout_masks"]
+    (folder / "config.json").write_text(json.dumps(saved))
+    assert "| dropout.rate=0.5 |" in printed(capsys, path, "--table")
+    with Run.open(folder) as opened, pytest.raises(UserError, match=r" version 1\b"):
+        opened.compare(run.config)
 
 
 def test_a_sweep_compares_a_run_with_its_record_as_the_program_does(write):

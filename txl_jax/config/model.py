@@ -158,6 +158,12 @@ class DropoutConfig(Config, prefix="model.dropout."):
         """Rate before the softmax."""
         return self.rate if self.output is None else self.output
 
+    @property
+    def on(self) -> bool:
+        """Returns whether any rate is above 0, so that training draws masks."""
+        rates = (self.rate, self.attention, self.input, self.output, self.qkv, self.embedding)
+        return any(rates)
+
 
 @dataclasses.dataclass(frozen=True)
 class CompatConfig(Config, prefix="model.compat."):

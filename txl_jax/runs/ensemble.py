@@ -159,6 +159,7 @@ def split_off(workdir: str, member: str, target: str) -> None:
 
         # Last, because without config.json the directory contains no run.
         run.warm_start = source.warm_start
+        run.dropout_masks = source.dropout_masks
         run.record(source.config, source.text, attention=source.attention)
     say(f"split off {member} after step {step}: {target}")
 

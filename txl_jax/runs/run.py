@@ -2,8 +2,8 @@
 
 The record is read once.
 
-config.json       settings, text, implementations of attention, version, and the differences of
-                  ensemble members
+config.json       settings, text, implementations of attention, versions of format and dropout
+                  masks, and the differences of ensemble members
 vocabulary.txt    the tokens by id
 checkpoints/      latest/ (everything), best/ or best/MEMBER/ (parameters of the lowest validation
                   loss)
@@ -33,8 +33,16 @@ from txl_jax.runtime.log import METRICS
 from txl_jax.runtime.storage import access_error
 
 RESULTS = "results.json"
-# Number of config.json's format. It is raised if settings, parameters or draws change meaning.
+# Number of config.json's format. It is raised if settings, parameters or draws other than dropout
+# masks change meaning.
 FORMAT = 3
+# How training draws dropout masks. It is raised if the same seed gives other masks. Only training
+# that goes on with dropout depends on it, so it is a field by itself, `dropout_masks`:
+#
+# 1  jax.random.bernoulli for activations, a counter hash for attention probabilities. Its records
+#    have no such field.
+# 2  A counter hash for all masks.
+MASKS_VERSION = 2
 # The settings in which each member of an ensemble differs. Empty for a single run.
 MemberSettings = Sequence[Mapping[str, float]]
 
@@ -74,7 +82,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
     A command that uses a trained run calls `read` (or `read_all` for a whole ensemble), which
     changes nothing in the directory. A command that trains makes these calls, in this order:
 
-    1. `open` reads the record, if any, and locks the directory of a recorded run.
+    1. `open` reads the record, if any, and locks the directory of a recorded run. If the run has
+       dropout masks of another version, `compare` locks it, once training is known to be allowed.
     2. `compare` checks the settings against the record, before a text is read.
     3. `record_start` locks the directory of a new run, and writes the record.
     4. `check` between updates, and `confirm` before a checkpoint, stop a run that has lost its
@@ -101,6 +110,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
     attention: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # Path, step, sha256 and tokens of a warm start, or None if the run began with random weights.
     warm_start: Mapping[str, Any] | None = None
+    # Version of the dropout masks (see `MASKS_VERSION`) that the parameters were trained with.
+    dropout_masks: int = MASKS_VERSION
     # Lines for the log: settings that changed, a lock that was taken over.
     notes: list[str] = dataclasses.field(default_factory=list)
     # Whether the run is to be trained.
@@ -166,8 +177,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def open(cls, path: str | os.PathLike[str]) -> "Run":
         """Opens a run to train, new or recorded, as a context manager. The first call of training.
 
-        A recorded run is locked before it is read, so that its record cannot change. For a new run
-        nothing is made before `record_start`, so that mistakes in settings leave no directory.
+        The record of a locked run cannot change. A run with dropout masks of another version is not
+        locked yet: `compare` may have to reject it, and then nothing in its directory has changed.
+        For a new run nothing is made before `record_start`, so that mistakes in settings leave no
+        directory.
         """
         run = cls(os.fspath(path), is_open=True)
         try:
@@ -239,11 +252,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return AttentionPaths(training=training, cached=cached)
 
     def compare(self, config: ExperimentConfig, members: MemberSettings = ()) -> None:
-        """Compares settings between processes and with the record. Writes nothing.
+        """Compares settings between processes and with the record, before anything is written.
 
         Raises:
-          UserError: If the processes have different settings, or a setting that must not change
-            has changed.
+          UserError: If the processes have different settings, a setting that must not change has
+            changed, or training would go on with dropout masks of another version.
         """
         check_same_settings(config)
         if self.is_new:
@@ -255,10 +268,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         steps = config.train.steps
         recorded_steps = self.config.train.steps
         if steps < recorded_steps:
-            saved_steps = distributed.broadcast_from_primary(
-                lambda: [step for step, _ in find_steps(self.latest)]
-            )
-            done = max(saved_steps, default=0)
+            done = self._steps_done()
             if steps < done:
                 changes.append(
                     f"--train.steps was {recorded_steps} and is now {steps}, "
@@ -271,6 +281,68 @@ class Run(contextlib.AbstractContextManager["Run"]):
             changes.append(f"the members of the ensemble were {recorded_names} and are now {names}")
         if changes:
             raise self._changed_error(changes)
+
+        # A run that is only read, such as for the table of a sweep, needs no masks.
+        if self.is_open and self.dropout_masks != MASKS_VERSION:
+            self._compare_masks(config, members)
+            distributed.broadcast_from_primary(self._lock_if_unlocked)
+
+    def _compare_masks(self, config: ExperimentConfig, members: MemberSettings) -> None:
+        """Rejects training that would go on with other dropout masks. All processes call it.
+
+        A run without dropout, or without a checkpoint that depends on earlier masks, has this
+        version from now on.
+        """
+        configs = [config_tree.replace(config, dict(member)) for member in members] or [config]
+        has_dropout = any(config.model.dropout.on for config in configs)
+        done = self._steps_done()
+        if not has_dropout or not done:
+            self.dropout_masks = MASKS_VERSION
+        elif self._updates_remain(config, done):
+            distributed.run_on_all(self.check_masks)
+
+    def check_masks(self) -> None:
+        """Raises `UserError` if the run's dropout masks are of another version.
+
+        For a run without dropout, `compare` has set them to this one.
+        """
+        if self.dropout_masks == MASKS_VERSION:
+            return
+        advice = (
+            f"To continue from its weights, begin a new run with --init_from={self.path} and "
+            "another --workdir."
+        )
+        if self.members:
+            advice = (
+                "To continue from a member's weights, split it off (python -m experiments.ensemble "
+                "--mode=split), and begin a new run with --init_from=PATH of its new directory."
+            )
+        raise UserError(
+            f"the dropout masks of the run in {self.path} must be of version {MASKS_VERSION} to "
+            f"resume its training, got version {self.dropout_masks}, which another version of "
+            f"txl_jax draws. {advice}"
+        )
+
+    def _updates_remain(self, config: ExperimentConfig, done: int) -> bool:
+        """Returns whether training would go on after `done` updates. All processes call it."""
+        if done >= config.train.steps:
+            return False
+
+        # With patience, training may have ended before. It ends there again, unless another
+        # patience or other evaluations decide.
+        patience = config.train.patience
+        if patience is None or patience != self.config.train.patience:
+            return True
+        results = distributed.broadcast_from_primary(lambda: read_results(self.path))
+        same_evaluation = results.get("eval") == config_tree.to_dict(config.eval)
+        return results.get("steps") != done or not same_evaluation
+
+    def _steps_done(self) -> int:
+        """Returns the step of the latest checkpoint, or 0 without one. All processes call it."""
+        saved_steps = distributed.broadcast_from_primary(
+            lambda: [step for step, _ in find_steps(self.latest)]
+        )
+        return max(saved_steps, default=0)
 
     def record_start(
         self,
@@ -397,6 +469,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self.is_new,
             f"{self.path} already contains a run. Pass another directory with --to=PATH.",
         )
+        self._acquire_lock()
+
+    def _acquire_lock(self) -> None:
+        """Makes and locks the directory, and removes the temporary files of killed runs."""
         try:
             storage.probe(self.path)
         except OSError as error:
@@ -433,6 +509,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
             "config": config_tree.to_dict(config),
             "text": text_facts,
         }
+        # Records of version 1 have no number, and stay as they are.
+        if self.dropout_masks != 1:
+            record["dropout_masks"] = self.dropout_masks
         if attention:
             record["attention"] = attention
         if self.warm_start:
@@ -474,12 +553,29 @@ class Run(contextlib.AbstractContextManager["Run"]):
         distributed.run_on_all(self._parse)
 
     def _lock_and_read_files(self) -> list[str] | None:
-        """Reads config.json and vocabulary.txt, each once, in process 0.
+        """Locks a run that is trained, and returns the contents of its files, in process 0.
 
         Returns None if the directory contains no run.
         """
-        if self.is_open and holds_run(self.path):
-            self.claim()
+        contents = self._read_files()
+        if contents is None or not self.is_open or _has_other_masks(contents[0]):
+            return contents
+        self.claim()
+        # Another run may have changed the record before it was locked.
+        return self._read_files()
+
+    def _lock_if_unlocked(self) -> None:
+        """Locks a recorded run that `open` has only read, in process 0."""
+        if self._lock is not None:
+            return
+        self._acquire_lock()
+        if self._read_files() != self._recorded:
+            raise UserError(
+                f"another process has changed the record in {self.path}. Rerun the same command."
+            )
+
+    def _read_files(self) -> list[str] | None:
+        """Returns the contents of config.json and vocabulary.txt, or None without a run."""
         contents = []
         for name in (_CONFIG, _VOCABULARY):
             path = os.path.join(self.path, name)
@@ -514,6 +610,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             _check_members(self.members, record["config"])
             self.attention = record.get("attention", {})
             self.warm_start = record.get("warm_start")
+            self.dropout_masks = _masks_version(record)
             for implementation in self.attention.values():
                 Implementation.parse(implementation)
 
@@ -548,6 +645,24 @@ def _check_format(record: Mapping[str, Any]) -> None:
         f"its format must be {FORMAT}, got {number!r}: "
         "use commit 624573f for formats 1 and 2, and a newer txl_jax for later formats",
     )
+
+
+def _masks_version(record: Mapping[str, Any]) -> int:
+    """Returns the version of a run's dropout masks. Raises `UserError` if it is not a number."""
+    version = record.get("dropout_masks", 1)  # Version 1 has no number.
+    is_number = isinstance(version, int) and not isinstance(version, bool)
+    require(is_number, f"dropout_masks must be a whole number, got {version!r}")
+    return int(version)
+
+
+def _has_other_masks(config_file: str) -> bool:
+    """Returns whether config.json has dropout masks of another version than this one's.
+
+    A file that cannot be parsed has none. `Run` raises its errors.
+    """
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
+        return json.loads(config_file).get("dropout_masks", 1) != MASKS_VERSION
+    return False
 
 
 def _check_members(members: MemberSettings, config: Mapping[str, Any]) -> None:

@@ -478,6 +478,10 @@ class Trainer:
 
         segments_per_call = self._config.segments_per_call
         calls = range(step, self._config.steps, segments_per_call)
+        # `Run.compare` has checked this before anything was written, by the steps of checkpoints.
+        # An earlier step may have been restored since, because a later one is corrupted.
+        if calls:
+            self.run.check_masks()
         with contextlib.ExitStack() as stack:
             if self.profile_steps is not None:
                 train_step = stack.enter_context(self._profiler(train_step, step))

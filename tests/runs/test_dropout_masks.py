@@ -1,0 +1,174 @@
+"""Tests the version of dropout masks in a run's record: who may resume, and what is recorded.
+
+Steps are empty directories here, as nothing is trained. Real runs of version 1 are in
+tests/old_runs.
+"""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+
+from support import runs
+from support.encoded_text import own_text
+from txl_jax.config import ExperimentConfig, Tokenizer, config_tree
+from txl_jax.data.word_tokens import WordVocabulary
+from txl_jax.errors import UserError
+from txl_jax.runs import ensemble
+from txl_jax.runs.run import MASKS_VERSION, RESULTS, Run, TextInfo
+from txl_jax.runtime.lock import NAME, is_held
+
+RATES = ("rate", "attention", "input", "output", "qkv", "embedding")
+WITHOUT = {"model.dropout.rate": 0.0}
+CONFIG = config_tree.replace(
+    ExperimentConfig(data=own_text(file="a.txt", kind=Tokenizer.WORD)),
+    WITHOUT | {"train.steps": 12},
+)
+WITH = config_tree.replace(CONFIG, {"model.dropout.rate": 0.1})
+TEXT = TextInfo("text", "own text", "d" * 64, WordVocabulary(("<eos>", "the", "<unk>")))
+DONE = 8
+OTHERS = (1, MASKS_VERSION + 1)
+
+
+def record_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def rewrite(folder: Path, version: int) -> None:
+    """Changes the version in a record. Version 1 has none."""
+    record = record_of(folder)
+    del record["dropout_masks"]
+    if version != 1:
+        record["dropout_masks"] = version
+    (folder / "config.json").write_text(json.dumps(record))
+
+
+def make(folder: Path, config=WITH, *, version=1, done=DONE, members=()) -> Path:
+    """Records a run with masks of a version, and with a checkpoint of step `done`."""
+    runs.record(folder, config, TEXT, members)
+    rewrite(folder, version)
+    # The lock of the process that trained it.
+    (folder / NAME).write_text("1")
+    if done:
+        (folder / "checkpoints" / "latest" / str(done)).mkdir(parents=True)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Returns the bytes of each file below a directory, and None for each directory."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+def start(folder: Path, config=WITH, members=()) -> int:
+    """Starts a run up to its first update. Returns the version of its masks."""
+    with Run.open(folder) as run:
+        run.compare(config, members)
+        assert is_held(folder)
+        run.record_start(config, TEXT, members=members)
+        return run.dropout_masks
+
+
+@contextlib.contextmanager
+def refused(folder: Path, version: int, *words: str):
+    """The block must raise an error that names the run and the versions, and write nothing."""
+    before = contents(folder)
+    with pytest.raises(UserError) as caught:
+        yield
+    for word in (str(folder), f"version {MASKS_VERSION}", f"version {version}", *words):
+        assert word in str(caught.value)
+    assert contents(folder) == before
+
+
+def test_a_new_run_records_the_version_of_its_masks(tmp_path):
+    runs.record(tmp_path / "run", WITH, TEXT)
+    assert record_of(tmp_path / "run")["dropout_masks"] == MASKS_VERSION == 2
+    assert start(tmp_path / "run") == MASKS_VERSION
+
+
+@pytest.mark.parametrize(("name", "version"), [*((name, 1) for name in RATES), ("rate", 3)])
+def test_a_run_with_other_masks_is_not_trained_further(tmp_path, name, version):
+    config = config_tree.replace(CONFIG, {f"model.dropout.{name}": 0.1})
+    folder = make(tmp_path / "run", config, version=version)
+    with refused(folder, version, f"--init_from={folder}"), Run.open(folder) as run:
+        run.compare(config)
+    # It can be read, for everything else.
+    assert Run.read(folder).dropout_masks == version
+
+
+@pytest.mark.parametrize("version", OTHERS)
+@pytest.mark.parametrize(("config", "done"), [(CONFIG, DONE), (WITH, 0)])
+def test_a_run_that_has_drawn_no_masks_gets_those_of_this_version(tmp_path, version, config, done):
+    folder = make(tmp_path / "run", config, version=version, done=done)
+    assert start(folder, config) == MASKS_VERSION
+    assert record_of(folder)["dropout_masks"] == MASKS_VERSION
+
+
+@pytest.mark.parametrize("version", OTHERS)
+def test_a_run_without_updates_left_keeps_its_version(tmp_path, version):
+    """The same command shows its results again. With more steps it would be trained further."""
+    config = config_tree.replace(WITH, {"train.steps": DONE})
+    folder = make(tmp_path / "run", config, version=version)
+    assert start(folder, config) == version
+    assert record_of(folder).get("dropout_masks", 1) == version
+    with refused(folder, version), Run.open(folder) as run:
+        run.compare(WITH)
+    # A run that was stopped may end where it is.
+    assert start(make(tmp_path / "stopped", version=version), config) == version
+
+
+def test_with_patience_a_run_may_have_ended_before(tmp_path):
+    config = config_tree.replace(WITH, {"train.patience": 2})
+    folder = make(tmp_path / "run", config)
+    with refused(folder, 1), Run.open(folder) as run:
+        run.compare(config)
+    results = {"steps": DONE, "eval": config_tree.to_dict(config.eval)}
+    (folder / RESULTS).write_text(json.dumps(results))
+    assert start(folder, config) == 1
+    for changes in ({"train.patience": 3}, {"train.patience": None}, {"eval.mem_len": 7}):
+        with refused(folder, 1), Run.open(folder) as run:
+            run.compare(config_tree.replace(config, changes))
+    (folder / RESULTS).write_text(json.dumps(results | {"steps": DONE - 1}))
+    with refused(folder, 1), Run.open(folder) as run:
+        run.compare(config)
+
+
+def test_the_rates_of_members_decide_not_those_of_their_base(tmp_path):
+    some = [{"seed": 1}, {"model.dropout.output": 0.5}]
+    folder = make(tmp_path / "some", CONFIG, members=some)
+    with refused(folder, 1, "--mode=split"), Run.open(folder) as run:
+        run.compare(CONFIG, some)
+    none = [{"seed": 1, "model.dropout.rate": 0.0}, {"seed": 2, "model.dropout.rate": 0.0}]
+    assert start(make(tmp_path / "none", members=none), WITH, none) == MASKS_VERSION
+
+
+def test_a_member_that_is_split_off_has_the_masks_of_its_ensemble(tmp_path, monkeypatch):
+    members = [{"seed": 1}, {"seed": 2}]
+    folder = make(tmp_path / "both", members=members)
+    for name in ("_copy_latest", "_copy_best", "_copy_records"):
+        monkeypatch.setattr(ensemble, name, lambda *arguments: DONE)
+    ensemble.split_off(str(folder), "seed=2", str(tmp_path / "alone"))
+    assert Run.read(tmp_path / "alone").dropout_masks == 1
+
+
+def test_a_record_that_changes_before_its_lock_is_not_used(tmp_path):
+    folder = make(tmp_path / "run", CONFIG)
+    with Run.open(folder) as run:
+        before = (folder / "config.json").read_text()
+        (folder / "config.json").write_text(f"{before} ")
+        with pytest.raises(UserError, match=r"changed the record .*/run\b"):
+            run.compare(CONFIG)
+
+
+@pytest.mark.parametrize("version", ["2", 2.0, True, None, [2]])
+def test_a_version_that_is_not_a_whole_number_is_named(tmp_path, version):
+    runs.record(tmp_path, CONFIG, TEXT)
+    (tmp_path / "config.json").write_text(
+        json.dumps(record_of(tmp_path) | {"dropout_masks": version})
+    )
+    for read in (Run.read, Run.open):
+        with pytest.raises(UserError, match=r"config\.json.*dropout_masks"):
+            read(tmp_path)
