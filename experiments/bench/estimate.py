@@ -240,19 +240,23 @@ def estimate(
         mesh = make_mesh(config.mesh, targets)
     built = build(config, vocab_size=timing.vocab_size_of(config.data.corpus), mesh=mesh)
     built.check_batch_size()
+    # Without a topology's devices `auto` is not decided.
+    remat = config.model.remat
+    if targets is not None and built.remat is not None:
+        remat = built.remat.remat
     print(
         f"\n{name} on {topology}: {built.num_parameters:,} parameters, computed in "
         f"{config.model.dtype}, {mesh.size} x {chip.kind} "
         f"({', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())})\n"
         f"{config.train.batch_size} rows x {config.train.segment_len}, memory "
-        f"{config.train.mem_len}, remat {config.model.remat}"
+        f"{config.train.mem_len}, remat {remat}"
     )
     lines: dict[str, str] = {}
     if targets is not None and built.attention:  # Which path it is depends on the devices.
         lines |= {f"attention, {task}": path for task, path in record_of(built.attention).items()}
     lines |= {kind: f"{megabytes(size)} per device" for kind, size in built.device_bytes().items()}
     cost = flops.of_step(config, vocab_size=built.model.vocab_size, n_device=mesh.size)
-    again = cost.recomputed_flops if config.model.remat is Remat.FULL else 0
+    again = cost.recomputed_flops if remat is Remat.FULL else 0
     operations = ((cost.flops or 0) + again) / mesh.size
     peak = flops.device_peak(chip.kind) or math.nan
     lines["an update"] = (

@@ -257,7 +257,8 @@ def test_which_settings_are_paths_and_which_a_resumed_run_may_change():
         "patience",
     )
     groups = {name for name in LEAVES if name.startswith(("mesh.", "eval.", "generate."))}
-    others = {f"train.{name}" for name in names} | {"model.attention", "data.json_field"}
+    others = {f"train.{name}" for name in names}
+    others |= {"model.attention", "model.remat", "data.json_field"}
     assert marked("free_on_resume") == texts | groups | others
     assert marked("may_grow") == {"train.steps"}
     names = ("kind", "newlines", "line_mark", "min_count", "vocab_size")

@@ -79,8 +79,9 @@ class NormPlace(enum.StrEnum):
 class Remat(enum.StrEnum):
     """Rematerialization: values that the backward pass of a layer recomputes instead of storing."""
 
+    AUTO = "auto"  # None on CPUs, dots on accelerators, or full if dots would not fit.
     NONE = "none"
-    DOTS = "dots"  # Store matmuls with weights, recompute the rest.
+    DOTS = "dots"  # Store matmuls with weights and attention's outputs, recompute the rest.
     FULL = "full"  # Store only each layer's input.
 
 
@@ -288,10 +289,10 @@ class ModelConfig(Config, prefix="model."):
     attention: AttentionPath = free_setting(
         AttentionPath.AUTO, "Attention implementation. All give the same results."
     )
-    remat: Remat = setting(
-        Remat.NONE,
+    remat: Remat = free_setting(
+        Remat.AUTO,
         "Rematerialization (activation checkpointing): what the backward pass recomputes "
-        "to save memory.",
+        "instead of storing it.",
     )
     compat: CompatConfig = CompatConfig()
 

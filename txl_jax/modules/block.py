@@ -12,10 +12,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from txl_jax.config import ModelConfig, NormPlace, Remat
+from txl_jax.config import ModelConfig, NormPlace
 from txl_jax.modules.attention import Attention, LayerContext
 from txl_jax.modules.dropout import dropout
 from txl_jax.modules.positions import encoding_of
+from txl_jax.modules.remat import checkpointed, for_platform
+from txl_jax.ops.attention.problem import default_device
 from txl_jax.ops.matmul import project
 from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
@@ -179,7 +181,8 @@ class Stack(nn.Module):
         # that all layers share here, outside of the scan, and those of one layer in `Block`.
         context = context.replace(parameters=encoding_of(c).shared_parameters())
         layers = nn.scan(
-            _with_remat(Block, c.remat),
+            # A run has replaced `Remat.AUTO` by its choice. A model without a run has it still.
+            checkpointed(Block, for_platform(c.remat, default_device().platform)),
             # Parameters, and arrays sown by attention, are stacked along a first axis of layers.
             variable_axes={"params": 0, "attention": 0},
             # Each layer has initial values and dropout masks of its own.
@@ -191,19 +194,3 @@ class Stack(nn.Module):
             metadata_params={nn.PARTITION_NAME: axes.LAYERS},
         )
         return layers(c, name="layers")(inputs, memory, context)
-
-
-def _with_remat(block: type[nn.Module], remat: Remat) -> type[nn.Module]:
-    """Returns the layer with activation checkpointing (remat).
-
-    Its backward pass recomputes activations.
-    """
-    if remat is Remat.NONE:
-        return block
-    policies = {
-        Remat.FULL: None,  # Recomputes all but the layer's inputs.
-        Remat.DOTS: jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    }
-    # Inside a scan the compiler cannot merge the recomputation with the forward pass, so the
-    # barrier that prevents it would only cost time.
-    return nn.remat(block, policy=policies[remat], prevent_cse=False)

@@ -5,7 +5,7 @@ import jax
 from txl_jax.config import EvalConfig, ModelConfig, Network, TrainConfig
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import SegmentReader
-from txl_jax.runs import attention_choice
+from txl_jax.runs import attention_choice, remat_choice
 from txl_jax.runs.build import Built, Compilation
 from txl_jax.runs.warm_start import WarmStart
 from txl_jax.runtime import distributed, environment
@@ -107,7 +107,7 @@ def _devices(built: Built) -> str:
 def report_build(
     built: Built, compilation: Compilation, log: RunLog, *, show_details: bool
 ) -> None:
-    """Logs attention, the estimated memory per device, and the compilation time.
+    """Logs attention, remat, the estimated memory per device, and the compilation time.
 
     Args:
       built: What was built.
@@ -122,6 +122,8 @@ def report_build(
             f"attention {attention_choice.describe(built.attention)}",
             show=show_details or has_failed,
         )
+    if built.remat is not None:
+        log.print(f"remat     {remat_choice.describe(built.remat)}", show=show_details)
 
     n_member = len(built.members)
     sizes = {kind: n_member * n_byte for kind, n_byte in built.device_bytes().items()}

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from txl_jax.config import EvalConfig, ExperimentConfig, Network, TrainConfig
+from txl_jax.config import EvalConfig, ExperimentConfig, Network, Remat, TrainConfig
 from txl_jax.config.config_tree import require
 from txl_jax.data import ready_ids
 from txl_jax.data.vocabulary import Vocabulary
@@ -31,6 +31,7 @@ from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import AttentionPaths, Implementation
 from txl_jax.recurrence import Segments
 from txl_jax.runs.attention_choice import ChosenPath, choose_attention
+from txl_jax.runs.remat_choice import ChosenRemat, choose_remat
 from txl_jax.runtime.environment import bytes_on_device
 from txl_jax.sharding import axes
 from txl_jax.sharding.axes import batch_axes, named_sharding, num_batch_shards, param_shardings
@@ -81,6 +82,9 @@ class Built:
     mesh: Mesh
     # The implementations of attention and their reasons, or None for a network without attention.
     attention: AttentionPaths[ChosenPath] | None = None
+    # What the backward pass recomputes and why, or None for a model that is not trained here, or
+    # that has no attention. The model's config has it instead of `Remat.AUTO`.
+    remat: ChosenRemat | None = None
     # Configs of an ensemble's members by name. Empty for a single run.
     configs: Mapping[str, ExperimentConfig] = dataclasses.field(default_factory=dict)
 
@@ -355,6 +359,8 @@ def build(
     end_token: int | None = None,
     mesh: Mesh | None = None,
     recorded: AttentionPaths[Implementation | str] | None = None,
+    remat: Remat | None = None,
+    n_member: int = 1,
     uses: Collection[str] = ("training", "evaluation"),
 ) -> Built:
     """Builds a config's model.
@@ -365,6 +371,8 @@ def build(
       end_token: Id of the token that `data.reset_at` names, or None if it is not set.
       mesh: The devices. None means the config's mesh.
       recorded: Implementations of attention of an earlier start, chosen again where they can serve.
+      remat: `Run.remat_for`, the choice of an earlier start. None means the config's `model.remat`.
+      n_member: Members of the ensemble that is trained, or 1.
       uses: Where attention will run, "training" or "evaluation". On an accelerator it is compared
         with the reference there first.
 
@@ -396,7 +404,7 @@ def build(
         )
     else:
         model = RecurrentModel(config.model, vocab_size)
-    return Built(
+    built = Built(
         config=config,
         model=model,
         optimizer=optimizer_lib.make_optimizer(config),
@@ -404,6 +412,34 @@ def build(
         mesh=mesh,
         attention=attention,
     )
+    if "training" not in uses:
+        return built
+    return _with_remat(built, remat or config.model.remat, n_member=n_member)
+
+
+def _with_remat(built: Built, asked: Remat, *, n_member: int) -> Built:
+    """Returns the same with a choice of what the backward pass recomputes.
+
+    Args:
+      built: Everything else.
+      asked: The choice that was made before, or `Remat.AUTO`.
+      n_member: Members of the ensemble, or 1.
+    """
+    # Recurrent networks keep everything.
+    if not isinstance(built.model, TransformerXL) or built.attention is None:
+        return built
+    chosen = choose_remat(
+        asked,
+        config=built.config,
+        mesh=built.mesh,
+        implementation=built.attention.training.implementation,
+        device_bytes=built.device_bytes,
+        vocab_size=built.model.vocab_size,
+        n_member=n_member,
+    )
+    model_config = dataclasses.replace(built.model.config, remat=chosen.remat)
+    model = built.model.clone(config=model_config)
+    return dataclasses.replace(built, model=model, remat=chosen)
 
 
 def _check_end_token(end_token: int | None, *, reset_at: str | None, vocab_size: int) -> None:

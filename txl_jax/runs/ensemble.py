@@ -60,6 +60,7 @@ class Ensemble(Built):
             schedule=base.schedule,
             mesh=base.mesh,
             attention=base.attention,
+            remat=base.remat,
             configs=configs,
         )
 
@@ -160,7 +161,7 @@ def split_off(workdir: str, member: str, target: str) -> None:
         # Last, because without config.json the directory contains no run.
         run.warm_start = source.warm_start
         run.dropout_masks = source.dropout_masks
-        run.record(source.config, source.text, attention=source.attention)
+        run.record(source.config, source.text, attention=source.attention, remat=source.remat)
     say(f"split off {member} after step {step}: {target}")
 
 

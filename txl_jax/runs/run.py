@@ -2,8 +2,8 @@
 
 The record is read once.
 
-config.json       settings, text, implementations of attention, versions of format and dropout
-                  masks, and the differences of ensemble members
+config.json       settings, text, implementations of attention, what the backward pass recomputes,
+                  versions of format and dropout masks, and the differences of ensemble members
 vocabulary.txt    the tokens by id
 checkpoints/      latest/ (everything), best/ or best/MEMBER/ (parameters of the lowest validation
                   loss)
@@ -18,7 +18,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from txl_jax.config import DataConfig, ExperimentConfig, config_tree
+from txl_jax.config import DataConfig, ExperimentConfig, Remat, config_tree
 from txl_jax.config.config_tree import from_dict, require
 from txl_jax.data.corpus import KINDS, Corpus
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
@@ -26,6 +26,7 @@ from txl_jax.errors import UserError, rephrased
 from txl_jax.ops.attention import AttentionPaths, Implementation
 from txl_jax.runs import attention_choice
 from txl_jax.runs.attention_choice import ChosenPath
+from txl_jax.runs.remat_choice import ChosenRemat
 from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.checkpoint import find_steps
 from txl_jax.runtime.lock import RunLock
@@ -108,6 +109,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
     members: MemberSettings = ()
     # Implementations by use, as first chosen: {"training": "tiled 128x256", "evaluation": ...}.
     attention: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # What the backward pass recomputes, as first chosen, or None if nothing was chosen.
+    remat: Remat | None = None
     # Path, step, sha256 and tokens of a warm start, or None if the run began with random weights.
     warm_start: Mapping[str, Any] | None = None
     # Version of the dropout masks (see `MASKS_VERSION`) that the parameters were trained with.
@@ -251,6 +254,18 @@ class Run(contextlib.AbstractContextManager["Run"]):
             cached = choice
         return AttentionPaths(training=training, cached=cached)
 
+    def remat_for(self, config: ExperimentConfig) -> Remat:
+        """Returns what the backward pass recomputes in a start with `config`.
+
+        `Remat.AUTO` of a recorded run means what the run began with, also on another machine:
+        another choice rounds differently, and a resumed run must stay equal bit for bit. Any other
+        value changes the choice. The result is `AUTO` only if nothing was chosen yet.
+        """
+        if self.is_new or config.model.remat is not Remat.AUTO:
+            return config.model.remat
+        # Runs that began before there was a choice have recorded their setting.
+        return self.remat or self.config.model.remat
+
     def compare(self, config: ExperimentConfig, members: MemberSettings = ()) -> None:
         """Compares settings between processes and with the record, before anything is written.
 
@@ -350,6 +365,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         text: TextInfo | Corpus,
         *,
         attention: AttentionPaths[ChosenPath] | None = None,
+        remat: ChosenRemat | None = None,
         warm_start: Mapping[str, Any] | None = None,
         members: MemberSettings = (),
     ) -> None:
@@ -361,6 +377,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
           config: Settings of this start, which `compare` has accepted.
           text: Text and vocabulary, which must be the recorded ones if the run resumes.
           attention: Implementations that were chosen, or None to record none.
+          remat: What the backward pass recomputes, or None to record nothing.
           warm_start: Record of a warm start, or None to keep the recorded one, if any.
           members: Settings that the members of an ensemble differ in. Empty for a single run.
 
@@ -381,10 +398,13 @@ class Run(contextlib.AbstractContextManager["Run"]):
             change = attention_choice.describe(attention, before=self.attention)
             if change:
                 self.notes.append(f"attention: {change}")
+        remat_record = None if remat is None else remat.remat
+        if self.remat is not None and remat_record is not None and remat_record != self.remat:
+            self.notes.append(f"remat: was {self.remat} and is now {remat_record}")
 
         # What the lock has to say comes first in the log.
         self.notes[:0] = distributed.broadcast_from_primary(
-            lambda: self._claim_and_record(config, text, attention_record, members)
+            lambda: self._claim_and_record(config, text, attention_record, remat_record, members)
         )
         distributed.check_seen_by_all(
             self.path,
@@ -398,6 +418,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         config: ExperimentConfig,
         text: TextInfo | Corpus,
         attention: Mapping[str, str],
+        remat: Remat | None,
         members: MemberSettings,
     ) -> list[str]:
         """Claims a new directory and writes the record, in process 0. Returns the lock's notes."""
@@ -408,7 +429,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 raise UserError(
                     f"another process has recorded a run in {self.path}. Rerun the same command."
                 )
-        self.record(config, text, attention=attention, members=members)
+        self.record(config, text, attention=attention, remat=remat, members=members)
         return self._lock.notes if self._lock else []
 
     def _changes(self, config: ExperimentConfig, *, allowed: bool) -> list[str]:
@@ -495,6 +516,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         text: TextInfo | Corpus,
         *,
         attention: Mapping[str, str],
+        remat: Remat | None,
         members: MemberSettings = (),
     ) -> None:
         """Writes the record, unless it is unchanged. The second part of `record_start`.
@@ -514,6 +536,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
             record["dropout_masks"] = self.dropout_masks
         if attention:
             record["attention"] = attention
+        if remat is not None:
+            record["remat"] = str(remat)
         if self.warm_start:
             record["warm_start"] = self.warm_start
         if members:
@@ -613,6 +637,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self.dropout_masks = _masks_version(record)
             for implementation in self.attention.values():
                 Implementation.parse(implementation)
+            if "remat" in record:
+                self.remat = Remat(record["remat"])
 
         with rephrased(self._corrupted(_VOCABULARY), ValueError):
             vocabulary = loads(vocabulary_file, KINDS)
@@ -789,6 +815,16 @@ def check_same_text(text: Corpus) -> None:
         "the vocabulary": f"sha256 {digest(text.vocabulary)[:12]}...",
     }
     distributed.assert_same_on_all(facts, "Use the same files and library versions on all hosts.")
+
+
+def check_same_remat(choice: ChosenRemat | None) -> None:
+    """Raises `UserError` in all processes if one of them recomputes other arrays."""
+    facts: dict[str, str] = {}
+    if choice is not None:
+        facts = {"model.remat": str(choice.remat)}
+    distributed.assert_same_on_all(
+        facts, "Use the same devices on all hosts, or set --model.remat."
+    )
 
 
 def check_same_attention(choice: AttentionPaths[ChosenPath] | None) -> None:

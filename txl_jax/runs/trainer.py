@@ -29,7 +29,13 @@ from txl_jax.runs import announce, attention_check, ensemble, warm_start
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.generate import make_sampler
-from txl_jax.runs.run import MemberSettings, Run, check_same_attention, check_same_text
+from txl_jax.runs.run import (
+    MemberSettings,
+    Run,
+    check_same_attention,
+    check_same_remat,
+    check_same_text,
+)
 from txl_jax.runs.validation import Validation
 from txl_jax.runtime import distributed, environment, profiler, stop
 from txl_jax.runtime.log import RunLog
@@ -169,10 +175,16 @@ def train_run(
         check_same_text(corpus)
 
     def build_and_cut() -> tuple[Built, list[SegmentReader]]:
-        # The attention that an earlier start chose, or on a first start what model.attention asks
-        # for: a resumed run must stay equal to the last bit.
+        # The attention and the remat that an earlier start chose, or on a first start what the
+        # config asks for: a resumed run must stay equal to the last bit.
         recorded_or_asked = run.attention_for(config)
-        built = build_for(config, corpus.vocabulary, recorded=recorded_or_asked)
+        built = build_for(
+            config,
+            corpus.vocabulary,
+            recorded=recorded_or_asked,
+            remat=run.remat_for(config),
+            n_member=max(len(members), 1),
+        )
         built.check_batch_size()
         seeds = [config.seed]
         if members:
@@ -185,6 +197,7 @@ def train_run(
     built, readers = attention_check.build_on_all(build_and_cut)
     if distributed.is_multiprocess():
         check_same_attention(built.attention)
+        check_same_remat(built.remat)
 
     sampler = None
     if config.train.sample_every:
@@ -200,6 +213,7 @@ def train_run(
         config,
         corpus,
         attention=built.attention,
+        remat=built.remat,
         warm_start=warm_start_record,
         members=members,
     )

@@ -89,6 +89,18 @@ def device_memory_bytes() -> int | None:
     )
 
 
+def device_memory_limit(device: jax.Device) -> int | None:
+    """Returns the bytes that JAX may use on a device of this process, or None if unknown.
+
+    It is unknown for CPUs and for devices that are only compiled for.
+    """
+    try:
+        stats = device.memory_stats() or {}
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return None
+    return stats.get("bytes_limit")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether an error means that a device or this machine has no more memory.
 

@@ -9,6 +9,7 @@
     stored.py     the same in plain XLA with its own backward pass: the path of GPUs in training
     tpu/          the same in Pallas kernels for TPUs
     masks.py      which keys a query attends to, as descriptions and as booleans
+    saved.py      names of what the backward pass reads, for activation checkpointing
     dropout.py    `ProbabilityDropout` on the probabilities, the same mask on every path
     distances.py  distances, their sinusoids, and the relative shift
 

@@ -82,29 +82,51 @@ class Visibility:
         n_token = jnp.clip(self.lengths, 0, self.segment_len)
         return start, self.mem_len + n_token.astype(jnp.int32)
 
-    def mask(self) -> jax.Array:
-        """Returns the visible pairs as bool [B, L, K]."""
-        query_L = jnp.arange(self.segment_len, dtype=jnp.int32)
-        key_K = jnp.arange(self.n_keys, dtype=jnp.int32)
-
-        # The order and the window hide pairs by their distance, in all rows alike.
-        distance_LxK = self.mem_len + query_L[:, None] - key_K[None, :]
-        near_LxK = jnp.ones_like(distance_LxK, bool)
-        if self.causal:
-            near_LxK &= distance_LxK >= 0
-        if self.window is not None:
-            near_LxK &= jnp.abs(distance_LxK) < self.window
+    def bounds(self) -> "KeyBounds":
+        """Returns the keys that each query attends to. They are always neighbours."""
+        # The column of [memory; segment] that has the query's own key.
+        query_1xL = self.mem_len + jnp.arange(self.segment_len, dtype=jnp.int32)[None, :]
 
         # Empty slots and padding are hidden from all queries of a row.
         start_B, stop_B = self.key_range()
-        in_range_BxK = (key_K[None, :] >= start_B[:, None]) & (key_K[None, :] < stop_B[:, None])
-        visible_BxLxK = near_LxK[None, :, :] & in_range_BxK[:, None, :]
-        if self.document_start is None:
-            return visible_BxLxK
+        shape = (start_B.shape[0], self.segment_len)
+        first_BxL = jnp.broadcast_to(start_B[:, None], shape)
+        end_BxL = jnp.broadcast_to(stop_B[:, None], shape)
+
+        # The order and the window hide keys by their distance, in all rows alike.
+        if self.causal:
+            end_BxL = jnp.minimum(end_BxL, query_1xL + 1)
+        if self.window is not None:
+            first_BxL = jnp.maximum(first_BxL, query_1xL + 1 - self.window)
+            end_BxL = jnp.minimum(end_BxL, query_1xL + self.window)
 
         # A document that begins within the segment hides the memory and the tokens before it.
-        first_BxL = jnp.where(self.document_start > 0, self.mem_len + self.document_start, 0)
-        return visible_BxLxK & (key_K[None, None, :] >= first_BxL[:, :, None])
+        if self.document_start is not None:
+            document_BxL = jnp.where(self.document_start > 0, self.mem_len + self.document_start, 0)
+            first_BxL = jnp.maximum(first_BxL, document_BxL)
+        return KeyBounds(first_BxL, end_BxL, self.n_keys)
+
+    def mask(self) -> jax.Array:
+        """Returns the visible pairs as bool [B, L, K]."""
+        return self.bounds().mask()
+
+
+@flax.struct.dataclass
+class KeyBounds:
+    """The keys of [memory; segment] that each query attends to, as their columns' bounds."""
+
+    # int32 [B, L], the first visible column of each query.
+    first: jax.Array
+    # int32 [B, L], the column after the last visible one. A query whose `end` is not after `first`
+    # sees no key.
+    end: jax.Array
+    # K, the number of columns.
+    n_keys: int = flax.struct.field(pytree_node=False)
+
+    def mask(self) -> jax.Array:
+        """Returns the visible pairs as bool [B, L, K]."""
+        key_1x1xK = jnp.arange(self.n_keys, dtype=jnp.int32)[None, None, :]
+        return (key_1x1xK >= self.first[:, :, None]) & (key_1x1xK < self.end[:, :, None])
 
 
 @flax.struct.dataclass

@@ -32,6 +32,7 @@ from txl_jax.ops.attention.distances import relative_shift, skew
 from txl_jax.ops.attention.dropout import ProbabilityDropout
 from txl_jax.ops.attention.masks import CachedVisibility, Visibility
 from txl_jax.ops.attention.problem import CachedOperands, Operands
+from txl_jax.ops.attention.saved import OUTPUT, mark_as_saved
 from txl_jax.ops.matmul import Int8, multiply, product, row_product, wide_type
 
 
@@ -75,7 +76,9 @@ def attention(
 
     if dropout is not None:
         probabilities_BxHxLxK = dropout.apply(probabilities_BxHxLxK)
-    return jnp.einsum("bhlk,bhke->bhle", probabilities_BxHxLxK, operands.value)
+    output = jnp.einsum("bhlk,bhke->bhle", probabilities_BxHxLxK, operands.value)
+    # The probabilities have no name, because they are as large as the scores.
+    return mark_as_saved(output, OUTPUT)
 
 
 class ScoreTerms(NamedTuple):

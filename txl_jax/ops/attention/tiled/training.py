@@ -36,6 +36,7 @@ from txl_jax.ops.attention.distances import skew, unskew
 from txl_jax.ops.attention.dropout import ProbabilityDropout
 from txl_jax.ops.attention.masks import Visibility
 from txl_jax.ops.attention.problem import Operands, Tile, default_device
+from txl_jax.ops.attention.saved import LOG_TOTAL, OUTPUT, mark_as_saved
 from txl_jax.ops.matmul import product, wide_type
 
 # Most scores of a group on a CPU: they should stay in a cache of 1 or 2 MB a core between one pass
@@ -469,6 +470,10 @@ def _forward(
         log_total=jnp.zeros(arrays.query.shape[:3], wide_type(arrays.query)),
     )
     results = _over_groups(arrays, layout, write_group, results)
+    results = _Results(
+        attended=mark_as_saved(results.attended, OUTPUT),
+        log_total=mark_as_saved(results.log_total, LOG_TOTAL),
+    )
     return results.attended, _TiledResiduals(arrays, masking, results)
 
 

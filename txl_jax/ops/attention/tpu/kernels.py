@@ -49,6 +49,7 @@ from jax.experimental.pallas import tpu as pltpu
 from txl_jax.ops.attention.dropout import ProbabilityDropout, bits
 from txl_jax.ops.attention.masks import Visibility
 from txl_jax.ops.attention.problem import AttentionCall, Operands, Tile
+from txl_jax.ops.attention.saved import LOG_TOTAL, OUTPUT, mark_as_saved
 from txl_jax.ops.attention.tpu.geometry import LANES, Geometry, round_tile, strip_rows, vmem_bytes
 
 # The score of a pair that is masked; finite, as the difference of two infinities is not a number.
@@ -171,7 +172,8 @@ def _forward(
         scratch=scratch,
         backward=False,
     )
-    out = out[:, :, : geometry.segment_len]
+    out = mark_as_saved(out[:, :, : geometry.segment_len], OUTPUT)
+    log_sum = mark_as_saved(log_sum, LOG_TOTAL)
     return out, (operands, scalars, out, log_sum)
 
 

@@ -1,0 +1,63 @@
+"""Activation checkpointing (rematerialization, remat): what a layer keeps for its backward pass.
+
+The scan over layers stacks what each layer keeps, so it is most of the memory of a training step,
+and most of it is written once and read once. In units of B L D numbers, with M = L and F = 4 D,
+a layer keeps:
+
+- `none`: everything that the backward pass reads, among it layer norms in float32. 24 in bfloat16.
+- `dots`: the results of its matmuls with weights, and what attention names (`ops.attention.saved`).
+  13 in any dtype, without the probabilities of `stored`. Layer norms, ReLU and dropout masks are
+  computed again, which reads less than reading them would. No matmul and no attention is computed
+  again, except by the reference, whose scores are.
+- `full`: its inputs. 1. The backward pass runs the whole layer again.
+
+The numbers are counted in tests/modules/test_remat.py.
+"""
+
+import flax.linen as nn
+import jax
+
+from txl_jax.config import Remat
+from txl_jax.ops.attention import saved
+
+# Matmuls with weights have no batch dimensions, unlike those of queries with keys.
+_MATMULS_AND_ATTENTION = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(*saved.NAMES),
+)
+
+
+def for_platform(remat: Remat, platform: str) -> Remat:
+    """Returns what `Remat.AUTO` means on a platform. Other values stay as they are.
+
+    This is all that a model knows which is built without a run. A run also compares memory
+    (`runs.remat_choice`), and its model has no `AUTO`.
+
+    Args:
+      remat: `model.remat`.
+      platform: "cpu", "gpu" or "tpu".
+    """
+    if remat is not Remat.AUTO:
+        return remat
+    # A CPU is bound by its arithmetic, and all numbers of a layer fit in its memory.
+    if platform == "cpu":
+        return Remat.NONE
+    return Remat.DOTS
+
+
+def checkpointed(layer: type[nn.Module], remat: Remat) -> type[nn.Module]:
+    """Returns a layer whose backward pass computes again what `remat` does not keep.
+
+    Args:
+      layer: The module of a layer.
+      remat: Any value except `Remat.AUTO`.
+    """
+    assert remat is not Remat.AUTO
+    if remat is Remat.NONE:
+        return layer
+    policy = None  # Keeps only the layer's inputs.
+    if remat is Remat.DOTS:
+        policy = _MATMULS_AND_ATTENTION
+    # Inside a scan the compiler cannot merge the recomputation with the forward pass, so the
+    # barrier that prevents it would only cost time.
+    return nn.remat(layer, policy=policy, prevent_cse=False)
