@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from txl_jax.config import ModelConfig
 from txl_jax.modules.dropout import is_on, sample_seed
-from txl_jax.ops import adaptive_softmax, random_masks
+from txl_jax.ops import adaptive_softmax, random_masks, table_layout
 from txl_jax.ops.adaptive_softmax import Cluster, TailEntries
 from txl_jax.sharding import axes
 
@@ -195,7 +195,8 @@ def _create_table(module: Embedding | Softmax, cluster: int, size: int) -> jax.A
     """Creates a cluster's table, [size, width]."""
     c = module.config
     init = axes.normal(c.init_std, axes.VOCAB, axes.CLUSTER_EMBED)
-    return module.param(f"table_{cluster}", init, (size, c.cluster_width(cluster)))
+    table = module.param(f"table_{cluster}", init, (size, c.cluster_width(cluster)))
+    return table_layout.keep_layout(table)
 
 
 def _create_projection(module: Embedding | Softmax, cluster: int) -> jax.Array:

@@ -63,7 +63,7 @@ class _ChunkResiduals(NamedTuple):
     weights: Any
     states: jax.Array  # [T, ...]
     labels: jax.Array  # int [T]
-    chunks: jax.Array  # int [chunks, chunk_size], positions as `_chunks` returns them.
+    chunks: jax.Array  # int [chunks, chunk_size], positions as `split_into_chunks` returns them.
     n_chunk: jax.Array  # int [], the chunks that are processed, the same on all synced devices.
 
 
@@ -77,13 +77,15 @@ def _forward(
     sync_axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, _ChunkResiduals]:
     """Computes `chunked_apply`, and returns what the backward pass needs with it."""
-    chunks, n_chunk = _chunks(selected, chunk_size)
+    chunks, n_chunk = split_into_chunks(selected, chunk_size)
     if sync_axes:
         n_chunk = jax.lax.pmax(n_chunk, sync_axes)
 
     def add_chunk(i: jax.Array, values: jax.Array) -> jax.Array:
         positions = chunks[i]
-        chunk_values = function(weights, _take(states, positions), _take(labels, positions))
+        chunk_values = function(
+            weights, take_or_zero(states, positions), take_or_zero(labels, positions)
+        )
         return values.at[positions].set(chunk_values, mode="drop")
 
     result = jax.eval_shape(function, weights, states, labels)
@@ -111,17 +113,17 @@ def _backward(
 
     def add_chunk(i: jax.Array, gradients: _ChunkGradients) -> _ChunkGradients:
         positions = chunks[i]
-        chunk_labels = _take(labels, positions)
+        chunk_labels = take_or_zero(labels, positions)
         _, pull_back = jax.vjp(
-            lambda w, s: function(w, s, chunk_labels), weights, _take(states, positions)
+            lambda w, s: function(w, s, chunk_labels), weights, take_or_zero(states, positions)
         )
-        of_weights, of_states = pull_back(_take(cotangent, positions))
+        of_weights, of_states = pull_back(take_or_zero(cotangent, positions))
         return _ChunkGradients(
             jax.tree.map(_add, gradients.weights, of_weights),
             gradients.states.at[positions].set(of_states, mode="drop"),
         )
 
-    start = _ChunkGradients(jax.tree.map(_wide_zeros, weights), jnp.zeros_like(states))
+    start = _ChunkGradients(jax.tree.map(wide_zeros, weights), jnp.zeros_like(states))
     gradients = jax.lax.fori_loop(0, n_chunk, add_chunk, start)
     of_weights = jax.tree.map(
         lambda weight, total: total.astype(weight.dtype), weights, gradients.weights
@@ -132,7 +134,7 @@ def _backward(
 chunked_apply.defvjp(_forward, _backward)
 
 
-def _wide_zeros(weight: jax.Array) -> jax.Array:
+def wide_zeros(weight: jax.Array) -> jax.Array:
     """Returns zeros in the shape of a weight, in at least float32."""
     return jnp.zeros(weight.shape, jnp.promote_types(weight.dtype, jnp.float32))
 
@@ -142,7 +144,7 @@ def _add(total: jax.Array, gradient: jax.Array) -> jax.Array:
     return total + gradient.astype(total.dtype)
 
 
-def _chunks(selected: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:
+def split_into_chunks(selected: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:
     """Returns the selected positions in chunks, and how many chunks they fill.
 
     The positions are int [chunks, chunk_size], with T in empty slots.
@@ -154,6 +156,6 @@ def _chunks(selected: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]
     return positions.reshape(max_chunk, chunk_size), n_chunk
 
 
-def _take(array: jax.Array, positions: jax.Array) -> jax.Array:
+def take_or_zero(array: jax.Array, positions: jax.Array) -> jax.Array:
     """Returns the rows at some positions, and zeros for T, where writes are dropped."""
     return jnp.take(array, positions, axis=0, mode="fill", fill_value=0)

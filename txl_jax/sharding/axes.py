@@ -7,7 +7,7 @@ Parameters, memory, activations and batches are labelled with these names; `norm
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -113,7 +113,7 @@ def _param_sharding(mesh: Mesh, names: PartitionSpec, array: Any) -> Any:
     return sharded
 
 
-def _table_spec(mesh: Mesh, sizes: dict[str, int]) -> PartitionSpec:
+def _table_spec(mesh: Mesh | AbstractMesh, sizes: dict[str, int]) -> PartitionSpec:
     """Returns the mesh axes of an embedding table, from its sizes by logical axis."""
     mesh_axes: dict[str, list[str]] = {name: [] for name in sizes}
 
@@ -131,6 +131,35 @@ def _table_spec(mesh: Mesh, sizes: dict[str, int]) -> PartitionSpec:
             mesh_axes[name].append(FSDP)
             break
     return PartitionSpec(*(tuple(axes_of_name) or None for axes_of_name in mesh_axes.values()))
+
+
+class TablePlaces(NamedTuple):
+    """The mesh axes, of more than one device, over which the parts of a table are spread."""
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+
+    def spec(self) -> PartitionSpec:
+        """Returns the mesh axes of each axis of the table."""
+        return PartitionSpec(self.rows or None, self.columns or None)
+
+
+def table_places(mesh: Mesh | AbstractMesh, rows: int, width: int) -> TablePlaces:
+    """Returns where the parts of an embedding table [rows, width] are to be looked up.
+
+    It is where they are stored, except that the rows are always sharded over `tensor`, padded if
+    they do not divide: so are the softmax's, and their gradients.
+    """
+    stored = _table_spec(mesh, {VOCAB: rows, CLUSTER_EMBED: width})
+    row_axes = (TENSOR,) if mesh.shape[TENSOR] > 1 else ()
+    if mesh.shape[FSDP] == 1:
+        return TablePlaces(row_axes, ())
+    if stored[1] is not None:
+        return TablePlaces(row_axes, (FSDP,))
+    if stored[0] == (TENSOR, FSDP):
+        return TablePlaces((*row_axes, FSDP), ())
+    # Without a part of its own, each device has the whole width, and all rows or those of `tensor`.
+    return TablePlaces(row_axes, ())
 
 
 def batch_axes(mesh: Mesh | AbstractMesh, batch_size: int) -> str | None:
