@@ -167,6 +167,19 @@ def test_parameters_moments_and_memory_are_spread(pairs):
             assert share < many["bytes_per_device"] < 1.75 * share, name
 
 
+def test_the_embedding_gathers_tokens_and_no_table(pairs):
+    """Each device looks up the tokens of all with which it shares a table."""
+    for name, one, many in pairs:
+        if len(one["tables_per_device"]) == 1:
+            continue
+        in_embedding = [each for each in many["gathered"] if each["in_embedding"]]
+        assert {each["dtype"] for each in in_embedding} <= {"s32"}, name
+        # 2 of 16 rows on each device: in the mixed mesh two devices share the columns of a table.
+        rows = {"mixed": 8, "fsdp": 16}.get(name)
+        assert all(each["shape"] == [rows, 7] for each in in_embedding), name
+        assert bool(in_embedding) == (name in ("mixed", "fsdp")), name
+
+
 def test_what_is_gathered_is_one_matrix_of_a_layer_or_one_cluster_at_a_time(pairs):
     """Matrices of all three layers, gathered outside of their loop, would have 3 * 384 numbers and
     more.

@@ -123,15 +123,25 @@ def run(parts: Built, *, scores: bool) -> dict:
 
 
 def gathered(text: str) -> list[dict]:
-    """The shapes of arrays that a program, as XLA's text, gathers from other devices, and whether a
-    layer does.
+    """The arrays that a program, as XLA's text, gathers from other devices.
+
+    With each, its dtype and shape, and whether a layer or the embedding gathers it.
     """
     found = []
     for line in text.splitlines():
-        if instruction := re.search(r"= (.*?) all-gather\(", line):
-            for sizes in re.findall(r"\w\[([\d,]*)\]", instruction[1]):
-                shape = [int(size) for size in sizes.split(",") if size]
-                found.append({"shape": shape, "in_stack": "/stack/" in line})
+        instruction = re.search(r"= (.*?) all-gather\(", line)
+        if instruction is None:
+            continue
+        for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", instruction[1]):
+            shape = [int(size) for size in sizes.split(",") if size]
+            found.append(
+                {
+                    "dtype": dtype,
+                    "shape": shape,
+                    "in_stack": "/stack/" in line,
+                    "in_embedding": "/embedding/" in line,
+                }
+            )
     return found
 
 

@@ -1,0 +1,143 @@
+"""Tests of the layout of embedding tables on TPUs, from programs lowered for a platform."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import tiny
+from txl_jax import TransformerXL
+from txl_jax.config import MeshConfig
+from txl_jax.ops import adaptive_softmax, table_layout
+from txl_jax.ops.adaptive_softmax import Cluster
+from txl_jax.sharding.mesh import abstract_mesh, use_mesh
+
+# A table of WikiText-103, with 410 columns that a TPU would pad to 512.
+SHAPE = (267_735, 410)
+
+
+@pytest.mark.parametrize(
+    ("shape", "by_columns"),
+    [
+        (SHAPE, True),
+        # wt103_large: a head without padding, tails of 64 and 16 columns, the last too small.
+        ((20_000, 1024), False),
+        ((160_000, 64), True),
+        ((67_735, 16), False),
+        # Of 128 columns each tile is full, and of 136 some are not.
+        ((267_735, 128), False),
+        ((267_735, 136), True),
+        # Bytes.
+        ((205, 512), False),
+    ],
+)
+def test_which_tables_a_tpu_stores_by_columns(shape, by_columns):
+    """For wt103_base, libtpu 0.0.42.1 has the parameter `f32[267735,410]{0,1}`."""
+    assert table_layout.is_stored_by_columns(shape) == by_columns
+
+
+def test_a_sharded_table_is_left_to_the_partitioner():
+    with use_mesh(abstract_mesh(MeshConfig(fsdp=2), 2)):
+        assert not table_layout.is_stored_by_columns(SHAPE)
+
+
+def lowered(platform: str, shape: tuple[int, int] = SHAPE) -> str:
+    """The program of the gradient of a tied table, that is looked up and multiplied with."""
+
+    def loss(table, tokens):
+        table = table_layout.keep_layout(table)
+        vectors = adaptive_softmax.embed(
+            tokens, [Cluster(table, None, None)], (), dtype=jnp.bfloat16
+        )
+        return (vectors @ table.astype(jnp.bfloat16).T).sum()
+
+    traced = jax.jit(jax.grad(loss)).trace(
+        jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((4, 5), jnp.int32)
+    )
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_on_a_tpu_the_whole_gradient_is_turned_once():
+    assert lowered("tpu").count("@LayoutConstraint(") == 1
+    assert "LayoutConstraint" not in lowered("tpu", (267_735, 512))
+    for platform in ("cpu", "cuda"):
+        assert "LayoutConstraint" not in lowered(platform)
+
+
+def test_on_a_tpu_rows_are_looked_up_in_the_compute_dtype():
+    def gathers(platform: str) -> list[str]:
+        lines = lowered(platform).splitlines()
+        return [line for line in lines if '"stablehlo.gather"' in line]
+
+    (on_tpu,) = gathers("tpu")
+    assert "tensor<267735x410xbf16>" in on_tpu
+    (on_cpu,) = gathers("cpu")
+    assert "tensor<267735x410xf32>" in on_cpu
+
+
+@pytest.fixture
+def all_tables(monkeypatch):
+    """Applies the rule for large tables to small ones."""
+    monkeypatch.setattr(table_layout, "_MIN_SIZE", 0)
+
+
+@pytest.mark.parametrize("look_up", ["as on a CPU", "as on a TPU"])
+def test_no_bit_of_a_lookup_or_of_its_gradient_changes(look_up, all_tables, monkeypatch):
+    """1,000 times the same token: a bfloat16 sum of ones stops at 256."""
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(300, 5)), jnp.float32)
+    rows = jnp.asarray([[0, 299, *(7,) * 1000]])
+    assert table_layout.is_stored_by_columns(table.shape)
+    weights = jnp.asarray(rng.normal(size=(1, 1002, 5)), jnp.float32)
+
+    def total(take, table, rows):
+        return jnp.sum(weights * take(table, rows).astype(jnp.float32))
+
+    def plain(table, rows):
+        return jnp.take(table, rows, axis=0).astype(jnp.bfloat16)
+
+    expected = jax.value_and_grad(functools.partial(total, plain))(table, rows)
+    if look_up == "as on a TPU":
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, default: tpu(*args))
+
+    def ours(table, rows):
+        return table_layout.take_rows(table, rows, jnp.dtype(jnp.bfloat16))
+
+    found = jax.value_and_grad(functools.partial(total, ours))(table, rows)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_members_of_an_ensemble_keep_their_layouts(all_tables):
+    """Under `vmap` a constraint has one more axis."""
+
+    def gradient(table):
+        return jax.grad(lambda table: jnp.sum(table_layout.keep_layout(table) ** 2))(table)
+
+    traced = jax.jit(jax.vmap(gradient)).trace(jax.ShapeDtypeStruct((2, 300, 5), jnp.float32))
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("@LayoutConstraint(") == 1
+
+
+def test_the_tables_of_a_model_keep_their_layouts(all_tables):
+    """Two of three: 300 rows of 16 columns, and 512 of 8; a single tile holds the 8 of 4."""
+    cutoffs = {"cutoffs": (300, 812), "div_val": 2, "tie_projs": (False, False, False)}
+    model = TransformerXL(tiny.model_config(d_model=16, d_embed=None, **cutoffs), 820, None)
+    variables = tiny.variables(model)
+    tokens = jnp.zeros((2, 3), jnp.int32)
+
+    def loss(params):
+        hidden, _ = model.apply(
+            {"params": params},
+            tokens,
+            model.init_memory(batch_size=2, mem_len=4),
+            clamp_len=None,
+            same_length=False,
+            deterministic=True,
+        )
+        return jnp.sum(model.apply({"params": params}, hidden, tokens, method=model.nll))
+
+    traced = jax.jit(jax.grad(loss)).trace(variables["params"])
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("@LayoutConstraint(") == 2
