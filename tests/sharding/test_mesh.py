@@ -128,7 +128,7 @@ def test_rows_are_scored_on_eight_devices(computed, kind):
     for name, one, many in found:
         rows, heads = {"mixed": (4, 4), "fsdp": (2, 8), "tensor": (16, 1)}[name]
         # [B, H, E, R]
-        shapes = {"one row": [1, heads, 5, 12], "sixteen rows": [rows, heads, 5, 12]}
+        shapes = {"one row": [1, heads, 6, 12], "sixteen rows": [rows, heads, 6, 12]}
         assert many["keys_per_device"] == shapes
         assert many["scored"] == one["scored"] == 49
         for score in ("score", "score_of_rows"):
@@ -143,12 +143,12 @@ def test_rows_are_scored_on_eight_devices(computed, kind):
 # What a device has of the queries [N, D, H, E], the tables of the clusters [V, D], and the memory
 # [N, B, M, D].
 PARTS = {
-    "one": ([3, 16, 8, 5], [[16, 16], [11, 8], [14, 4]], [3, 16, 9, 16]),
-    "data": ([3, 16, 8, 5], [[16, 16], [11, 8], [14, 4]], [3, 2, 9, 16]),
-    "mixed": ([3, 8, 4, 5], [[8, 8], [11, 4], [7, 2]], [3, 4, 9, 16]),
+    "one": ([3, 16, 8, 6], [[16, 16], [11, 8], [14, 4]], [3, 16, 9, 16]),
+    "data": ([3, 16, 8, 6], [[16, 16], [11, 8], [14, 4]], [3, 2, 9, 16]),
+    "mixed": ([3, 8, 4, 6], [[8, 8], [11, 4], [7, 2]], [3, 4, 9, 16]),
     # 4 columns do not divide among 8, and 14 rows do not either.
-    "fsdp": ([3, 2, 8, 5], [[16, 2], [11, 1], [14, 4]], [3, 2, 9, 16]),
-    "tensor": ([3, 16, 1, 5], [[2, 16], [11, 8], [14, 4]], [3, 16, 9, 16]),
+    "fsdp": ([3, 2, 8, 6], [[16, 2], [11, 1], [14, 4]], [3, 2, 9, 16]),
+    "tensor": ([3, 16, 1, 6], [[2, 16], [11, 8], [14, 4]], [3, 16, 9, 16]),
 }
 
 
@@ -185,7 +185,7 @@ def test_what_is_gathered_is_one_matrix_of_a_layer_or_one_cluster_at_a_time(pair
     more.
     """
     for name, _, many in pairs:
-        # A matrix of a layer has at most 16 * 40, the table of 42 tokens is padded to 48 rows of
+        # A matrix of a layer has at most 16 * 48, the table of 42 tokens is padded to 48 rows of
         # 16.
         assert all(math.prod(each["shape"]) <= 48 * 16 for each in many["gathered"]), name
         in_layers = [each for each in many["gathered"] if each["in_stack"]]
@@ -194,6 +194,20 @@ def test_what_is_gathered_is_one_matrix_of_a_layer_or_one_cluster_at_a_time(pair
         assert not any(each["shape"][-2:] == [9, 16] for each in many["gathered"]), (
             f"{name}: the memory"
         )
+
+
+def test_fsdp_sums_a_kernels_gradient_once_and_gathers_position_keys(computed):
+    """A device has half of the heads. Kernels and position keys have as many numbers there."""
+    sent = computed("few")["sent"]
+    n_number = 16 * 4 * 6
+    summed = [shape for shape in sent["all-reduce"] if math.prod(shape) == n_number]
+    # The gradients of the kernels of queries, keys, values and the output, over fsdp.
+    assert len(summed) == 4
+    # These kernels, forward and backward, and the position keys, which the backward pass keeps.
+    gathered = [shape for shape in sent["all-gather"] if math.prod(shape) == n_number]
+    assert len(gathered) == 2 * 4 + 1
+    # Columns of the position kernel, and the gradients of columns of it and of the keys.
+    assert len(sent["all-to-all"]) == 3 * 2
 
 
 @pytest.mark.nightly(part="long")

@@ -1,7 +1,7 @@
 """Trains and scores on meshes of eight fake CPU devices; a program of tests/sharding and
 tests/runs, prints JSON.
 
-B = 16, D = 16, H = 8, E = 5, F = 24, L = 7, M = 9, N = 3, V = 42, or with clusters 41, cut at 16
+B = 16, D = 16, H = 8, E = 6, F = 24, L = 7, M = 9, N = 3, V = 42, or with clusters 41, cut at 16
 and 27: 16, 11 and 14 tokens, of which the second and third divide among neither 8 devices nor (the
 second) 2.
 """
@@ -24,7 +24,14 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from support import drawn_run, tiny
-from txl_jax.config import CacheDType, DropoutConfig, ExperimentConfig, MeshConfig, ModelConfig
+from txl_jax.config import (
+    AttentionPath,
+    CacheDType,
+    DropoutConfig,
+    ExperimentConfig,
+    MeshConfig,
+    ModelConfig,
+)
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.metrics import Totals
@@ -52,12 +59,13 @@ SCORED = [
     *(("plain", name) for name in ("one", "mixed", "fsdp")),
     *(("adaptive", name) for name in ("one", "mixed", "tensor")),
 ]
+COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
 B, L, STEPS, PER_CALL = 16, 7, 20, 2
 TOKENS = np.random.default_rng(0).integers(41, size=B * L * 4 + 1)  # An epoch of four segments.
 
 
 def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
-    sizes = {"n_layer": 3, "d_model": 16, "n_head": 8, "d_head": 5, "d_inner": 24}
+    sizes = {"n_layer": 3, "d_model": 16, "n_head": 8, "d_head": 6, "d_inner": 24}
     base = {f"model__{name}": size for name, size in sizes.items()}
     base |= {"model__dropout__rate": 0.2, "model__dtype": jnp.result_type(float).name, "mesh": mesh}
     base |= {
@@ -143,6 +151,22 @@ def gathered(text: str) -> list[dict]:
                 }
             )
     return found
+
+
+def sent_by_layers() -> dict[str, list[list[int]]]:
+    """The shapes of arrays that devices send in the layers of a training step on the mixed mesh, by
+    collective.
+    """
+    parts = build_run("plain", "mixed", model__attention=AttentionPath.TILED)
+    text = parts.compile_step().program.as_text()
+    sent: dict[str, list[list[int]]] = {name: [] for name in COLLECTIVES}
+    for line in text.splitlines():
+        instruction = re.search(rf"= (.*?) ({'|'.join(COLLECTIVES)})\(", line)
+        if instruction is None or "/stack/" not in line:
+            continue
+        for sizes in re.findall(r"\w\[([\d,]*)\]", instruction[1]):
+            sent[instruction[2]].append([int(size) for size in sizes.split(",") if size])
+    return sent
 
 
 def on_one_device(tree: Any) -> int:
@@ -381,6 +405,7 @@ def few() -> dict[str, Any]:
         "tail": tail_work(),
         "odd": odd_targets(),
         "masks": masks(),
+        "sent": sent_by_layers(),
     }
 
 

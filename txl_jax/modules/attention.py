@@ -8,7 +8,6 @@ Letters: B batch size, L segment length, M memory length, K = M + L keys, D mode
 E head size.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -21,6 +20,7 @@ from txl_jax.modules.dropout import Dropout, dropout, is_on
 from txl_jax.modules.positions import encoding_of
 from txl_jax.modules.positions.encoding import Projections
 from txl_jax.ops.attention import Implementation, Visibility, attention
+from txl_jax.ops.head_projections import project_apart, project_codes, project_to_heads
 from txl_jax.sharding import axes
 from txl_jax.sharding.activations import constrain
 
@@ -53,14 +53,12 @@ class Attention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(
-        self, segment: jax.Array, states: Sequence[jax.Array], context: LayerContext
-    ) -> jax.Array:
+    def __call__(self, segment: jax.Array, memory: jax.Array, context: LayerContext) -> jax.Array:
         """Computes the attention outputs [B, L, D] of a segment.
 
         Args:
           segment: [B, L, D], from which queries are projected.
-          states: The memory [B, M, D] and the segment, from which keys and values are projected.
+          memory: [B, M, D]. Keys and values are projected from memory and segment.
           context: Inputs shared by all layers.
         """
         c = self.config
@@ -88,11 +86,11 @@ class Attention(nn.Module):
         w_key = matrix("key")
         w_value = matrix("value")
 
-        query = _shard_heads(_project(segment, w_query))
+        query = _shard_heads(project_to_heads(segment, w_query))
         # Memory and segment are projected apart. No gradient goes into the memory, but a single
         # product would compute a gradient of all K rows.
-        key = _shard_heads(_project_apart(states, w_key))
-        value = _shard_heads(_project_apart(states, w_value))
+        key = _shard_heads(project_apart(memory, segment, w_key))
+        value = _shard_heads(project_apart(memory, segment, w_value))
 
         query = drop(query, "query")
         key = drop(key, "key")
@@ -106,9 +104,9 @@ class Attention(nn.Module):
         encoding = encoding_of(c)
         # This layer's projections, for an encoding that projects its codes.
         projections = Projections(
-            query=lambda codes, name: drop(_project(codes, w_query), name),
-            key=lambda codes, name: drop(_project(codes, w_key), name),
-            new_matrix=lambda codes, name: _project(codes, matrix(name)),
+            query=lambda codes, name: drop(project_to_heads(codes, w_query), name),
+            key=lambda codes, name: drop(project_codes(codes, w_key), name),
+            new_matrix=lambda codes, name: project_codes(codes, matrix(name)),
         )
         terms = encoding.position_terms(context.codes, context.parameters, projections, dtype)
 
@@ -154,17 +152,3 @@ def sow_if_asked(module: nn.Module, collection: str, name: str, array: jax.Array
 def _shard_heads(states: jax.Array) -> jax.Array:
     """Constrains the sharding of [B, H, positions, E]."""
     return constrain(states, axes.BATCH, axes.HEADS, axes.LENGTH, axes.HEAD_DIM)
-
-
-def _project(states: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Multiplies [..., positions, D] and [D, H, E] -> [..., H, positions, E].
-
-    Heads come before positions. The products over E and K then run on contiguous matrices, which on
-    CPU halves the time of the forward pass.
-    """
-    return jnp.einsum("...d,dhe->...he", states, kernel).swapaxes(-3, -2)
-
-
-def _project_apart(states: Sequence[jax.Array], kernel: jax.Array) -> jax.Array:
-    """Projects each array as `_project` does, and joins the results along their positions."""
-    return jnp.concatenate([_project(part, kernel) for part in states], axis=-2)

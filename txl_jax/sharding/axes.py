@@ -22,6 +22,7 @@ EMBED = "embed"  # D, the residual stream.
 CLUSTER_EMBED = "cluster_embed"  # Width of a cluster's embedding, before its projection.
 HEADS = "heads"  # H, the attention heads.
 HEAD_DIM = "head_dim"  # E, the size of a head.
+HEAD_PART = "head_part"  # E where the devices of a replica share it: position keys in training.
 INNER = "inner"  # F, the inner size of the feed-forward network.
 VOCAB = "vocab"  # Rows of an embedding table or of its bias.
 CLUSTERS = "clusters"  # Tail clusters in the head of the adaptive softmax.
@@ -39,6 +40,7 @@ _MESH_AXES: dict[str, Any] = {
     LAYERS: None,
     CLUSTER_EMBED: None,
     HEAD_DIM: None,
+    HEAD_PART: FSDP,
     CLUSTERS: None,
     POSITIONS: None,
     NORM: None,
@@ -174,6 +176,25 @@ def num_batch_shards(mesh: Mesh | AbstractMesh | None = None) -> int:
     if mesh is None:
         return 1
     return math.prod(mesh.shape[axis] for axis in _MESH_AXES[BATCH])
+
+
+def num_weight_shards() -> int:
+    """Returns how many devices of the ambient mesh share a layer's weights."""
+    mesh = ambient_mesh()
+    if mesh is None:
+        return 1
+    return mesh.shape[_MESH_AXES[EMBED]]
+
+
+def head_part_axis(d_head: int) -> str | None:
+    """Returns the axis of the ambient mesh that shares E where `HEAD_PART` is its logical axis.
+
+    The result is None if the axis has one device, or if E does not divide among its devices.
+    """
+    num_shards = num_weight_shards()
+    if num_shards == 1 or d_head % num_shards:
+        return None
+    return _MESH_AXES[HEAD_PART]
 
 
 def num_vocab_shards() -> int:

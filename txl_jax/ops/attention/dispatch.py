@@ -27,9 +27,10 @@ from txl_jax.ops.attention.problem import (
     Ring,
     default_device,
 )
+from txl_jax.ops.attention.saved import POSITION_KEYS, mark_as_saved
 from txl_jax.ops.matmul import Int8
 from txl_jax.sharding import axes
-from txl_jax.sharding.activations import batch_spec, shard_map
+from txl_jax.sharding.activations import batch_spec, gather_last_axis, shard_map
 from txl_jax.sharding.mesh import DATA, FSDP, TENSOR, ambient_mesh
 
 
@@ -100,16 +101,27 @@ def attention(
     if shards is None:
         return compute(operands, visibility, dropout)
 
+    # Each device computed a part of the position keys (`ops.head_projections`).
+    part_axis = None
+    if operands.position_key is not None:
+        part_axis = axes.head_part_axis(query.shape[3])
+
     def compute_shard(
         operands: Operands, visibility: Visibility, dropout: ProbabilityDropout | None
     ) -> jax.Array:
+        if part_axis is not None:
+            operands = _with_whole_position_keys(operands, part_axis)
         if dropout is not None:
             dropout = _dropout_of_shard(dropout, shards)
         return compute(operands, visibility, dropout)
 
     # All arrays of the visibility begin with B. Each device has the dropout of the whole batch.
+    operand_specs = shards.specs(operands)
+    if part_axis is not None:
+        position_key_spec = PartitionSpec(shards.heads, None, part_axis)
+        operand_specs = operand_specs._replace(position_key=position_key_spec)
     specs = (
-        shards.specs(operands),
+        operand_specs,
         jax.tree.map(lambda _: shards.by_row(), visibility),
         jax.tree.map(lambda _: PartitionSpec(), dropout),
     )
@@ -284,6 +296,18 @@ def shards_of(batch: int, n_head: int) -> Shards | None:
         batch=batch // row_devices,
         n_head=n_head // head_devices,
     )
+
+
+def _with_whole_position_keys(operands: Operands, mesh_axis: str) -> Operands:
+    """Gathers the position keys [H, P, E] from parts of E, inside `shard_map`.
+
+    Their gradient is then summed for each part. If `shard_map` got whole keys, devices would
+    all-reduce the gradient of all keys, which sends twice as much.
+    """
+    whole = gather_last_axis(operands.position_key, mesh_axis)
+    # Activation checkpointing must keep the whole keys, or the backward pass gathers them again.
+    whole = mark_as_saved(whole, POSITION_KEYS)
+    return operands._replace(position_key=whole)
 
 
 def _dropout_of_shard(dropout: ProbabilityDropout, shards: Shards) -> ProbabilityDropout:

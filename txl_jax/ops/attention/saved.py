@@ -14,8 +14,10 @@ OUTPUT = "attention.output"
 LOG_TOTAL = "attention.log_total"
 # Probabilities of all pairs, for the implementation that stores them.
 PROBABILITIES = "attention.probabilities"
+# Position keys [H, P, E], where devices of a mesh computed parts of them.
+POSITION_KEYS = "attention.position_keys"
 
-NAMES = (OUTPUT, LOG_TOTAL, PROBABILITIES)
+NAMES = (OUTPUT, LOG_TOTAL, PROBABILITIES, POSITION_KEYS)
 
 
 def mark_as_saved(array: jax.Array, name: str) -> jax.Array:
