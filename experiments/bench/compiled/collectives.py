@@ -1,0 +1,148 @@
+"""Collectives: what a device sends to others.
+
+Bytes sent by a device in a group of n, by the algorithms that send the least:
+
+    all-gather, of a result of R bytes               R (n - 1) / n
+    reduce-scatter, of an operand of R bytes         R (n - 1) / n
+    all-reduce, a reduce-scatter and an all-gather   2 R (n - 1) / n
+    all-to-all                                       R (n - 1) / n
+    collective-permute                               R
+
+An all-reduce of which a fusion keeps only this device's part is a reduce-scatter. An asynchronous
+collective counts where it starts. The compiler for TPUs also spreads a collective over several
+fusions, which then name the same channel: it counts in the first of them. Collectives read and
+write HBM as well: `hbm_bytes`, which is not part of the other traffic.
+"""
+
+import dataclasses
+import math
+import re
+
+from experiments.bench.compiled.hlo import Array, Computation, Instruction, Program
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective each time that it runs."""
+
+    kind: str
+    line: Instruction
+    # Dtype and shape of its largest array.
+    array: Array
+    # Devices that exchange data with each other.
+    group: int
+    # Bytes that a device sends.
+    sent: float
+    # Bytes that it reads from its own HBM, and writes to it, for that.
+    hbm_bytes: float
+
+
+def kind_of(line: Instruction) -> str | None:
+    """Returns the kind of a collective, or None for other instructions and for a second half."""
+    kind = line.opcode.removesuffix("-start")
+    return kind if kind in KINDS else None
+
+
+def is_collective(line: Instruction) -> bool:
+    """Whether an instruction is a collective, or the second half of one."""
+    return line.opcode.removesuffix("-start").removesuffix("-done") in KINDS
+
+
+class CollectivesOf:
+    """Lists the collectives of a program's instructions."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        # Channels of the collectives in fusions so far, each with the fusion that came first.
+        self._first_fusions: dict[str, str] = {}
+
+    def __call__(self, line: Instruction, computation: Computation) -> list[Collective]:
+        """Returns the collective that an instruction is, or those that begin in a fusion."""
+        kind = kind_of(line)
+        if kind is not None:
+            return [_collective(self._program, kind, line, computation)]
+        fused = self._program.fused(line)
+        if fused is None:
+            return []
+        collectives: list[Collective] = []
+        for part in fused.instructions.values():
+            for collective in self(part, fused):
+                channel = collective.line.attribute(r"channel_id=(\d+)") or part.name
+                if self._first_fusions.setdefault(channel, line.name) == line.name:
+                    collectives.append(collective)
+        return collectives
+
+
+def _collective(
+    program: Program, kind: str, line: Instruction, computation: Computation
+) -> Collective:
+    operands = computation.operand_arrays(line)
+    results = _results(kind, line, operands)
+    arrays = [*operands, *results]
+    group = _group_size(program, line)
+    others = (group - 1) / group
+    operand_bytes = sum(array.num_bytes for array in operands)
+    result_bytes = sum(array.num_bytes for array in results)
+
+    if kind == "collective-permute":
+        sent = operand_bytes
+    elif kind == "all-gather":
+        sent = result_bytes * others
+    elif kind == "all-reduce" and not _is_scattered(line, computation):
+        sent = 2 * operand_bytes * others
+    else:
+        sent = operand_bytes * others
+    if kind == "all-reduce" and _is_scattered(line, computation):
+        kind = "reduce-scatter"
+    return Collective(
+        kind,
+        line,
+        max(arrays, key=lambda array: array.num_bytes),
+        group,
+        sent,
+        sum(array.stored_bytes for array in arrays if array.in_hbm),
+    )
+
+
+def _results(kind: str, line: Instruction, operands: list[Array]) -> list[Array]:
+    """Returns the arrays that a collective makes. One that starts lists its operands too."""
+    if not line.opcode.endswith("-start") or kind == "all-reduce":
+        return list(line.arrays[: len(operands)])
+    return list(line.arrays[len(operands) : 2 * len(operands)])
+
+
+def _is_scattered(line: Instruction, computation: Computation) -> bool:
+    """Whether all users of an all-reduce take a slice of it, in the same fusion."""
+    users = [user.opcode for user, _ in computation.users[line.name]]
+    return bool(users) and all(opcode == "dynamic-slice" for opcode in users)
+
+
+def _group_size(program: Program, line: Instruction) -> int:
+    """Returns the number of devices in a group of a collective.
+
+    Groups are written as lists of devices, `{{0,1},{2,3}}`; as a shape, `[2,2]<=[4]` (two groups of
+    two); as axes of a mesh, `mesh['a'=2,'b'=8] {'b'}`; or as `{}`, which means all devices.
+    """
+    counted = line.attribute(r"replica_groups=\[\d+,(\d+)\]")
+    if counted:
+        return int(counted)
+    listed = line.attribute(r"replica_groups=\{\{([\d,]*)\}")
+    if listed:
+        return len(listed.split(","))
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line.attributes)
+    if mesh:
+        lengths = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        # A part of an axis is written with its own length: `'b':(2)4`.
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])
+        return math.prod(int(part or lengths[axis]) for axis, part in axes)
+    return max(program.num_devices, 1)

@@ -1,0 +1,153 @@
+"""Which instructions of a compiled program run, and how often.
+
+- The body of a `while` loop runs as often as the compiler says (`known_trip_count`), or as its
+  condition says: a counter below a constant. Loops in loops multiply.
+- If the number of rounds depends on data, it is assumed: `rounds` for the outermost such loops
+  (tokens of generation, a tail of the adaptive softmax), and one for such loops within them.
+- The computation of a `call`, and of an asynchronous operation, runs once.
+- Of a `conditional`, every branch counts with an equal share.
+- A fusion is one instruction: its computation is not walked.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+from experiments.bench.compiled.hlo import Computation, Instruction, Program
+
+_INTEGER = re.compile(r"-?\d+")
+_COPIES = ("bitcast", "copy", "convert", "reshape")
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """An instruction that runs."""
+
+    line: Instruction
+    computation: Computation
+    # How often it runs in a call of the program. A branch of a conditional runs a fraction.
+    times: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A `while` loop that runs."""
+
+    line: Instruction
+    computation: Computation
+    body: Computation
+    # How often the loop begins in a call of the program.
+    times: float
+    # Rounds each time.
+    rounds: int
+    # Whether the number of rounds depends on data, and `rounds` was assumed.
+    is_assumed: bool
+
+
+def executions(program: Program, *, rounds: int = 1) -> Iterator[Execution | Loop]:
+    """Yields what runs in a call of the program.
+
+    A loop comes before the instructions of its body.
+
+    Args:
+      program: The compiled program.
+      rounds: Assumed rounds of the outermost loops whose number of rounds depends on data.
+    """
+    yield from _walk(program, program.computations[program.entry], 1.0, rounds)
+
+
+def _walk(
+    program: Program, computation: Computation, times: float, rounds: int
+) -> Iterator[Execution | Loop]:
+    for line in computation.instructions.values():
+        if line.opcode == "while":
+            loop = _loop(program, computation, line, times, rounds)
+            yield loop
+            rounds_within = 1 if loop.is_assumed else rounds
+            yield from _walk(program, loop.body, times * loop.rounds, rounds_within)
+            continue
+
+        callees = _callees(line)
+        if not callees:
+            yield Execution(line, computation, times)
+        for name in callees:
+            called = program.computations[name]
+            yield from _walk(program, called, times / len(callees), rounds)
+
+
+def _callees(line: Instruction) -> list[str]:
+    """Returns the computations that run in the place of an instruction, one of them each time."""
+    if line.opcode == "call":
+        return [line.called("to_apply") or line.called() or ""]
+    if line.opcode == "async-start":
+        name = line.called()
+        return [name] if name else []
+    if line.opcode == "conditional":
+        branches = line.attribute(r"branch_computations=\{([^}]*)\}")
+        if branches:
+            return re.findall(r"%?([\w.\-]+)", branches)
+        return [line.called("true_computation") or "", line.called("false_computation") or ""]
+    return []
+
+
+def _loop(
+    program: Program, computation: Computation, line: Instruction, times: float, rounds: int
+) -> Loop:
+    body = program.computations[line.called("body") or ""]
+    condition = program.computations[line.called("condition") or ""]
+    known = line.attribute(r'"?known_trip_count"?:\{"n":"(\d+)"')
+    counted = int(known) if known else _rounds_by_condition(program, condition, body)
+    return Loop(
+        line,
+        computation,
+        body,
+        times,
+        rounds=rounds if counted is None else counted,
+        is_assumed=counted is None,
+    )
+
+
+def _rounds_by_condition(program: Program, condition: Computation, body: Computation) -> int | None:
+    """Returns the rounds of a loop whose condition compares a counter from 0 with a constant.
+
+    Returns None if the condition is another one.
+    """
+    compared = condition.root
+    limits = [_constant(condition, name) for name in compared.operands]
+    fused = program.fused(compared)
+    if fused is not None:
+        limits += [_constant(fused, name) for name in fused.instructions]
+    elif compared.opcode != "compare":
+        return None
+    known_limits = {limit for limit in limits if limit is not None}
+    if len(known_limits) != 1:
+        return None
+    return math.ceil(known_limits.pop() / _counter_step(condition, body))
+
+
+def _constant(computation: Computation, name: str) -> int | None:
+    """Returns the integer that an instruction copies from a constant, or None."""
+    line = computation.instructions.get(name)
+    while line is not None and line.opcode in _COPIES:
+        line = computation.operand(line, 0)
+    if line is None or line.opcode != "constant" or not _INTEGER.fullmatch(line.argument):
+        return None
+    return int(line.argument)
+
+
+def _counter_step(condition: Computation, body: Computation) -> int:
+    """Returns what the body adds to the counter in a round, 1 if it cannot be seen."""
+    for name in condition.root.operands:
+        counter = condition.instructions.get(name)
+        if counter is None or counter.opcode != "get-tuple-element":
+            continue
+        index = int(counter.attribute(r"index=(\d+)") or 0)
+        added = body.operand(body.root, index)
+        if added is None or added.opcode != "add":
+            continue
+        for summand in added.operands:
+            step = _constant(body, summand)
+            if step is not None and step > 0:
+                return step
+    return 1
