@@ -7,7 +7,7 @@ modules beside this one say what counts: `execution`, `work`, `traffic`, `collec
 The roofline sum adds up, over all instructions that run, the longest of
 
     bytes in HBM / bandwidth of HBM
-    FLOPs / peak of matmuls
+    FLOPs / peak of matmuls, of kernels with heads filled up to 128 features
     32-bit integer operations / their peak
 
 as if no instruction overlapped with another, and none had a cost of its own. Collectives are not in
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from experiments.bench.compiled.collectives import Collective, CollectivesOf
 from experiments.bench.compiled.execution import Execution, Loop, executions
 from experiments.bench.compiled.hlo import Array, Instruction, Program, parse
-from experiments.bench.compiled.kernels import is_kernel
+from experiments.bench.compiled.kernels import is_kernel, kernel_work
 from experiments.bench.compiled.stacks import Stack, stacks_of
 from experiments.bench.compiled.traffic import Traffic, TrafficOf
 from experiments.bench.compiled.work import WorkOf
@@ -48,6 +48,8 @@ class Operation:
     # How often it runs in a step.
     times: float
     flops: float
+    # The same, but of a kernel as matrix units compute it, in tiles of 128.
+    padded_flops: float
     integer_ops: float
     traffic: Traffic
     is_kernel: bool
@@ -59,7 +61,7 @@ class Operation:
     def seconds(self, peaks: Peaks) -> float:
         """Returns the least time of the operation in a step."""
         each_time = max(
-            self.flops / peaks.flops,
+            self.padded_flops / peaks.flops,
             self.traffic.total / peaks.hbm_bytes,
             self.integer_ops / peaks.integer_ops,
         )
@@ -107,7 +109,7 @@ class ProgramCost:
 
     @functools.cached_property
     def kernel_flops(self) -> float:
-        """Floating-point operations of kernels, by their own cost estimates."""
+        """Floating-point operations of kernels."""
         return sum(
             operation.times * operation.flops
             for operation in self.operations
@@ -116,7 +118,7 @@ class ProgramCost:
 
     @functools.cached_property
     def integer_ops(self) -> float:
-        """32-bit integer operations, outside kernels."""
+        """32-bit integer operations, kernels included."""
         return sum(operation.times * operation.integer_ops for operation in self.operations)
 
     @functools.cached_property
@@ -206,10 +208,13 @@ def _operation(
     program: Program, work: WorkOf, traffic: TrafficOf, run: Execution, steps: int
 ) -> Operation:
     source, op_name = program.source_of(run.line, run.computation)
+    flops = work.flops(run.line, run.computation)
+    padded_flops = kernel_work(run.line).padded_flops if is_kernel(run.line) else flops
     return Operation(
         run.line,
         run.times / steps,
-        work.flops(run.line, run.computation),
+        flops,
+        padded_flops,
         work.integer_ops(run.line),
         traffic(run.line, run.computation),
         is_kernel(run.line),

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from experiments.bench.compiled import collectives
 from experiments.bench.compiled.hlo import Array, Computation, Instruction, Program
-from experiments.bench.compiled.kernels import kernel_cost
+from experiments.bench.compiled.kernels import kernel_estimate
 
 _FREE = {
     "after-all",
@@ -200,7 +200,7 @@ def _bytes_read_again(line: Instruction, computation: Computation) -> float:
     """Returns the bytes of a kernel's cost estimate beyond its operands and results."""
     arrays = [*computation.operand_arrays(line), *line.arrays]
     once = sum(array.num_bytes for array in arrays)
-    return max(kernel_cost(line).get("bytes_accessed", 0.0) - once, 0.0)
+    return max(kernel_estimate(line).get("bytes_accessed", 0.0) - once, 0.0)
 
 
 def _is_free(line: Instruction) -> bool:

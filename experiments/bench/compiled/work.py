@@ -3,12 +3,11 @@
 FLOPs are counted for dots and convolutions, in fusions too, at two per multiply-add. Of a
 convolution only the pairs count that meet an element of the input (not its padding), because the
 compiler for TPUs writes batched dots as convolutions with much padding. A kernel (a custom call)
-has the FLOPs of its own cost estimate. Elementwise operations, exponentials and reductions in
-floating point are not counted.
+has the work that `kernels` reads. Elementwise operations, exponentials and reductions in floating
+point are not counted.
 
 Integer operations are counted for elementwise 32-bit additions, multiplications, shifts and
-bitwise operations, one per element: what random bits and hashes consist of. Those in a kernel are
-not visible.
+bitwise operations, one per element: what random bits and hashes consist of.
 """
 
 import functools
@@ -18,7 +17,7 @@ import re
 import numpy as np
 
 from experiments.bench.compiled.hlo import Array, Computation, Instruction, Program
-from experiments.bench.compiled.kernels import kernel_cost
+from experiments.bench.compiled.kernels import is_kernel, kernel_work
 
 _INTEGER_DTYPES = ("s32", "u32")
 _INTEGER_OPCODES = {
@@ -44,13 +43,13 @@ class WorkOf:
         self._integer_ops: dict[str, float] = {}
 
     def flops(self, line: Instruction, computation: Computation) -> float:
-        """Returns the floating-point operations of an instruction, of a kernel by its estimate."""
+        """Returns the floating-point operations of an instruction."""
         if line.opcode == "dot":
             return _dot_flops(line, computation)
         if line.opcode == "convolution":
             return _convolution_flops(line, computation)
         if line.opcode == "custom-call":
-            return kernel_cost(line).get("flops", 0.0) or _library_flops(line, computation)
+            return _custom_call_flops(line, computation)
         fused = self._program.fused(line)
         if fused is None:
             return 0.0
@@ -63,6 +62,8 @@ class WorkOf:
         """Returns the 32-bit integer operations of an instruction."""
         if line.opcode in _INTEGER_OPCODES and line.arrays[0].dtype in _INTEGER_DTYPES:
             return line.arrays[0].size
+        if is_kernel(line):
+            return kernel_work(line).integer_ops
         fused = self._program.fused(line)
         if fused is None:
             return 0.0
@@ -78,8 +79,10 @@ def _dot_flops(line: Instruction, computation: Computation) -> float:
     return 2 * line.arrays[0].size * _product(left, axes)
 
 
-def _library_flops(line: Instruction, computation: Computation) -> float:
-    """Returns the FLOPs of a matmul that a library of a GPU runs (cuBLAS), or 0."""
+def _custom_call_flops(line: Instruction, computation: Computation) -> float:
+    """Returns the FLOPs of a kernel, or of a matmul of a GPU's library (cuBLAS), or 0."""
+    if is_kernel(line):
+        return kernel_work(line).flops
     axes = line.attribute(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
     if axes is None:
         return 0.0
