@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import sqlalchemy.dialects
 
-from experiments.bench import estimate
+from experiments.bench import topologies
 from launch import study, sweep
 from launch.local import process_environments
 from support import tiny_model
@@ -502,7 +502,7 @@ def test_variables_and_errors_of_several_processes():
 
 def test_variables_under_which_memory_and_time_are_estimated():
     """Without them the compilers search for devices, and take those of other processes."""
-    assert estimate._ENVIRONMENT == {
+    assert topologies._ENVIRONMENT == {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",

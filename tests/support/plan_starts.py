@@ -350,8 +350,8 @@ def start_device_timing(seen, plan, changed):
 def start_estimate(seen, plan, changed):
     estimated = []
 
-    def note(name, config, topology, tasks):
-        estimated.append((name, topology, tasks))
+    def note(plan, name, config, topology):
+        estimated.append((name, topology, plan.tasks, plan.programs))
         return [True]
 
     seen.replace(Job, "config_of_flagfile", lambda job, name: tiny_run.CONFIG)

@@ -53,6 +53,8 @@ class Operation:
     integer_ops: float
     traffic: Traffic
     is_kernel: bool
+    # Whether it is in a loop whose number of rounds was assumed.
+    is_assumed: bool
     # File and line of Python code, or "" if the compiler does not say.
     source: str
     # JAX's name: modules, transformations, operation.
@@ -218,6 +220,7 @@ def _operation(
         work.integer_ops(run.line),
         traffic(run.line, run.computation),
         is_kernel(run.line),
+        run.is_assumed,
         source,
         op_name,
     )

@@ -28,6 +28,8 @@ class Execution:
     computation: Computation
     # How often it runs in a call of the program. A branch of a conditional runs a fraction.
     times: float
+    # Whether it is in a loop whose number of rounds was assumed.
+    is_assumed: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,26 +56,34 @@ def executions(program: Program, *, rounds: int = 1) -> Iterator[Execution | Loo
       program: The compiled program.
       rounds: Assumed rounds of the outermost loops whose number of rounds depends on data.
     """
-    yield from _walk(program, program.computations[program.entry], 1.0, rounds)
+    entry = program.computations[program.entry]
+    yield from _walk(program, entry, 1.0, rounds, is_assumed=False)
 
 
 def _walk(
-    program: Program, computation: Computation, times: float, rounds: int
+    program: Program, computation: Computation, times: float, rounds: int, *, is_assumed: bool
 ) -> Iterator[Execution | Loop]:
     for line in computation.instructions.values():
         if line.opcode == "while":
             loop = _loop(program, computation, line, times, rounds)
             yield loop
             rounds_within = 1 if loop.is_assumed else rounds
-            yield from _walk(program, loop.body, times * loop.rounds, rounds_within)
+            yield from _walk(
+                program,
+                loop.body,
+                times * loop.rounds,
+                rounds_within,
+                is_assumed=is_assumed or loop.is_assumed,
+            )
             continue
 
         callees = _callees(line)
         if not callees:
-            yield Execution(line, computation, times)
+            yield Execution(line, computation, times, is_assumed)
         for name in callees:
             called = program.computations[name]
-            yield from _walk(program, called, times / len(callees), rounds)
+            share = times / len(callees)
+            yield from _walk(program, called, share, rounds, is_assumed=is_assumed)
 
 
 def _callees(line: Instruction) -> list[str]:

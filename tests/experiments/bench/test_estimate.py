@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from experiments.bench import estimate
+from experiments.bench import estimate, topologies
+from experiments.bench.chips import CHIPS
 from support import ROOT, programs
 from txl_jax import flops
 from txl_jax.config import ExperimentConfig, ModelConfig, Remat, TrainConfig
@@ -78,7 +79,7 @@ def test_without_a_compiler_the_sizes_that_follow_from_shapes_are_printed(
 )
 def test_programs_are_compiled(topology, device):
     out = compiled(f"--topology={topology}", "--mesh.fsdp=2", "--mesh.tensor=2")
-    compiler, version = estimate.compiler_of(topology)
+    compiler, version = topologies.compiler_of(topology)
     assert f"4 x {device} (" in out and f"{compiler} {version}" in out.splitlines()[0]
     assert re.search(r"(?m)^an update +[\d.e-]+ TFLOP", out)
     for name in ("training", "evaluation"):
@@ -93,15 +94,16 @@ def test_only_sums_of_gradients_cross_slices(sizes):
     """Two slices of four chips: weights are gathered within a slice."""
     program = f"""
 import re
-from experiments.bench import estimate
+from experiments.bench import compile_tasks, topologies
 from txl_jax.config import DType, ExperimentConfig, MeshConfig, ModelConfig, TrainConfig
 from txl_jax.runs.build import build
 from txl_jax.sharding.mesh import make_mesh
-estimate.set_environment()
+topologies.set_environment()
 model = ModelConfig(n_layer=3, d_model=64, n_head=4, d_head=16, d_inner=128, dtype=DType.BFLOAT16)
 config = ExperimentConfig(model=model, train=TrainConfig(batch_size=8, segment_len=32, mem_len=32))
-mesh = make_mesh(MeshConfig({sizes}), estimate.devices("2*v5e:2x2"))
-text = estimate.compile_task(build(config, vocab_size=256, mesh=mesh), "training").as_text()
+mesh = make_mesh(MeshConfig({sizes}), topologies.devices("2*v5e:2x2"))
+built = build(config, vocab_size=256, mesh=mesh)
+text = compile_tasks.compile_task(built, "training").as_text()
 found = set(re.findall(r'_xla_megascale_transfer_type="(\\w+)"', text))
 assert found == {{"ALL_REDUCE"}} and " all-gather" in text, found
 """
@@ -130,13 +132,11 @@ def test_a_program_that_does_not_fit_is_reported_with_both_sizes(topology, rows,
 
 
 @TPU
-@pytest.mark.parametrize(
-    "generation", [name for name, chip in estimate.CHIPS.items() if not chip.gpu]
-)
+@pytest.mark.parametrize("generation", [name for name, chip in CHIPS.items() if not chip.gpu])
 def test_every_slice_is_known_to_libtpu(generation):
-    estimate.set_environment()
-    for name in estimate.slices(generation):
-        assert len(estimate.devices(name)) == estimate.parse(name).num_devices, name
+    topologies.set_environment()
+    for name in topologies.slices(generation):
+        assert len(topologies.devices(name)) == topologies.parse(name).num_devices, name
 
 
 @pytest.mark.parametrize(
@@ -187,11 +187,11 @@ def test_what_is_no_topology_is_refused_with_what_there_is(name, known):
     with pytest.raises(
         UserError, match=rf"2, 4 or a multiple of 8,.*'{re.escape(name)}'; .*\b{known}\b"
     ):
-        estimate.parse(name)
+        topologies.parse(name)
 
 
 def test_every_device_has_a_peak_and_a_memory():
-    for chip in estimate.CHIPS.values():
+    for chip in CHIPS.values():
         assert 4e13 < flops.device_peak(chip.kind) < 2e15 and 1e10 <= chip.memory_bytes < 2e11, (
             chip.kind
         )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench import estimate
+from experiments.bench import topologies
 from ops.attention.tpu.test_compiled import no_compilation_cache  # noqa: F401 (a fixture)
 from ops.attention.tpu.test_limits import TRAINING
 from support import tiny_run
@@ -101,7 +101,7 @@ def bytes_moved(program):
 @functools.cache
 def compiled(path, dropout):
     """The program of one layer of enwik8_24l with 8 rows, forward and backward."""
-    [device] = estimate.devices("h200")
+    [device] = topologies.devices("h200")
     n_head, segment_len, n_keys, width, n_positions = TRAINING["enwik8_24l"]
     sizes = 8, n_head, segment_len, n_keys, width, n_positions
     case = AttentionCall("gpu", "", "bfloat16", *sizes, dropout=dropout)

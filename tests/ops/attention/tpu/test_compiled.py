@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from experiments.bench import estimate
+from experiments.bench import topologies
 from ops.attention.tpu.test_limits import EVALUATION, TRAINING
 from support.attention_arrays import NAMES, shapes
 from txl_jax.config import MeshConfig
@@ -51,8 +51,8 @@ on_all_chips = pytest.mark.parametrize("chip", CHIPS)
 def devices_of(chip):
     """Returns devices to compile for, which needs libtpu."""
     importlib.metadata.version("libtpu")
-    estimate.set_environment()
-    return estimate.devices(chip)
+    topologies.set_environment()
+    return topologies.devices(chip)
 
 
 @pytest.fixture(autouse=True)

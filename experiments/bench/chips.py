@@ -1,0 +1,121 @@
+"""Devices that programs are estimated for: sizes, memory and peaks."""
+
+from typing import NamedTuple
+
+from experiments.bench.compiled.cost import Peaks
+from txl_jax import flops
+
+
+class Chip(NamedTuple):
+    """A kind of device, as jax counts devices: a core of TPU v3, a chip of later TPUs, a GPU."""
+
+    # Its name in jax. `flops.device_peak` knows its peak.
+    kind: str
+    # Size of a device's memory. A GPU's is the size that CUDA reports.
+    memory_bytes: int
+    # Bytes per second of that memory (HBM), by the data sheet.
+    bandwidth: float
+    # 32-bit integer operations per second.
+    integer_ops: float
+    # Slices that Google Cloud offers, or numbers of GPUs in a host, from small to large.
+    sizes: tuple[str, ...]
+    # Fields of `GpuDeviceInfoProto`, from CUDA and XLA's own files of known GPUs. Empty for TPUs.
+    gpu: str = ""
+
+    @property
+    def peaks(self) -> Peaks:
+        """What the device can do in a second.
+
+        The peak of matmuls is that of bfloat16. A program in float32 is slower.
+        """
+        peak = flops.device_peak(self.kind)
+        assert peak is not None, f"flops.device_peak must know {self.kind}"
+        return Peaks(flops=peak, hbm_bytes=self.bandwidth, integer_ops=self.integer_ops)
+
+
+GIB = 1 << 30
+# GPUs that share a host, and NVLink.
+GPUS_PER_HOST = 8
+# Numbers of GPUs that are less than a host, or one.
+HOST_SIZES = ("1", "2", "4", "8")
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+
+# A vector unit of a TPU has 8 x 128 lanes of 4 operations each. This agrees with the cycles that
+# libtpu estimates for random bits on v5e (threefry: 135 operations, 29 numbers a cycle). Clocks
+# follow from the peak of the matrix units. v4 and v5p have two cores in a chip.
+_LANES = 4 * 8 * 128
+# Multiprocessors, 32-bit integer operations of each per cycle, and clock.
+_HOPPER_INTEGER_OPS = 132 * 64 * 1.98e9
+_AMPERE_INTEGER_OPS = 108 * 64 * 1.41e9
+
+_HOPPER = (
+    "core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 cuda_compute_capability { major: 9 } "
+    "shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448"
+)
+_AMPERE = (
+    "core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41 cuda_compute_capability { major: 8 } "
+    "shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912"
+)
+
+# GPUs are the modules with NVLink (SXM), not the cards.
+CHIPS = {
+    "v3": Chip(
+        kind="TPU v3",
+        memory_bytes=16 * GIB,
+        bandwidth=450e9,
+        integer_ops=_LANES * 0.94e9,
+        sizes=("2x2", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    ),
+    "v4": Chip(
+        kind="TPU v4",
+        memory_bytes=32 * GIB,
+        bandwidth=1228e9,
+        integer_ops=2 * _LANES * 1.05e9,
+        sizes=("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"),
+    ),
+    "v5e": Chip(
+        kind="TPU v5 lite",
+        memory_bytes=16 * GIB,
+        bandwidth=819e9,
+        integer_ops=_LANES * 1.5e9,
+        sizes=_FLAT,
+    ),
+    "v5p": Chip(
+        kind="TPU v5",
+        memory_bytes=95 * GIB,
+        bandwidth=2765e9,
+        integer_ops=2 * _LANES * 1.75e9,
+        sizes=("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4"),
+    ),
+    "v6e": Chip(
+        kind="TPU v6 lite",
+        memory_bytes=32 * GIB,
+        bandwidth=1640e9,
+        integer_ops=_LANES * 1.75e9,
+        sizes=_FLAT,
+    ),
+    "h200": Chip(
+        kind="H200",
+        memory_bytes=150_754_820_096,
+        bandwidth=4800e9,
+        integer_ops=_HOPPER_INTEGER_OPS,
+        sizes=HOST_SIZES,
+        gpu=f"{_HOPPER} memory_bandwidth: 4800000000000 l2_cache_size: 62914560",
+    ),
+    "h100": Chip(
+        kind="H100",
+        memory_bytes=84_942_979_072,
+        bandwidth=3352.32e9,
+        integer_ops=_HOPPER_INTEGER_OPS,
+        sizes=HOST_SIZES,
+        gpu=f"{_HOPPER} memory_bandwidth: 3352320000000 l2_cache_size: 52428800",
+    ),
+    "a100": Chip(
+        kind="A100",
+        memory_bytes=85_100_068_864,
+        bandwidth=2039.04e9,
+        integer_ops=_AMPERE_INTEGER_OPS,
+        sizes=HOST_SIZES,
+        gpu=f"{_AMPERE} memory_bandwidth: 2039040000000 l2_cache_size: 41943040",
+    ),
+}

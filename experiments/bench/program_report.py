@@ -1,0 +1,117 @@
+"""Prints what a compiled program costs, for `experiments.bench.estimate`."""
+
+import re
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from experiments.bench.chips import Chip
+from experiments.bench.compiled.cost import ProgramCost
+from experiments.bench.timing import print_table
+from txl_jax.runs.build import Built
+from txl_jax.runtime.environment import megabytes
+
+# What a step of each task is.
+_STEPS = {"training": "training step", "evaluation": "segment", "generation": "token"}
+_NUM_MOVERS = 5
+# Parts of JAX's names that say how a program is run, not what it computes.
+_RUNNING = ("while", "body", "cond", "branch_1_fun", "closed_call", "checkpoint", "remat")
+
+
+def print_cost(cost: ProgramCost, built: Built, task: str, chip: Chip) -> None:
+    """Prints the costs of a step of a task as a table, and the lines that move the most bytes."""
+    print()
+    print_table(
+        f"a {_STEPS[task]}, per device | amount | least time", _rows(cost, built, task, chip)
+    )
+    print()
+    print_table("most bytes in memory | line | operation", _mover_rows(cost))
+    if cost.assumed_loops:
+        print(
+            f"\nThe rounds of {len(cost.assumed_loops)} loops depend on data. One round each is "
+            "counted, of generation's loop all tokens."
+        )
+    print(flush=True)
+
+
+def textbook_sent_bytes(built: Built) -> float:
+    """Returns the bytes that a device sends in a training step, by the textbook.
+
+    On `fsdp`, weights are gathered twice (forward, backward) and gradients scattered once, in the
+    dtype of the computation. On `data`, the gradients are then all-reduced. On `tensor`, the
+    activations [B, L, D] are all-reduced twice in each layer and direction.
+    """
+    config = built.config
+    itemsize = jnp.dtype(config.model.dtype).itemsize
+    sizes = dict(built.mesh.shape)
+    data = sizes["data"]
+    fsdp = sizes["fsdp"]
+    tensor = sizes["tensor"]
+
+    parameter_bytes = itemsize * built.num_parameters / tensor
+    sent = 3 * parameter_bytes * (fsdp - 1) / fsdp
+    sent += 2 * parameter_bytes / fsdp * (data - 1) / data
+
+    tokens = config.train.batch_size * config.train.segment_len / (data * fsdp)
+    activation_bytes = itemsize * tokens * config.model.d_model
+    sent += 4 * config.model.n_layer * 2 * activation_bytes * (tensor - 1) / tensor
+    return sent
+
+
+def _rows(cost: ProgramCost, built: Built, task: str, chip: Chip) -> Iterator[list[str]]:
+    peaks = chip.peaks
+    in_kernels = ""
+    if cost.kernel_flops:
+        in_kernels = f", {_tera(cost.kernel_flops)} of it in kernels"
+    yield ["matmuls", f"{_tera(cost.flops)}FLOP{in_kernels}", _ms(cost.flops / peaks.flops)]
+    yield [
+        "bytes in memory",
+        f"{_giga(cost.hbm_bytes)}B",
+        _ms(cost.hbm_bytes / peaks.hbm_bytes),
+    ]
+    yield [
+        "integer operations",
+        _giga(cost.integer_ops).strip(),
+        _ms(cost.integer_ops / peaks.integer_ops),
+    ]
+    yield ["roofline sum", f"bound: {cost.bound(peaks)}", _ms(cost.roofline_seconds(peaks))]
+    kept = sum(stack.array.stored_bytes for stack in cost.stacks)
+    if kept:
+        largest = max(cost.stacks, key=lambda stack: stack.array.stored_bytes).array
+        yield ["kept by loops", f"{megabytes(kept)}, the largest {largest}", ""]
+    if built.mesh.size > 1:
+        yield from _sent_rows(cost, built, task)
+
+
+def _sent_rows(cost: ProgramCost, built: Built, task: str) -> Iterator[list[str]]:
+    beside = ""
+    if task == "training":
+        textbook = textbook_sent_bytes(built)
+        beside = f", {cost.sent_bytes / textbook:.2f} x the textbook's {megabytes(textbook)}"
+    yield ["sent to other devices", f"{megabytes(cost.sent_bytes)}{beside}", ""]
+    for kind, total in cost.sent_by_kind().items():
+        amount = f"{megabytes(total.sent)} in {total.times:,.0f}, the largest {total.largest}"
+        yield [f"- {kind}", amount, ""]
+
+
+def _mover_rows(cost: ProgramCost) -> Iterator[list[str]]:
+    for mover in cost.movers(_NUM_MOVERS):
+        yield [f"{_giga(mover.hbm_bytes)}B", mover.source, _brief(mover.op_name)]
+
+
+def _brief(op_name: str) -> str:
+    """Returns JAX's name of an operation without the function, and without loops and calls."""
+    parts = re.sub(r"^jit\([^/]*\)/", "", op_name).split("/")
+    return "/".join(part for part in parts if part not in _RUNNING)
+
+
+def _tera(number: float) -> str:
+    return f"{number / 1e12:.4g} T"
+
+
+def _giga(number: float) -> str:
+    return f"{number / 1e9:.4g} G"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
