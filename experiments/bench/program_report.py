@@ -9,7 +9,6 @@ from experiments.bench.chips import Chip
 from experiments.bench.compiled.cost import ProgramCost
 from experiments.bench.timing import print_table
 from txl_jax.runs.build import Built
-from txl_jax.runtime.environment import megabytes
 
 # What a step of each task is.
 _STEPS = {"training": "training step", "evaluation": "segment", "generation": "token"}
@@ -20,16 +19,15 @@ _RUNNING = ("while", "body", "cond", "branch_1_fun", "closed_call", "checkpoint"
 
 def print_cost(cost: ProgramCost, built: Built, task: str, chip: Chip) -> None:
     """Prints the costs of a step of a task as a table, and the lines that move the most bytes."""
+    step = _STEPS[task]
     print()
-    print_table(
-        f"a {_STEPS[task]}, per device | amount | least time", _rows(cost, built, task, chip)
-    )
+    print_table(f"a {step}, per device | amount | least time", _rows(cost, built, task, chip))
     print()
     print_table("most bytes in memory | line | operation", _mover_rows(cost))
-    if cost.assumed_loops:
+    if cost.assumed_loops and task != "generation":
         print(
-            f"\nThe rounds of {len(cost.assumed_loops)} loops depend on data. One round each is "
-            "counted, of generation's loop all tokens."
+            f"\nOne round is counted of each loop whose rounds depend on data: "
+            f"{len(cost.assumed_loops)}."
         )
     print(flush=True)
 
@@ -60,43 +58,40 @@ def textbook_sent_bytes(built: Built) -> float:
 
 def _rows(cost: ProgramCost, built: Built, task: str, chip: Chip) -> Iterator[list[str]]:
     peaks = chip.peaks
-    in_kernels = ""
+    matmuls = f"{_amount(cost.flops)}FLOP"
     if cost.kernel_flops:
-        in_kernels = f", {_tera(cost.kernel_flops)} of it in kernels"
-    yield ["matmuls", f"{_tera(cost.flops)}FLOP{in_kernels}", _ms(cost.flops / peaks.flops)]
-    yield [
-        "bytes in memory",
-        f"{_giga(cost.hbm_bytes)}B",
-        _ms(cost.hbm_bytes / peaks.hbm_bytes),
-    ]
-    yield [
-        "integer operations",
-        _giga(cost.integer_ops).strip(),
-        _ms(cost.integer_ops / peaks.integer_ops),
-    ]
+        matmuls += f", {_amount(cost.kernel_flops)}FLOP of them in kernels"
+    yield ["matmuls", matmuls, _ms(cost.flops / peaks.flops)]
+    seconds = cost.hbm_bytes / peaks.hbm_bytes
+    yield ["bytes in memory", f"{_amount(cost.hbm_bytes)}B", _ms(seconds)]
+    seconds = cost.integer_ops / peaks.integer_ops
+    yield ["integer operations", _amount(cost.integer_ops).strip(), _ms(seconds)]
     yield ["roofline sum", f"bound: {cost.bound(peaks)}", _ms(cost.roofline_seconds(peaks))]
-    kept = sum(stack.array.stored_bytes for stack in cost.stacks)
+
+    kept = [stack.array for stack in cost.stacks if not stack.is_backward]
     if kept:
-        largest = max(cost.stacks, key=lambda stack: stack.array.stored_bytes).array
-        yield ["kept by loops", f"{megabytes(kept)}, the largest {largest}", ""]
+        total = sum(array.stored_bytes for array in kept)
+        largest = max(kept, key=lambda array: array.stored_bytes)
+        yield ["kept by forward loops", f"{_amount(total)}B, the largest {largest}", ""]
     if built.mesh.size > 1:
         yield from _sent_rows(cost, built, task)
 
 
 def _sent_rows(cost: ProgramCost, built: Built, task: str) -> Iterator[list[str]]:
-    beside = ""
+    sent = f"{_amount(cost.sent_bytes)}B"
     if task == "training":
         textbook = textbook_sent_bytes(built)
-        beside = f", {cost.sent_bytes / textbook:.2f} x the textbook's {megabytes(textbook)}"
-    yield ["sent to other devices", f"{megabytes(cost.sent_bytes)}{beside}", ""]
+        sent += f", {cost.sent_bytes / textbook:.2f} x the textbook's {_amount(textbook)}B"
+    yield ["sent to other devices", sent, ""]
     for kind, total in cost.sent_by_kind().items():
-        amount = f"{megabytes(total.sent)} in {total.times:,.0f}, the largest {total.largest}"
+        amount = f"{_amount(total.sent)}B in {total.times:,.0f}, the largest {total.largest}"
         yield [f"- {kind}", amount, ""]
 
 
 def _mover_rows(cost: ProgramCost) -> Iterator[list[str]]:
     for mover in cost.movers(_NUM_MOVERS):
-        yield [f"{_giga(mover.hbm_bytes)}B", mover.source, _brief(mover.op_name)]
+        source = mover.source or "added by the compiler"
+        yield [f"{_amount(mover.hbm_bytes)}B", source, _brief(mover.op_name)]
 
 
 def _brief(op_name: str) -> str:
@@ -105,12 +100,14 @@ def _brief(op_name: str) -> str:
     return "/".join(part for part in parts if part not in _RUNNING)
 
 
-def _tera(number: float) -> str:
-    return f"{number / 1e12:.4g} T"
-
-
-def _giga(number: float) -> str:
-    return f"{number / 1e9:.4g} G"
+def _amount(number: float) -> str:
+    """Formats a number with three digits and a prefix, such as "28.4 G"."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            # The alternate form keeps zeros, and a point behind a whole number.
+            digits = f"{number / size:#.3g}".rstrip(".")
+            return f"{digits} {prefix}"
+    return f"{number:.0f} "
 
 
 def _ms(seconds: float) -> str:

@@ -86,6 +86,7 @@ class SentBytes:
 class Mover:
     """The operations of one line of Python code."""
 
+    # File and line, or "" for operations that the compiler added.
     source: str
     # JAX's name of the operation with the most bytes, without what surrounds the model.
     op_name: str
@@ -170,9 +171,9 @@ class ProgramCost:
         largest: dict[str, tuple[float, str]] = {}
         for operation in self.operations:
             moved = operation.times * operation.traffic.total
-            source = operation.source or "(no line)"
-            total[source] += moved
-            largest[source] = max(largest.get(source, (0.0, "")), (moved, operation.op_name))
+            total[operation.source] += moved
+            name = (moved, operation.op_name)
+            largest[operation.source] = max(largest.get(operation.source, name), name)
         sources = sorted(total, key=lambda source: -total[source])
         return [Mover(source, largest[source][1], total[source]) for source in sources[:count]]
 

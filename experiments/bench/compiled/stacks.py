@@ -21,8 +21,13 @@ class Stack:
     array: Array
     # Name of the `while` instruction.
     loop: str
-    # JAX's name of the loop. With `transpose(` in it, it is a loop of the backward pass.
+    # JAX's name of the loop.
     op_name: str
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the loop is one of the backward pass, by JAX's name of it."""
+        return "transpose(" in self.op_name
 
 
 def stacks_of(program: Program, loop: Loop) -> list[Stack]:
