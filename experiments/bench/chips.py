@@ -1,5 +1,6 @@
 """Devices that programs are estimated for: sizes, memory and peaks."""
 
+import re
 from typing import NamedTuple
 
 from experiments.bench.compiled.cost import Peaks
@@ -119,3 +120,16 @@ CHIPS = {
         gpu=f"{_AMPERE} memory_bandwidth: 2039040000000 l2_cache_size: 41943040",
     ),
 }
+
+
+def peaks_of(kind: str) -> Peaks | None:
+    """Returns what a device can do in a second, or None for one that is not in the table.
+
+    Args:
+      kind: The device's name in jax, such as "TPU v5 lite" or "NVIDIA H200".
+    """
+    chips = [chip for chip in CHIPS.values() if re.search(rf"\b{chip.kind}\b", kind)]
+    if not chips:
+        return None
+    # "TPU v5 lite" also contains the name "TPU v5".
+    return max(chips, key=lambda chip: len(chip.kind)).peaks

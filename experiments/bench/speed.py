@@ -169,6 +169,7 @@ def training(built: Built) -> Task:
         call,
         train,
         cost.flops and cost.flops / cost.tokens,
+        program=step,
     )
 
 
@@ -189,7 +190,7 @@ def evaluation(built: Built) -> Task:
     tokens = lengths.batch_size * lengths.segment_len * SEGMENTS_PER_CALL
     per_token = flops.of_inference(built.config.model, lengths, vocab_size=built.model.vocab_size)
     call = timing.repeated(functools.partial(step, weights), memory, segments)
-    return Task("evaluation", tokens, call, lengths, per_token)
+    return Task("evaluation", tokens, call, lengths, per_token, program=step)
 
 
 def check_streams(lengths: EvalConfig) -> None:
@@ -219,7 +220,7 @@ def generation(built: Built, *, every_tail: bool = False) -> Task:
     single = dataclasses.replace(lengths, batch_size=how.samples, segment_len=1)
     per_token = flops.of_inference(built.config.model, single, vocab_size=vocab_size)
     name = "generation, every tail read" if every_tail else "generation"
-    return Task(name, how.samples * BLOCK, call, single, per_token)
+    return Task(name, how.samples * BLOCK, call, single, per_token, program=decode)
 
 
 def generation_arguments(config: GenerateConfig) -> tuple[BlockRows, Sampling]:

@@ -32,6 +32,7 @@ class Task:
     lengths: Any = None  # A `TrainConfig` or `EvalConfig`: rows, tokens per row and segment, and M.
     flops_per_token: float | None = None  # By `txl_jax.flops`.
     memory_bytes: int = 0  # By the compiler's account.
+    program: Any = None  # The compiled program that a call runs, where it is a single one.
     seconds: list[float] = dataclasses.field(default_factory=list)
 
     @property

@@ -57,6 +57,7 @@ CHOSEN = {
         "tasks": ("evaluation",),
         "configs": ("small",),
     },
+    "experiments.bench.session": {"parts": ("peaks",), "inside": "step"},
     "experiments.bench.speed": {"tasks": ("evaluation",), "peer": "original"},
 }
 IN_FILE = {
@@ -68,6 +69,7 @@ IN_FILE = {
         "tasks": ("training",),
         "configs": ("ptb", "small"),
     },
+    "experiments.bench.session": {"parts": ("step", "step_12l"), "inside": "attention"},
     "experiments.bench.speed": {"tasks": ("training",), "peer": "original"},
 }
 # Settings that a plan requires by its own check.

@@ -12,7 +12,7 @@ import pytest
 from experiments import convert, ensemble, export, lm_eval, quickstart, report
 from experiments.__main__ import HEADINGS
 from experiments.__main__ import programs as programs_in
-from experiments.bench import device, estimate, serving, speed
+from experiments.bench import device, estimate, serving, session, speed
 from experiments.paper import ablation, attention, context_length, continuation, recl, table9
 from support import plan_starts
 from support.plan_starts import Seen
@@ -362,6 +362,20 @@ SCENES = [
         plan_starts.start_serving,
         serving.Plan(),
         {"rows": (5, {"rows": [5, 1]}), "calls": (3, {"time_in_turns.calls": 3})},
+    ),
+    Scene(
+        "bench.session",
+        plan_starts.start_session,
+        # The first part was measured, and the third one does not fit.
+        session.Plan(parts=("peaks", "step_12l", "step"), minutes=80 / 60),
+        {
+            "minutes": (10.0, {"started": ["step", "step_12l"]}),
+            "parts": (("step_wt103", "attention"), {"started": [], "folders": set()}),
+            "miniature": (True, {"miniature": True}),
+            "again": (True, {"started": ["peaks", "step_12l"]}),
+            "out": ("other", {"folders": {"other"}}),
+            "inside": ("step", {"started": ["step itself"], "folders": set()}),
+        },
     ),
     Scene(
         "bench.speed",

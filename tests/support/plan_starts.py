@@ -6,13 +6,16 @@ changed)` returns them by function and parameter. `changed` are the settings tha
 
 import contextlib
 import dataclasses
+import json
+import os
 import sys
+import tempfile
 import types
 
 import numpy as np
 
 from experiments import convert, ensemble, export, lm_eval, prepare, quickstart, report
-from experiments.bench import device, estimate, serving, speed
+from experiments.bench import device, estimate, serving, session, speed
 from experiments.bench.timing import Task
 from experiments.paper import ablation, attention, context_length, continuation, recl, table9
 from support import calls, tiny_run
@@ -336,6 +339,31 @@ def start_device(seen, plan, changed):
     seen.replace(device.choose, "tiles_are_faster", lambda problem: True)
     seen.run(device, plan, changed)
     return seen.found
+
+
+def start_session(seen, plan, changed):
+    """The parts that processes are started for, where they write, and whether in miniature."""
+    started = []
+    folders = set()
+    seen.found["miniature"] = False
+
+    def run_process(command, *, stdout, **options):
+        folder, file = os.path.split(stdout.name)
+        folders.add(folder)
+        started.append(file.removesuffix(".log"))
+        if "--miniature" in command:
+            seen.found["miniature"] = True
+        return types.SimpleNamespace(returncode=1)
+
+    seen.replace(session.subprocess, "run", run_process)
+    seen.replace(session, "_measure_here", lambda plan, name: started.append(f"{name} itself"))
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        os.mkdir(plan.out)
+        # An earlier command measured the first part.
+        with open(os.path.join(plan.out, "peaks.json"), "w", encoding="utf-8") as file:
+            json.dump({"failure": "failed", "output": [], "seconds": 1.0}, file)
+        seen.run(session, plan, changed)
+    return seen.found | {"started": started, "folders": folders}
 
 
 def start_device_timing(seen, plan, changed):

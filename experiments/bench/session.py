@@ -1,0 +1,208 @@
+"""Measures on a device, in a few minutes, what `experiments.bench.estimate` claims about it.
+
+    python -m experiments.bench.session --minutes=5               # and again, to go on
+    python -m experiments.bench.session --miniature --minutes=5   # the same in small, on a CPU
+
+Time on an accelerator is expensive, and it may end at any moment. So this command measures in
+parts, the most telling ones first. Each part runs in a process of its own with a limit in seconds:
+a part that fails, hangs or runs out of memory is noted, and the next one begins. Its results are
+written before that. The command begins no part whose limit exceeds the rest of --minutes, and says
+which parts are left. The same command measures those.
+
+The page (session.md in --out) shows the device's own peaks (a large matmul, a large copy), whole
+training steps and generated tokens, each beside the time that its compiled program needs for its
+bytes and operations, and where the time of a step goes, by operation. Please attach it to a report
+about speed.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from experiments.bench import session_parts
+from experiments.bench.session_parts import PARTS, Part
+from txl_jax import cli
+from txl_jax.config.config_tree import require, setting
+from txl_jax.errors import one_line
+from txl_jax.runtime import environment, storage
+
+_NAMES = tuple(part.name for part in PARTS)
+_LAST_LINES = 12  # Of a failed part's output, for the page.
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.Plan):
+    """Settings of the session."""
+
+    minutes: float = setting(
+        5.0, "Minutes that this command may take. Parts that are left are measured by the next one."
+    )
+    parts: tuple[str, ...] = setting(
+        (), f"Parts to measure, with commas ({', '.join(_NAMES)}). If empty, all."
+    )
+    miniature: bool = setting(
+        False, "Whether to measure the same parts in small, to try this command on a CPU."
+    )
+    again: bool = setting(
+        False, "Whether to measure parts again that were measured, failed or hit their limit."
+    )
+    out: str = setting(
+        "session", "Directory for session.md and the parts' results. Created if missing.", path=True
+    )
+    inside: str | None = setting(
+        None, "Measure this part in this process, without a limit. The command itself passes it."
+    )
+
+    def validate(self) -> None:
+        """Raises `UserError` for an unknown part, or for no time."""
+        super().validate()
+        require(self.minutes > 0, f"minutes must be above 0, got {self.minutes}")
+        for name in (*self.parts, self.inside):
+            require(
+                name is None or name in _NAMES,
+                f"parts must be of {', '.join(_NAMES)}, got {name!r}",
+            )
+
+    @property
+    def chosen_parts(self) -> list[Part]:
+        """The parts to measure, in the order of their importance."""
+        return [part for part in PARTS if part.name in (self.parts or _NAMES)]
+
+
+def run(plan: Plan, job: cli.Job) -> int:
+    """Measures the parts that are left, each in a process of its own, and writes the page.
+
+    This process itself never uses the device, whose memory the parts need. Returns 1 if a part of
+    this command failed, or else 0.
+    """
+    del job  # The parts choose their own configurations.
+    storage.make_folder(plan.out)
+    if plan.inside is not None:
+        _measure_here(plan, plan.inside)
+        return 0
+
+    end = time.monotonic() + 60 * plan.minutes
+    left_out = []
+    failed = []
+    for part in plan.chosen_parts:
+        if os.path.exists(_result_path(plan, part.name)) and not plan.again:
+            continue
+        if time.monotonic() + part.limit > end:
+            left_out.append(part)
+            continue
+        print(f"{part.name:<24}{part.about} (at most {part.limit} s)", flush=True)
+        result = _measure_in_process(plan, part)
+        _write_result(plan, part.name, result)
+        _write_page(plan)
+        if "failure" in result:
+            failed.append(part)
+        outcome = result.get("failure", "was measured")
+        print(f"{'':<24}It {outcome}, {result['seconds']:.0f} s.", flush=True)
+
+    page = _write_page(plan)
+    print(f"\n{page}\n\npage      {_page_path(plan)}")
+    if failed:
+        names = ", ".join(part.name for part in failed)
+        print(f"failed    {names}. Each has a log beside the page; --again measures them again.")
+    if left_out:
+        names = ", ".join(f"{part.name} ({part.limit} s)" for part in left_out)
+        print(f"left      {names}. The same command measures them.")
+    return 1 if failed else 0
+
+
+def _measure_here(plan: Plan, name: str) -> None:
+    """Measures one part in this process and writes its result."""
+    part = next(part for part in PARTS if part.name == name)
+    start = time.monotonic()
+    tables = part.measure(session_parts.Sizes(plan.miniature), plan.out)
+    result = {
+        "machine": session_parts.machine(),
+        "tables": [dataclasses.asdict(table) for table in tables],
+        "seconds": time.monotonic() - start,
+    }
+    _write_result(plan, name, result)
+
+
+def _measure_in_process(plan: Plan, part: Part) -> dict[str, Any]:
+    """Measures a part in a process of its own and returns its result, or why there is none."""
+    # A result of an earlier command must not pass for this one's.
+    path = _result_path(plan, part.name)
+    if os.path.exists(path):
+        os.remove(path)
+    command = [sys.executable, "-m", "experiments.bench.session", f"--inside={part.name}"]
+    command += [f"--out={plan.out}"]
+    if plan.miniature:
+        command.append("--miniature")
+
+    start = time.monotonic()
+    log_path = os.path.join(plan.out, f"{part.name}.log")
+    failure = ""
+    with open(log_path, "wb") as log:
+        try:
+            code = subprocess.run(
+                command, stdout=log, stderr=subprocess.STDOUT, timeout=part.limit, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            failure = f"did not end within its {part.limit} s"
+        else:
+            if code != 0:
+                failure = f"failed with exit code {code}"
+            elif not os.path.exists(path):
+                failure = "ended without a result"
+    if not failure:
+        return _read_result(plan, part.name)
+    with open(log_path, encoding="utf-8", errors="replace") as log:
+        last_lines = [one_line(line) for line in log.read().splitlines()[-_LAST_LINES:]]
+    return {"failure": failure, "output": last_lines, "seconds": time.monotonic() - start}
+
+
+def _result_path(plan: Plan, name: str) -> str:
+    return os.path.join(plan.out, f"{name}.json")
+
+
+def _page_path(plan: Plan) -> str:
+    return os.path.join(plan.out, "session.md")
+
+
+def _write_result(plan: Plan, name: str, result: dict[str, Any]) -> None:
+    storage.write(_result_path(plan, name), json.dumps(result, indent=1).encode())
+
+
+def _read_result(plan: Plan, name: str) -> dict[str, Any]:
+    with open(_result_path(plan, name), "rb") as file:
+        return json.load(file)
+
+
+def _write_page(plan: Plan) -> str:
+    """Writes the page of all results so far, and returns it."""
+    results = {}
+    for part in PARTS:
+        if os.path.exists(_result_path(plan, part.name)):
+            results[part] = _read_result(plan, part.name)
+    lines = ["# Measured beside estimated"]
+    machines = {result["machine"] for result in results.values() if "machine" in result}
+    lines += ["", *sorted(machines), "", session_parts.LEGEND]
+    if plan.miniature:
+        lines += ["", "**In miniature: these numbers say nothing about the model or the device.**"]
+    for part, result in results.items():
+        lines += ["", f"## {part.name}: {part.about}", ""]
+        if "failure" in result:
+            lines += [f"It {result['failure']}.", "", *(f"    {line}" for line in result["output"])]
+            continue
+        for table in result["tables"]:
+            lines += [*environment.table(table["columns"], table["rows"]), ""]
+        lines.append(f"{result['seconds']:.0f} s with compilation")
+    missing = [part.name for part in PARTS if part not in results]
+    if missing:
+        lines += ["", f"Not measured yet: {', '.join(missing)}"]
+    page = "\n".join(lines)
+    storage.write(_page_path(plan), f"{page}\n".encode())
+    return page
+
+
+if __name__ == "__main__":
+    cli.main(run, Plan)

@@ -1,0 +1,360 @@
+"""What `experiments.bench.session` measures: its parts, each for a process of its own."""
+
+import collections
+import dataclasses
+import functools
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.bench import chips, speed, timing
+from experiments.bench.compiled.cost import cost_of
+from experiments.bench.trace_table import shares_by_source, shares_of_trace
+from txl_jax import flops
+from txl_jax.config import ExperimentConfig, config_tree
+from txl_jax.config.experiment import preset
+from txl_jax.runs.attention_choice import record_of
+from txl_jax.runs.build import Built, build
+from txl_jax.runs.generate import check_can_generate
+from txl_jax.runtime import environment
+
+LEGEND = """Measured: the median of the calls.
+Least: what the compiled program needs at the data sheet's rates for all its bytes, or for all its
+operations, whichever is longer. Sum: the same for each operation alone, added up, as if nothing
+overlapped. MFU: the model's FLOPs in the measured time, of the data sheet's peak in bfloat16.
+Peak memory: the compiler's, and the device's own record where it has one."""
+_SMALL_MEMORY_BYTES = 40e9  # Devices with less get half of the rows.
+_TRACED_CALLS = 3
+_ROWS_OF_TRACE = 20
+_COPY_BYTES = 4_000_000_000
+_MATMUL_SIZE = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of the page."""
+
+    columns: list[str]
+    rows: list[list[str]]
+
+    def titled(self, title: str) -> "Table":
+        """Returns the table with a first column of which each cell is the title."""
+        return Table(["", *self.columns], [[title, *row] for row in self.rows])
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How large the measured configurations are."""
+
+    miniature: bool
+
+    def config(self, name: str, changes: Mapping[str, Any]) -> ExperimentConfig:
+        """Returns a published configuration for this device, with changes.
+
+        It computes in bfloat16, makes one update in a call and has its published number of rows,
+        except enwik8_24l, whose 64 rows are those of several devices.
+        """
+        all_changes = {"model.dtype": "bfloat16", "train.segments_per_call": 1, **changes}
+        if name == "enwik8_24l":
+            has_small_memory = environment.memory_bytes() < _SMALL_MEMORY_BYTES
+            all_changes["train.batch_size"] = 4 if has_small_memory else 8
+        config = config_tree.replace(preset(name), all_changes)
+        if not self.miniature:
+            return config
+        # Two layers of an eighth of the width and of the lengths, and two rows.
+        model = config.model
+        shrunk = {
+            "model.n_layer": 2,
+            "model.n_head": 2,
+            "model.d_model": 64,
+            "model.d_head": 32,
+            "model.d_inner": 2 * model.d_inner // 16,
+            "model.d_embed": None,
+            "train.batch_size": 2,
+        }
+        for group, lengths in (("train", config.train), ("eval", config.eval)):
+            shrunk[f"{group}.segment_len"] = max(lengths.segment_len // 8, 1)
+            shrunk[f"{group}.mem_len"] = lengths.mem_len // 8
+        return config_tree.replace(config, shrunk)
+
+    @property
+    def divisor(self) -> int:
+        """By how much the lengths of the attention benchmark are divided."""
+        return 16 if self.miniature else 1
+
+    @property
+    def calls(self) -> int:
+        """The number of timed calls of a step."""
+        return 2 if self.miniature else 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Something to measure in a process of its own."""
+
+    name: str
+    about: str
+    # Seconds, with compilation, after which the part counts as failed.
+    limit: int
+    # Measures and returns the tables for the page. It may write files into the directory it gets.
+    measure: Callable[[Sizes, str], list[Table]]
+
+
+def machine() -> str:
+    """Describes the machine, and the lines of `environment.origin`."""
+    return timing.machine()
+
+
+def _measure_peaks(sizes: Sizes, out: str) -> list[Table]:
+    """Measures a large matmul in bfloat16, and a large copy."""
+    del out
+    size = _MATMUL_SIZE // sizes.divisor
+    matrix = jnp.ones((size, size), jnp.bfloat16)
+    multiply = jax.jit(lambda left, right: left @ right)
+    seconds = _median_seconds(lambda: multiply(matrix, matrix), sizes.calls)
+    rate = 2 * size**3 / seconds
+    peaks = chips.peaks_of(environment.device_kind())
+    text = f"matmul of {size} x {size}, bfloat16"
+    rows = [_peak_row(text, seconds, rate, peaks and peaks.flops, "FLOP/s")]
+
+    # Each number is read and written. Adding keeps the copy from being left out.
+    array = jnp.zeros(_COPY_BYTES // sizes.divisor**2 // 4, jnp.float32)
+    copy = jax.jit(lambda numbers: numbers + 1)
+    seconds = _median_seconds(lambda: copy(array), sizes.calls)
+    rate = 2 * array.nbytes / seconds
+    text = f"copy of {environment.megabytes(array.nbytes)}"
+    rows.append(_peak_row(text, seconds, rate, peaks and peaks.hbm_bytes, "B/s"))
+    return [Table(["what", "time", "rate", "of the data sheet's"], rows)]
+
+
+def _peak_row(what: str, seconds: float, rate: float, peak: float | None, unit: str) -> list[str]:
+    share = f"{rate / peak:.1%}" if peak else "unknown"
+    return [what, _milliseconds(seconds), f"{environment.brief_number(rate)}{unit}", share]
+
+
+def _median_seconds(call: Callable[[], Any], calls: int) -> float:
+    """Times calls one after the other, after one that compiles."""
+    jax.block_until_ready(call())
+    seconds = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _measure_step(
+    sizes: Sizes,
+    out: str,
+    *,
+    name: str,
+    changes: Mapping[str, Any] | None = None,
+    trace: bool = False,
+) -> list[Table]:
+    """Measures whole updates of a configuration, and where their time goes if `trace`."""
+    config = sizes.config(name, changes or {})
+    built = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
+    start = time.perf_counter()
+    program = built.compile_step().program
+    compile_seconds = time.perf_counter() - start
+
+    segments = timing.random_segments(built, config.train)
+    call = timing.repeated(program, built.init_state(), segments)
+    seconds = _median_seconds(call, sizes.calls)
+    cost = flops.of_step(config, vocab_size=built.model.vocab_size, n_device=built.mesh.size)
+    tables = [
+        _model_table(built, f"{config.train.batch_size} x {config.train.segment_len}"),
+        _time_table(program, seconds, tokens=cost.tokens, model_flops=cost.flops),
+        Table(
+            ["compiled in", "peak memory, compiler's", "device's"],
+            [[f"{compile_seconds:.0f} s", *_memory_cells(program)]],
+        ),
+    ]
+    if trace:
+        folder = os.path.join(out, f"trace_{name}")
+        with jax.profiler.trace(folder, profiler_options=_device_only()):
+            for _ in range(_TRACED_CALLS):
+                call()
+        tables.append(_trace_table(folder, program.as_text(), _TRACED_CALLS))
+    return tables
+
+
+def _measure_generation(sizes: Sizes, out: str, *, name: str) -> list[Table]:
+    """Measures one sampled token after the other, from a full memory, for one sample."""
+    del out
+    config = sizes.config(name, {"generate.samples": 1})
+    check_can_generate(config)
+    built = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
+    tables = [_model_table(built, f"memory {config.eval.mem_len}")]
+    for task in speed.tasks("generation", built):
+        seconds = _median_seconds(task.call, sizes.calls)
+        # A call samples several tokens one after the other. A step of it is one token.
+        table = _time_table(
+            task.program,
+            seconds / task.tokens,
+            steps=task.tokens,
+            tokens=1,
+            model_flops=task.flops_per_token,
+        )
+        tables.append(table.titled(task.name))
+    return tables
+
+
+def _measure_attention(sizes: Sizes, out: str) -> list[Table]:
+    """Measures the paths of attention by `experiments.bench.device`, which writes its own page."""
+    command = [sys.executable, "-m", "experiments.bench.device", "--configs=enwik8_24l"]
+    command += ["--tasks=training", "--tiles=", "--paths=reference,stored,tiled,fused"]
+    command += [f"--batch_size={1 if sizes.miniature else 8}", f"--shrink={sizes.divisor}"]
+    folder = os.path.join(out, "attention")
+    subprocess.run([*command, f"--out={folder}"], check=True)
+    with open(os.path.join(folder, "device.md"), encoding="utf-8") as file:
+        lines = file.read().splitlines()
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("| ")
+    ]
+    return [Table(cells[0], cells[1:])]
+
+
+def _model_table(built: Built, sizes: str) -> Table:
+    """Describes a model and what decides how fast it is."""
+    model = built.model.config
+    attention = ", ".join(f"{task}: {path}" for task, path in record_of(built.attention).items())
+    columns = ["parameters", "sizes", "dtype", "remat", "dropout", "attention"]
+    cells = [
+        f"{built.num_parameters:,}",
+        sizes,
+        str(model.dtype),
+        str(model.remat),
+        f"{model.dropout.rate:g}",
+        attention,
+    ]
+    return Table(columns, [cells])
+
+
+def _time_table(
+    program: Any, seconds: float, *, tokens: int, model_flops: float | None, steps: int = 1
+) -> Table:
+    """Puts the measured seconds of a step beside what its compiled program needs for it."""
+    cost = cost_of(program.as_text(), steps=steps)
+    peaks = chips.peaks_of(environment.device_kind())
+    least, roofline_sum, mfu = "unknown", "unknown", "unknown"
+    if peaks is not None:
+        least_seconds = max(cost.hbm_bytes / peaks.hbm_bytes, cost.flops / peaks.flops)
+        least = f"{_milliseconds(least_seconds)} ({cost.bound(peaks)})"
+        roofline_sum = _milliseconds(cost.roofline_seconds(peaks))
+        if model_flops is not None:
+            mfu = f"{model_flops / seconds / peaks.flops:.1%}"
+    columns = ["measured", "least", "sum", "bytes", "FLOPs", "tokens/s", "MFU"]
+    cells = [
+        _milliseconds(seconds),
+        least,
+        roofline_sum,
+        environment.megabytes(cost.hbm_bytes),
+        environment.brief_number(cost.flops),
+        f"{tokens / seconds:,.4g}",
+        mfu,
+    ]
+    return Table(columns, [cells])
+
+
+def _memory_cells(program: Any) -> list[str]:
+    """Returns the peak memory that the compiler states, and the device's own record."""
+    planned = environment.megabytes(program.memory_analysis().peak_memory_in_bytes)
+    in_use = environment.device_memory_bytes()
+    return [planned, "unknown" if in_use is None else environment.megabytes(in_use)]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms"
+
+
+def _device_only() -> Any:
+    """Returns options of a trace without Python's calls, which would be most of it."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    return options
+
+
+def _trace_table(folder: str, text: str, calls: int) -> Table:
+    """Lists the lines of code, or kinds of operations, that take the most time of a traced call."""
+    cost = cost_of(text)
+    sources = {}
+    bytes_of_source: dict[str, float] = collections.defaultdict(float)
+    for operation in cost.operations:
+        sources[operation.line.name] = operation.source
+        bytes_of_source[operation.source] += operation.times * operation.traffic.total
+    shares = shares_by_source(shares_of_trace(folder), sources)
+    total = sum(share.seconds for _, share in shares)
+
+    rows = []
+    for source, share in shares[:_ROWS_OF_TRACE]:
+        moved = bytes_of_source.get(source, 0.0)
+        cells = [source, _milliseconds(share.seconds / calls), f"{share.seconds / total:.1%}"]
+        cells += [f"{share.events / calls:.0f}", environment.megabytes(moved) if moved else ""]
+        rows.append(cells)
+    rest = sum(share.seconds for _, share in shares[_ROWS_OF_TRACE:])
+    if rest:
+        rows.append(["all others", _milliseconds(rest / calls), f"{rest / total:.1%}", "", ""])
+    return Table(["line of code, or operation", "time in a call", "share", "events", "bytes"], rows)
+
+
+# The most telling ones first. What a part needs of its limit is mostly compilation.
+PARTS = (
+    Part("peaks", "a large matmul and a large copy", 45, _measure_peaks),
+    Part(
+        "step",
+        "an update of enwik8_24l, and where its time goes",
+        100,
+        functools.partial(_measure_step, name="enwik8_24l", trace=True),
+    ),
+    Part("attention", "one layer's attention, by path", 100, _measure_attention),
+    Part(
+        "step_without_dropout",
+        "an update of enwik8_24l without dropout: what its masks cost",
+        75,
+        functools.partial(
+            _measure_step,
+            name="enwik8_24l",
+            changes={"model.dropout.rate": 0.0, "model.dropout.attention": 0.0},
+        ),
+    ),
+    Part(
+        "step_remat_none",
+        "an update of enwik8_24l that keeps all activations",
+        75,
+        functools.partial(_measure_step, name="enwik8_24l", changes={"model.remat": "none"}),
+    ),
+    Part(
+        "step_12l",
+        "an update of enwik8_12l",
+        75,
+        functools.partial(_measure_step, name="enwik8_12l"),
+    ),
+    Part(
+        "step_wt103",
+        "an update of wt103_base, with its large vocabulary",
+        100,
+        functools.partial(_measure_step, name="wt103_base", trace=True),
+    ),
+    Part(
+        "generation_24l",
+        "a generated byte of enwik8_24l, memory 3,800",
+        75,
+        functools.partial(_measure_generation, name="enwik8_24l"),
+    ),
+    Part(
+        "generation_wt103",
+        "a generated word of wt103_base",
+        75,
+        functools.partial(_measure_generation, name="wt103_base"),
+    ),
+)
