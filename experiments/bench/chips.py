@@ -58,8 +58,7 @@ _AMPERE = (
     "shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912"
 )
 
-# GPUs are the modules with NVLink (SXM), not the cards.
-CHIPS = {
+_TPUS = {
     "v3": Chip(
         kind="TPU v3",
         memory_bytes=16 * GIB,
@@ -95,6 +94,9 @@ CHIPS = {
         integer_ops=_LANES * 1.75e9,
         sizes=_FLAT,
     ),
+}
+# The modules with NVLink (SXM), not the cards.
+_GPUS = {
     "h200": Chip(
         kind="H200",
         memory_bytes=150_754_820_096,
@@ -120,6 +122,8 @@ CHIPS = {
         gpu=f"{_AMPERE} memory_bandwidth: 2039040000000 l2_cache_size: 41943040",
     ),
 }
+# By the name that a topology begins with.
+CHIPS = _TPUS | _GPUS
 
 
 def peaks_of(kind: str) -> Peaks | None:

@@ -15,15 +15,34 @@ import functools
 import math
 import re
 
+from experiments.bench.compiled.source_lines import short_path, source_lines
+
 # Bits of an element. Tokens, and types that are not listed, are not data.
 _BITS = {
+    "s2": 2,
+    "u2": 2,
+    "s4": 4,
+    "u4": 4,
+    "f4e2m1fn": 4,
     "pred": 8,
-    **dict.fromkeys(("s2", "u2"), 2),
-    **dict.fromkeys(("s4", "u4", "f4e2m1fn"), 4),
-    **dict.fromkeys(("s8", "u8", "f8e3m4", "f8e4m3", "f8e4m3fn", "f8e5m2", "f8e8m0fnu"), 8),
-    **dict.fromkeys(("s16", "u16", "bf16", "f16"), 16),
-    **dict.fromkeys(("s32", "u32", "f32"), 32),
-    **dict.fromkeys(("s64", "u64", "f64", "c64"), 64),
+    "s8": 8,
+    "u8": 8,
+    "f8e3m4": 8,
+    "f8e4m3": 8,
+    "f8e4m3fn": 8,
+    "f8e5m2": 8,
+    "f8e8m0fnu": 8,
+    "s16": 16,
+    "u16": 16,
+    "f16": 16,
+    "bf16": 16,
+    "s32": 32,
+    "u32": 32,
+    "f32": 32,
+    "s64": 64,
+    "u64": 64,
+    "f64": 64,
+    "c64": 64,
     "c128": 128,
 }
 _ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
@@ -170,8 +189,8 @@ class Program:
     entry: str
     # Devices that run the program together, each its own part.
     num_devices: int
-    # Source lines (file:line) by the number of a stack frame, where the text has such a table.
-    stack_frames: dict[str, str]
+    # File and line of Python code by the number of a stack frame, as far as the text has them.
+    source_lines: dict[str, str]
 
     def fused(self, line: Instruction) -> Computation | None:
         """Returns the computation of a fusion, or None for other instructions."""
@@ -199,8 +218,9 @@ class Program:
         file = line.attribute(r'source_file="([^"]*)"')
         if file:
             number = line.attribute(r"source_line=(\d+)")
-            return f"{_short_path(file)}:{number}"
-        return self.stack_frames.get(line.attribute(r"stack_frame_id=(\d+)") or "", "")
+            return f"{short_path(file)}:{number}"
+        frame = line.attribute(r"stack_frame_id=(\d+)")
+        return self.source_lines.get(frame or "", "")
 
 
 def parse(text: str) -> Program:
@@ -213,22 +233,21 @@ def parse(text: str) -> Program:
     entry = ""
     current: Computation | None = None
     for row in text.splitlines():
-        if current is not None:
-            line = None if row.startswith("}") else _instruction(row)
-            if line is not None:
-                current.instructions[line.name] = line
-            elif row.startswith("}"):
-                current = None
-            continue
         header = _COMPUTATION.match(row)
         if header:
             current = Computation(header[2], {})
             computations[current.name] = current
             if header[1]:
                 entry = current.name
+        elif row.startswith("}"):
+            current = None
+        elif current is not None:
+            line = _instruction(row)
+            if line is not None:
+                current.instructions[line.name] = line
     if not entry:
         raise ValueError("the text must have an ENTRY computation, got none")
-    return Program(computations, entry, _num_devices(text), _stack_frames(text))
+    return Program(computations, entry, _num_devices(text), source_lines(text))
 
 
 def arrays_of(shape: str) -> tuple[Array, ...]:
@@ -243,17 +262,20 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
 @functools.cache
 def _array(dtype: str, dims: str, layout: str) -> Array:
     # A dimension whose length is known only as a bound is written `<=8`.
-    lengths = tuple(int(length.lstrip("<=")) for length in dims.split(",") if length)
-    order = re.match(r"[\d,]*", layout)
-    axes = tuple(int(axis) for axis in order[0].split(",") if axis) if order else ()
+    lengths = _integers(dims.replace("<=", ""))
+    axes = _integers(layout.partition(":")[0])
+
     # Only the first tile decides how much is filled up. Those behind it order what is in a tile.
+    # A star joins an axis of the tile with the next one, so nothing of its own is filled up.
     tile = re.search(r"T\(([\d,*]+)\)", layout)
-    tile_lengths: list[int] = []
-    if tile:
-        # A star joins an axis of the tile with the next one, so nothing of its own is filled up.
-        tile_lengths = [1 if length == "*" else int(length) for length in tile[1].split(",")]
+    tile_lengths = _integers(tile[1].replace("*", "1")) if tile else ()
     memory = re.search(r"S\((\d+)\)", layout)
-    return Array(dtype, lengths, axes, tuple(tile_lengths), int(memory[1]) if memory else 0)
+    return Array(dtype, lengths, axes, tile_lengths, int(memory[1]) if memory else 0)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    """Reads integers with commas between them."""
+    return tuple(int(number) for number in text.split(",") if number)
 
 
 def _instruction(row: str) -> Instruction | None:
@@ -307,42 +329,3 @@ def _num_devices(text: str) -> int:
     head = text[: text.find("\n")]
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head)
     return math.prod(int(count) for count in counts)
-
-
-def _stack_frames(text: str) -> dict[str, str]:
-    """Reads the tables of files, lines and stack frames in front of the computations, if any.
-
-    Returns:
-      For each frame's number the file and line of the innermost call that is not in an installed
-      package, because a line of JAX or Optax does not say who called it.
-    """
-    files = dict(re.findall(r'(?m)^(\d+) "(/[^"]*)"$', text))
-    locations = {
-        number: (files.get(file, ""), line)
-        for number, file, line in re.findall(
-            r"(?m)^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", text
-        )
-    }
-    frames = {
-        number: (location, parent)
-        for number, location, parent in re.findall(
-            r"(?m)^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)\}$", text
-        )
-    }
-    sources: dict[str, str] = {}
-    for number in frames:
-        frame = number
-        while frame in frames:
-            location, parent = frames[frame]
-            file, line = locations.get(location, ("", ""))
-            if file and "-packages/" not in file:
-                sources[number] = f"{_short_path(file)}:{line}"
-                break
-            # The text has the parent's number plus one, and 1 for a frame without a parent.
-            frame = str(int(parent) - 1)
-    return sources
-
-
-def _short_path(file: str) -> str:
-    """Returns the last three parts of a file's path, which are enough to find it."""
-    return "/".join(file.split("/")[-3:])

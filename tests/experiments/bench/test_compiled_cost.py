@@ -1,10 +1,13 @@
 """Tests of the reader of compiled programs, on programs whose costs are known."""
 
+import functools
+import json
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
 from experiments.bench.compiled.cost import Peaks, cost_of
 from experiments.bench.compiled.execution import Loop, executions
@@ -275,6 +278,47 @@ def test_flops_of_dots_convolutions_libraries_and_kernels():
     assert cost.kernel_flops == 1000
     # The kernel says that it reads more than its operands once.
     assert cost.operations[-1].traffic.total == 100_000
+
+
+def multiply_and_hash(left_ref, right_ref, seeds_ref, product_ref, hash_ref):
+    product_ref[...] = jnp.dot(left_ref[...], right_ref[...], preferred_element_type=jnp.float32)
+    hash_ref[...] = (seeds_ref[...] ^ 5) * 7
+
+
+@pytest.mark.parametrize("estimated", [0.5, 1.0, 3.0])
+def test_a_kernels_estimate_is_checked_against_its_code_and_its_grid(estimated):
+    """Four steps multiply [128, 64] by [64, 128] each, and do two integer operations on 8 x 128."""
+    flops = 4 * 2 * 128 * 64 * 128
+    block = functools.partial(pl.BlockSpec, index_map=lambda step: (step, 0))
+    kernel = pl.pallas_call(
+        multiply_and_hash,
+        grid=(4,),
+        in_specs=[block((128, 64)), pl.BlockSpec((64, 128), lambda _: (0, 0)), block((8, 128))],
+        out_specs=[block((128, 128)), block((8, 128))],
+        out_shape=[
+            jax.ShapeDtypeStruct((512, 128), jnp.float32),
+            jax.ShapeDtypeStruct((32, 128), jnp.int32),
+        ],
+        cost_estimate=pl.CostEstimate(
+            flops=int(estimated * flops), transcendentals=0, bytes_accessed=0
+        ),
+    )
+    shapes = [((512, 64), jnp.float32), ((64, 128), jnp.float32), ((32, 128), jnp.int32)]
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    lowered = jax.jit(kernel).trace(*arrays).lower(lowering_platforms=("tpu",)).as_text()
+    escaped = re.search(r'backend_config = "(.*?)", ', lowered)[1]
+    config = json.loads(re.sub(r"\\([0-9A-F]{2})", lambda code: chr(int(code[1], 16)), escaped))
+    text = program(f"""
+    %left = f32[512,64] parameter(0)
+    ROOT %result = f32[512,128] custom-call(%left), custom_call_target="tpu_custom_call",
+        backend_config={json.dumps(config, separators=(",", ":"))}
+""")
+    cost = cost_of(text)
+    fraction = min(estimated, 1)
+    assert cost.kernel_flops == fraction * flops
+    assert cost.integer_ops == fraction * 4 * 2 * 8 * 128
+    # Matrix units compute 128 features where there are 64.
+    assert cost.operations[-1].padded_flops == 2 * fraction * flops
 
 
 def test_integer_operations_of_any_hash_count():

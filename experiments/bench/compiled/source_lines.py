@@ -1,0 +1,66 @@
+"""Reads which line of Python code an instruction comes from: tables in front of a program.
+
+The text of a program begins with four numbered tables:
+
+    FileNames       1 "/home/me/txl_jax/modules/block.py"
+    FunctionNames   1 "Block.__call__"
+    FileLocations   1 {file_name_id=1 function_name_id=1 line=40 end_line=40 ...}
+    StackFrames     2 {file_location_id=1 parent_frame_id=2}
+
+and an instruction names a stack frame. A frame's parent, its caller, is written with a number that
+is one too high, so that 1 means no parent.
+"""
+
+import re
+from typing import NamedTuple
+
+_FILE = re.compile(r'(?m)^(\d+) "(/[^"]*)"$')
+_LOCATION = re.compile(r"(?m)^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)")
+_FRAME = re.compile(r"(?m)^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)\}$")
+# In the path of an installed package: site-packages, dist-packages.
+_INSTALLED = "-packages/"
+
+
+class _Frame(NamedTuple):
+    """A call."""
+
+    # Its file, or "" if the text does not say.
+    file: str
+    line: str
+    # Number of the caller's frame, or "0".
+    parent: str
+
+
+def source_lines(text: str) -> dict[str, str]:
+    """Returns file and line of each stack frame by its number.
+
+    Of a call in an installed package, such as JAX or Optax, it is the line that called into that
+    package. A frame without any other line is omitted.
+    """
+    frames = _frames(text)
+    sources: dict[str, str] = {}
+    for number in frames:
+        frame = frames.get(number)
+        while frame is not None and (not frame.file or _INSTALLED in frame.file):
+            frame = frames.get(frame.parent)
+        if frame is not None:
+            sources[number] = f"{short_path(frame.file)}:{frame.line}"
+    return sources
+
+
+def short_path(file: str) -> str:
+    """Returns the last three parts of a file's path, which are enough to find it."""
+    return "/".join(file.split("/")[-3:])
+
+
+def _frames(text: str) -> dict[str, _Frame]:
+    files = dict(_FILE.findall(text))
+    locations: dict[str, tuple[str, str]] = {}
+    for number, file, line in _LOCATION.findall(text):
+        locations[number] = (files.get(file, ""), line)
+
+    frames: dict[str, _Frame] = {}
+    for number, location, parent in _FRAME.findall(text):
+        file, line = locations.get(location, ("", ""))
+        frames[number] = _Frame(file, line, str(int(parent) - 1))
+    return frames
