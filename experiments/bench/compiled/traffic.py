@@ -47,8 +47,8 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 # What changes the layout of an array or its name, not its elements.
 _SAME_ELEMENTS = ("bitcast", "copy", "copy-done", "reshape", "transpose")
-# Custom calls that move nothing: a buffer without contents, a name for neighbouring arrays.
-_FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast")
+# A custom call that makes a buffer without contents.
+_NEW_BUFFER = "AllocateBuffer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _is_free(line: Instruction) -> bool:
     if line.opcode in _FREE or line.opcode.endswith("-done"):
         return True
     target = line.attribute(r'custom_call_target="([^"]*)"')
-    return line.opcode == "custom-call" and target in _FREE_TARGETS
+    return line.opcode == "custom-call" and target == _NEW_BUFFER
 
 
 def _of_operation(

@@ -68,10 +68,16 @@ def test_asynchronous_copies_and_slices_count_once_at_the_side_in_hbm():
     %slice-start.1 = ((bf16[64,410]{1,0:T(8,128)(2,1)}), bf16[8,410]{1,0:T(8,128)(2,1)S(1)},
         s32[]{:S(2)}) slice-start(%a), slice={[0:8], [0:410]}
     %slice-done.1 = bf16[8,410]{1,0:T(8,128)(2,1)S(1)} slice-done(%slice-start.1)
-    ROOT %joined = bf16[72,410]{1,0:T(8,128)(2,1)S(1)} custom-call(%copy-done.1, %slice-done.1),
-        custom_call_target="ConcatBitcast"
+    ROOT %joined = bf16[72,410]{1,0:T(8,128)(2,1)S(1)} concatenate(%copy-done.1, %slice-done.1)
 """)
     assert cost_of(text).hbm_bytes == (64 + 8) * 512 * 2
+
+
+def test_a_new_buffer_without_contents_is_free():
+    text = program("""
+    ROOT %new = f32[8,128]{1,0:T(8,128)} custom-call(), custom_call_target="AllocateBuffer"
+""")
+    assert cost_of(text).hbm_bytes == 0
 
 
 SLICING = """
@@ -209,6 +215,8 @@ def test_a_loop_multiplies_what_its_body_costs_and_names_what_it_keeps():
     assert cost.hbm_bytes == 6 / 2 * (3 + 2) * TILE
     [stack] = cost.stacks
     assert str(stack.array) == "f32[6,8,128]"
+    # Two rounds do not fill an array of six.
+    assert not cost_of(looped(step="4")).stacks
 
 
 def test_loops_within_a_loop_of_unknown_rounds_have_one_round():
