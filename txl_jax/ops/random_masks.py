@@ -22,6 +22,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Version of all dropout masks, with those of attention probabilities. It is raised if the same seed
+# gives other masks. A run records it (`dropout_masks` in config.json), because training that goes
+# on with other masks is another experiment:
+#
+# 1  jax.random.bernoulli for activations, a counter hash for attention probabilities. Its records
+#    have no such field.
+# 2  A counter hash for all masks.
+MASKS_VERSION = 2
+
 # Factors that spread neighbouring indices over the 32 bits. They are odd. Leading axis i has
 # 2 i + 1 times the first one, which is about 2^32 / golden ratio.
 _LEADING = 0x9E3779B1

@@ -24,6 +24,7 @@ from txl_jax.data.corpus import KINDS, Corpus
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
 from txl_jax.errors import UserError, rephrased
 from txl_jax.ops.attention import AttentionPaths, Implementation
+from txl_jax.ops.random_masks import MASKS_VERSION
 from txl_jax.runs import attention_choice
 from txl_jax.runs.attention_choice import ChosenPath
 from txl_jax.runs.remat_choice import ChosenRemat
@@ -37,13 +38,6 @@ RESULTS = "results.json"
 # Number of config.json's format. It is raised if settings, parameters or draws other than dropout
 # masks change meaning.
 FORMAT = 3
-# How training draws dropout masks. It is raised if the same seed gives other masks. Only training
-# that goes on with dropout depends on it, so it is a field by itself, `dropout_masks`:
-#
-# 1  jax.random.bernoulli for activations, a counter hash for attention probabilities. Its records
-#    have no such field.
-# 2  A counter hash for all masks.
-MASKS_VERSION = 2
 # The settings in which each member of an ensemble differs. Empty for a single run.
 MemberSettings = Sequence[Mapping[str, float]]
 
