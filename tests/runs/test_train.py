@@ -193,7 +193,8 @@ def test_samples_are_written_at_evaluations_and_change_nothing_else(
     assert best == (folder / "sample-seed0.txt").read_bytes() and best.startswith(b"one ")
     assert all(score.printable(line) in printed for line in best.splitlines())
     logged = runs.log_lines(folder / "log.txt")
-    for begins in ("command  ", "versions ", "attention"):  # On one device, in log.txt alone.
+    # On one device, in log.txt alone.
+    for begins in ("command  ", "versions ", "attention", "remat "):
         assert sum(line.startswith(begins) for line in logged) == 2 and begins not in "".join(
             printed
         )

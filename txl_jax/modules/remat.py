@@ -4,7 +4,7 @@ The scan over layers stacks what each layer keeps, so it is most of the memory o
 and most of it is written once and read once. In units of B L D numbers, with M = L and F = 4 D,
 a layer keeps:
 
-- `none`: everything that the backward pass reads, among it layer norms in float32. 24 in bfloat16.
+- `none`: everything that the backward pass reads, among it layer norms in float32. 26 in bfloat16.
 - `dots`: the results of its matmuls with weights, and what attention names (`ops.attention.saved`).
   13 in any dtype, without the probabilities of `stored`. Layer norms, ReLU and dropout masks are
   computed again, which reads less than reading them would. No matmul and no attention is computed
