@@ -1,17 +1,17 @@
 """Activation checkpointing (rematerialization, remat): what a layer keeps for its backward pass.
 
-The scan over layers stacks what each layer keeps, so it is most of the memory of a training step,
-and most of it is written once and read once. In units of B L D numbers, with M = L and F = 4 D,
-a layer keeps:
+The scan over layers stacks what each layer keeps, which is most of the memory of a training step.
+In arrays [B, L, D], with M = L and F = 4 D, a layer keeps:
 
-- `none`: everything that the backward pass reads, among it layer norms in float32. 26 in bfloat16.
-- `dots`: the results of its matmuls with weights, and what attention names (`ops.attention.saved`).
-  13 in any dtype, without the probabilities of `stored`. Layer norms, ReLU and dropout masks are
-  computed again, which reads less than reading them would. No matmul and no attention is computed
-  again, except by the reference, whose scores are.
-- `full`: its inputs. 1. The backward pass runs the whole layer again.
+- `none`: everything that its backward pass reads, 26 arrays in bfloat16. Nearly half of it is
+  layer norms in float32.
+- `dots`: the results of matmuls with weights, and what attention names (`ops.attention.saved`), 13
+  arrays, and the probabilities of `stored`. Layer norms, ReLU and dropout masks are computed again
+  from these, which moves fewer bytes than storing them. No matmul and no attention is computed
+  again, except the scores of the reference.
+- `full`: its inputs, 1 array. The backward pass runs the whole layer again.
 
-The numbers are counted in tests/modules/test_remat.py.
+tests/modules/test_remat.py counts them.
 """
 
 import flax.linen as nn
