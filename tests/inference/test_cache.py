@@ -153,7 +153,7 @@ def written(cache: KVCache, new: jax.Array) -> KVCache:
 
 def test_an_exported_write_of_bfloat16_runs_on_every_platform():
     """A program for several platforms decides when it runs."""
-    cache = empty_cache(prepared(), 2)
+    cache = empty_cache(prepared(), 2).replace(write_index=jnp.int32(SEGMENT_LEN))
     arrays, structure = jax.tree.flatten(cache)
     new = random_states(2, tiny.H, SEGMENT_LEN, tiny.E)
 
