@@ -39,7 +39,7 @@ def drawn(rows: int, *, scale: float = 3.0) -> tuple[Weights, jax.Array, jax.Arr
 
 
 def plain(weights: Weights, states: jax.Array, labels: jax.Array) -> jax.Array:
-    logits = states @ weights.table.T + weights.bias
+    logits = states @ weights.table.T + weights.bias[None, :]
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 

@@ -5,9 +5,9 @@ head's softmax covers the head's tokens and, after them, one entry per tail, fir
 token of tail c has log p = log p_head(c) + log p_c(token). Without cutoffs the head is the whole
 vocabulary, which is the full softmax.
 
-On an ambient mesh of multiple devices (`jax.set_mesh`) `embed` and `negative_log_likelihood` run
+On an ambient mesh of multiple devices (`jax.set_mesh`) lookups and `negative_log_likelihood` run
 under `shard_map`. Rows of the batch are sharded over the mesh's data axes, and the tokens of each
-cluster over its tensor axis.
+cluster over its tensor axis. A lookup leaves a table sharded over `fsdp` too.
 
 Letters: B batch, D model dimension, C clusters, V vocabulary size.
 """
@@ -506,7 +506,7 @@ def _blocked_chunk_size(n_position: int) -> int:
 
     A chunk reads the tail's weights three times and its float32 gradients once, and writes the
     gradients. On a v5e 512 positions take as long to multiply (160,000 x 410 weights, 1.4 ms by the
-    data sheet) as to read and write all this (1.2 GB, 1.5 ms): fewer would wait for the memory, and
+    data sheet) as to read and write all this (1.0 GB, 1.3 ms): fewer would wait for the memory, and
     more would multiply empty slots.
     """
     # 512 of wt103_base's 9,000 positions, of which some 450 are in the tail of 160,000.

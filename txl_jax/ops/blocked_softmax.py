@@ -5,7 +5,7 @@ tokens, and reads them four times more: for the sum, and for the gradients of th
 and the bias. On an accelerator, memory traffic is what they cost. Here the vocabulary is processed
 in blocks of rows, small enough that the logits of a block stay in fast memory on the chip. The
 forward pass keeps a running sum of exponentials for each position, and the backward pass computes
-the logits again, one matmul more than the four of a plain softmax.
+the logits again, with one matmul more than the three of a plain softmax.
 
 Forward mode (`jax.jvp`) is not supported.
 
@@ -247,7 +247,7 @@ def _logits(states: jax.Array, block: Weights) -> jax.Array:
     """Computes the logits of a block's rows: [n, w] -> [n, v], in at least float32."""
     wide = wide_type(states)
     products = jnp.einsum("nw,vw->nv", states, block.table, preferred_element_type=wide)
-    return products + block.bias.astype(wide)
+    return products + block.bias.astype(wide)[None, :]
 
 
 def _is_label(row: jax.Array, logits: jax.Array) -> jax.Array:
@@ -255,7 +255,7 @@ def _is_label(row: jax.Array, logits: jax.Array) -> jax.Array:
 
     A row outside of the block has no logit in it.
     """
-    return row[:, None] == jnp.arange(logits.shape[-1])
+    return row[:, None] == jnp.arange(logits.shape[-1])[None, :]
 
 
 def _over_blocks(

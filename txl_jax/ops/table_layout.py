@@ -74,9 +74,11 @@ def _on_tpu(layout: Layout, array: jax.Array) -> jax.Array:
 
 
 def keep_layout(table: jax.Array) -> jax.Array:
-    """Returns a table [V, w] whose whole gradient will have the layout of the table.
+    """Returns a table [V, w] whose gradient will have the layout of the table.
 
-    Apply it once to a parameter, before all of its uses, so that their gradients are added first.
+    A training step applies the model twice, for the hidden states and for the losses, so the
+    gradients of the lookup and of the softmax have one each. XLA then copies the lookup's alone:
+    the softmax's matmuls write by columns, and the optimizer adds them while it reads them.
     """
     if not is_stored_by_columns(table.shape):
         return table
