@@ -40,12 +40,20 @@ def source_lines(text: str) -> dict[str, str]:
     frames = _frames(text)
     sources: dict[str, str] = {}
     for number in frames:
-        frame = frames.get(number)
-        while frame is not None and (not frame.file or _INSTALLED in frame.file):
-            frame = frames.get(frame.parent)
+        frame = _caller_outside_packages(frames, number)
         if frame is not None:
             sources[number] = f"{short_path(frame.file)}:{frame.line}"
     return sources
+
+
+def _caller_outside_packages(frames: dict[str, _Frame], number: str) -> _Frame | None:
+    # A chain of callers is not longer than the table.
+    for _ in range(len(frames)):
+        frame = frames.get(number)
+        if frame is None or (frame.file and _INSTALLED not in frame.file):
+            return frame
+        number = frame.parent
+    return None
 
 
 def short_path(file: str) -> str:
