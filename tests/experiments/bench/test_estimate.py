@@ -1,14 +1,17 @@
 """Tests of the estimates: from shapes alone, and from the compilers of TPUs and GPUs."""
 
 import importlib.util
+import math
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
-from experiments.bench import estimate, topologies
+from experiments.bench import estimate, program_report, topologies
 from experiments.bench.chips import CHIPS
+from experiments.bench.compiled.cost import cost_of
 from support import ROOT, programs
 from txl_jax import flops
 from txl_jax.config import ExperimentConfig, ModelConfig, Remat, TrainConfig
@@ -77,8 +80,10 @@ def test_without_a_compiler_the_sizes_that_follow_from_shapes_are_printed(
     ("topology", "device"),
     [pytest.param("v5e:2x2", "TPU v5 lite", marks=TPU), pytest.param("h200x4", "H200", marks=CUDA)],
 )
-def test_programs_are_compiled(topology, device):
-    out = compiled(f"--topology={topology}", "--mesh.fsdp=2", "--mesh.tensor=2")
+def test_programs_are_compiled_and_read(topology, device, tmp_path):
+    out = compiled(
+        f"--topology={topology}", "--mesh.fsdp=2", "--mesh.tensor=2", f"--programs={tmp_path}"
+    )
     compiler, version = topologies.compiler_of(topology)
     assert f"4 x {device} (" in out and f"{compiler} {version}" in out.splitlines()[0]
     assert re.search(r"(?m)^an update +[\d.e-]+ TFLOP", out)
@@ -86,6 +91,13 @@ def test_programs_are_compiled(topology, device):
         assert re.search(rf"(?m)^attention, {name} +(reference|tiled|stored|fused)\b", out)
     for name in estimate.TASKS:
         assert re.search(rf"(?m)^{name}: fits, needs \d+ MB of \d", out)
+    assert len(re.findall(r"(?m)^\| bytes in memory \| [\d.]+ [kMG]B \|", out)) == 3
+    assert len(re.findall(r"(?m)^\| sent to other devices \|", out)) == 3
+    assert re.search(r"[\d.]+ x the textbook's", out)
+    # Each text says again what was printed.
+    texts = sorted(tmp_path.iterdir())
+    assert [text.stem.rpartition("-")[2] for text in texts] == sorted(estimate.TASKS)
+    assert all("\nENTRY " in text.read_text() for text in texts)
 
 
 @TPU
@@ -190,8 +202,60 @@ def test_what_is_no_topology_is_refused_with_what_there_is(name, known):
         topologies.parse(name)
 
 
+def built_on(**sizes):
+    """A model of 24 layers, 1,000 features and a million parameters, on a mesh."""
+    config = ExperimentConfig(
+        model=ModelConfig(n_layer=24, d_model=1000, dtype="bfloat16"),
+        train=TrainConfig(batch_size=16, segment_len=100),
+    )
+    axes = {"data": 1, "fsdp": 1, "tensor": 1} | sizes
+    mesh = types.SimpleNamespace(shape=axes, size=math.prod(axes.values()))
+    return types.SimpleNamespace(config=config, mesh=mesh, num_parameters=1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({}, 0),
+        # All weights, 2 MB, gathered twice and scattered once.
+        ({"fsdp": 4}, 3 * 2e6 * 3 / 4),
+        ({"data": 4}, 2 * 2e6 * 3 / 4),
+        # Of the scattered gradients, a quarter is left to reduce.
+        ({"data": 2, "fsdp": 4}, 3 * 2e6 * 3 / 4 + 2 * 2e6 / 4 * 1 / 2),
+        # Two all-reduces of 16 x 100 x 1,000 numbers in each layer and direction.
+        ({"tensor": 2}, 24 * 4 * 2 * 3.2e6 * 1 / 2),
+    ],
+)
+def test_the_textbook_gathers_weights_twice_and_reduces_gradients_once(sizes, expected):
+    assert program_report.textbook_sent_bytes(built_on(**sizes)) == pytest.approx(expected)
+
+
+def test_costs_are_printed_with_their_least_times(capsys):
+    program = """HloModule m, num_partitions=4
+
+ENTRY %main (a: bf16[1000,1000]) -> bf16[1000,1000] {
+  %a = bf16[1000,1000] parameter(0)
+  %b = bf16[1000,1000] all-gather(%a), replica_groups={{0,1,2,3}}
+  ROOT %c = bf16[1000,1000] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0},
+      metadata={op_name="jit(train_step)/while/body/layer/dot"
+      source_file="/x/model.py" source_line=7}
+}
+""".replace("\n      ", " ")
+    cost = cost_of(program, steps=1)
+    program_report.print_cost(cost, built_on(fsdp=4), "training", CHIPS["v5e"])
+    rows = capsys.readouterr().out.splitlines()
+    assert f"| matmuls | 2.00 GFLOP | {2e12 / 197e12:.2f} ms |" in rows
+    assert f"| bytes in memory | 6.00 MB | {6e9 / 819e9:.2f} ms |" in rows
+    # A quarter of the matrix comes from each device; the textbook's 4.5 MB is for all weights.
+    assert "| sent to other devices | 1.50 MB, 0.33 x the textbook's 4.50 MB |  |" in rows
+    assert "| 6.00 MB | /x/model.py:7 | layer/dot |" in rows
+
+
 def test_every_device_has_a_peak_and_a_memory():
     for chip in CHIPS.values():
+        # A TPU v3 has 900 GB/s in two devices.
+        assert 4e11 < chip.bandwidth < 1e13
+        assert 1e12 < chip.integer_ops < chip.peaks.flops
         assert 4e13 < flops.device_peak(chip.kind) < 2e15 and 1e10 <= chip.memory_bytes < 2e11, (
             chip.kind
         )
