@@ -9,9 +9,9 @@ Bytes sent by a device in a group of n, by the algorithms that send the least:
     collective-permute                               R
 
 An all-reduce of which a fusion keeps only this device's part is a reduce-scatter. An asynchronous
-collective counts where it starts. The compiler for TPUs also spreads a collective over several
-fusions, which then name the same channel: it counts in the first of them. Collectives read and
-write HBM as well: `hbm_bytes`, which is not part of the other traffic.
+collective counts where it starts. The compiler for TPUs also spreads a collective over a chain of
+fusions, in each of which it is written again: it counts where the chain starts. Collectives read
+and write HBM as well: `hbm_bytes`, which is not part of the other traffic.
 """
 
 import dataclasses
@@ -29,6 +29,8 @@ KINDS = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
+# The custom call that a chain of fusions begins with.
+_CHAIN_START = "AsyncCollectiveStart"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,29 +60,29 @@ def is_collective(line: Instruction) -> bool:
     return line.opcode.removesuffix("-start").removesuffix("-done") in KINDS
 
 
-class CollectivesOf:
-    """Lists the collectives of a program's instructions."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        # Channels of the collectives in fusions so far, each with the fusion that came first.
-        self._first_fusions: dict[str, str] = {}
-
-    def __call__(self, line: Instruction, computation: Computation) -> list[Collective]:
-        """Returns the collective that an instruction is, or those that begin in a fusion."""
-        kind = kind_of(line)
-        if kind is not None:
-            return [_collective(self._program, kind, line, computation)]
-        fused = self._program.fused(line)
-        if fused is None:
+def collectives_of(
+    program: Program, line: Instruction, computation: Computation
+) -> list[Collective]:
+    """Returns the collective that an instruction is, or those that begin in a fusion."""
+    kind = kind_of(line)
+    if kind is not None:
+        if _is_continued(line, computation):
             return []
-        collectives: list[Collective] = []
+        return [_collective(program, kind, line, computation)]
+    fused = program.fused(line)
+    collectives: list[Collective] = []
+    if fused is not None:
         for part in fused.instructions.values():
-            for collective in self(part, fused):
-                channel = collective.line.attribute(r"channel_id=(\d+)") or part.name
-                if self._first_fusions.setdefault(channel, line.name) == line.name:
-                    collectives.append(collective)
-        return collectives
+            collectives.extend(collectives_of(program, part, fused))
+    return collectives
+
+
+def _is_continued(line: Instruction, computation: Computation) -> bool:
+    """Whether an instruction continues a collective that began in another fusion."""
+    if "chain_id=" not in line.attributes:
+        return False
+    users = computation.users[line.name]
+    return not any(_CHAIN_START in user.attributes for user, _ in users)
 
 
 def _collective(
@@ -123,8 +125,13 @@ def _results(kind: str, line: Instruction, operands: list[Array]) -> list[Array]
 
 def _is_scattered(line: Instruction, computation: Computation) -> bool:
     """Whether all users of an all-reduce take a slice of it, in the same fusion."""
-    users = [user.opcode for user, _ in computation.users[line.name]]
-    return bool(users) and all(opcode == "dynamic-slice" for opcode in users)
+    users = [user for user, _ in computation.users[line.name]]
+    # An all-reduce of several arrays has a tuple as its result.
+    of_tuple = [user for user in users if user.opcode == "get-tuple-element"]
+    for element in of_tuple:
+        users.remove(element)
+        users.extend(user for user, _ in computation.users[element.name])
+    return bool(users) and all(user.opcode == "dynamic-slice" for user in users)
 
 
 def _group_size(program: Program, line: Instruction) -> int:

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from experiments.bench.compiled.collectives import Collective, CollectivesOf
+from experiments.bench.compiled.collectives import Collective, collectives_of
 from experiments.bench.compiled.execution import Execution, Loop, executions
 from experiments.bench.compiled.hlo import Array, Instruction, Program, parse
 from experiments.bench.compiled.kernels import is_kernel, kernel_work
@@ -189,7 +189,6 @@ def cost_of(text: str, *, steps: int = 1, rounds: int = 1) -> ProgramCost:
     program = parse(text)
     work = WorkOf(program)
     traffic = TrafficOf(program)
-    collectives_in = CollectivesOf(program)
     operations: list[Operation] = []
     collectives: list[tuple[Collective, float]] = []
     stacks: list[Stack] = []
@@ -202,7 +201,7 @@ def cost_of(text: str, *, steps: int = 1, rounds: int = 1) -> ProgramCost:
             continue
 
         operations.append(_operation(program, work, traffic, run, steps))
-        for collective in collectives_in(run.line, run.computation):
+        for collective in collectives_of(program, run.line, run.computation):
             collectives.append((collective, run.times / steps))
     return ProgramCost(operations, collectives, stacks, assumed_loops)
 

@@ -413,25 +413,51 @@ def test_bytes_that_collectives_send(line, kind, sent):
     assert cost.hbm_bytes == 0
 
 
-def test_an_all_reduce_that_a_fusion_slices_is_a_reduce_scatter_and_a_shared_channel_counts_once():
+def test_an_all_reduce_that_a_fusion_slices_is_a_reduce_scatter():
     text = program(
         """
     %a = f32[16] parameter(0)
-    %i = s32[] parameter(1)
-    %first = f32[2] fusion(%a, %i), kind=kCustom, calls=%scattering
-    ROOT %second = f32[2] fusion(%a, %i), kind=kCustom, calls=%scattering
+    %b = f32[32] parameter(1)
+    %i = s32[] parameter(2)
+    ROOT %parts = (f32[2], f32[4]) fusion(%a, %b, %i), kind=kCustom, calls=%scattering
 """,
         computations="""
-%scattering (a: f32[16], i: s32[]) -> f32[2] {
+%scattering (a: f32[16], b: f32[32], i: s32[]) -> (f32[2], f32[4]) {
   %a = f32[16] parameter(0)
-  %i = s32[] parameter(1)
-  %sum = f32[16] all-reduce(%a), channel_id=7, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
-  ROOT %part = f32[2] dynamic-slice(%sum, %i), dynamic_slice_sizes={2}
+  %b = f32[32] parameter(1)
+  %i = s32[] parameter(2)
+  %sums = (f32[16], f32[32]) all-reduce(%a, %b), replica_groups={{0,1,2,3,4,5,6,7}}
+  %sum_of_a = f32[16] get-tuple-element(%sums), index=0
+  %sum_of_b = f32[32] get-tuple-element(%sums), index=1
+  %part_of_a = f32[2] dynamic-slice(%sum_of_a, %i), dynamic_slice_sizes={2}
+  %part_of_b = f32[4] dynamic-slice(%sum_of_b, %i), dynamic_slice_sizes={4}
+  ROOT %result = (f32[2], f32[4]) tuple(%part_of_a, %part_of_b)
 }
 """,
     )
-    [(kind, sum_of_kind)] = cost_of(text).sent_by_kind().items()
-    assert (kind, sum_of_kind.times, sum_of_kind.sent) == ("reduce-scatter", 1, 64 * 7 / 8)
+    [(kind, total)] = cost_of(text).sent_by_kind().items()
+    assert (kind, total.times, total.sent) == ("reduce-scatter", 1, (64 + 128) * 7 / 8)
+
+
+def test_a_collective_that_is_spread_over_fusions_counts_where_it_starts():
+    gather = """
+  %a = f32[16] parameter(0)
+  %gathered = f32[64] all-gather(%a), replica_groups={{0,1,2,3}},
+        frontend_attributes={chain_id="0"}
+  ROOT %result = f32[64] custom-call(%gathered), custom_call_target="AsyncCollectiveSTEP"
+}
+"""
+    begin = "\n%begin (a: f32[16]) -> f32[64] {" + gather.replace("STEP", "Start")
+    end = "\n%end (a: f32[16]) -> f32[64] {" + gather.replace("STEP", "Done")
+    text = program(
+        """
+    %a = f32[16] parameter(0)
+    %begun = f32[64] fusion(%a), kind=kCustom, calls=%begin
+    ROOT %ended = f32[64] fusion(%a), kind=kCustom, calls=%end
+""",
+        computations=begin + end,
+    )
+    assert cost_of(text).sent_bytes == 256 * 3 / 4
 
 
 FRAMES = """
