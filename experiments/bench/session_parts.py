@@ -1,6 +1,7 @@
 """What `experiments.bench.session` measures: its parts, each for a process of its own."""
 
 import collections
+import csv
 import dataclasses
 import functools
 import os
@@ -162,7 +163,7 @@ def _measure_step(
     config = sizes.config(name, changes or {})
     built = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
     start = time.perf_counter()
-    program = built.compile_step().program
+    program: Any = built.compile_step().program
     compile_seconds = time.perf_counter() - start
 
     segments = timing.random_segments(built, config.train)
@@ -214,19 +215,15 @@ def _measure_attention(sizes: Sizes, out: str) -> list[Table]:
     command += [f"--batch_size={1 if sizes.miniature else 8}", f"--shrink={sizes.divisor}"]
     folder = os.path.join(out, "attention")
     subprocess.run([*command, f"--out={folder}"], check=True)
-    with open(os.path.join(folder, "device.md"), encoding="utf-8") as file:
-        lines = file.read().splitlines()
-    cells = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in lines
-        if line.startswith("| ")
-    ]
-    return [Table(cells[0], cells[1:])]
+    with open(os.path.join(folder, "device.csv"), encoding="utf-8", newline="") as file:
+        columns, *rows = csv.reader(file)
+    return [Table(columns, rows)]
 
 
 def _model_table(built: Built, sizes: str) -> Table:
     """Describes a model and what decides how fast it is."""
     model = built.model.config
+    assert built.attention is not None  # All measured models have attention.
     attention = ", ".join(f"{task}: {path}" for task, path in record_of(built.attention).items())
     columns = ["parameters", "sizes", "dtype", "remat", "dropout", "attention"]
     cells = [
@@ -246,7 +243,9 @@ def _time_table(
     """Puts the measured seconds of a step beside what its compiled program needs for it."""
     cost = cost_of(program.as_text(), steps=steps)
     peaks = chips.peaks_of(environment.device_kind())
-    least, roofline_sum, mfu = "unknown", "unknown", "unknown"
+    least = "unknown"
+    roofline_sum = "unknown"
+    mfu = "unknown"
     if peaks is not None:
         least_seconds = max(cost.hbm_bytes / peaks.hbm_bytes, cost.flops / peaks.flops)
         least = f"{_milliseconds(least_seconds)} ({cost.bound(peaks)})"
