@@ -107,6 +107,7 @@ def stacked_units(jaxpr):
     ("path", "remat", "expected"),
     full_but(
         [
+            ("reference", Remat.DOTS, 13),
             ("stored", Remat.NONE, 27 + PROBABILITIES),
             ("stored", Remat.DOTS, 13 + PROBABILITIES),
             ("fused", Remat.DOTS, 13),
