@@ -194,14 +194,23 @@ def lowered(platform: str) -> str:
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_logits_of_a_large_vocabulary_are_kept_on_cpus_only():
-    of_head = ("60x150x20002x", "9000x20002x")
-    assert any(shape in lowered("cpu") for shape in of_head)
+def matmuls(platform: str) -> str:
+    """The matmuls of `lowered`.
+
+    Only these: the gradient of a choice between platforms has zeros in place of what other
+    platforms keep. Nothing reads them, and XLA removes them.
+    """
+    lines = lowered(platform).splitlines()
+    return "\n".join(line for line in lines if "dot_general" in line)
+
+
+def test_logits_of_a_large_vocabulary_are_computed_whole_on_cpus_only():
+    of_head = "x20002xf32>"
+    assert of_head in matmuls("cpu")
     for platform in ("tpu", "cuda"):
-        text = lowered(platform)
+        text = matmuls(platform)
         # Blocks of the head, and of a tail with chunks of 512 positions.
-        assert "9000x1792xf32" in text
-        assert "512x32768xf32" in text
-        # Outside of functions that are not called there are no logits of a whole cluster.
-        assert not any(f"tensor<{shape}" in text for shape in of_head), platform
-        assert "512x160000x" not in text
+        assert "-> tensor<9000x1792xf32>" in text
+        assert "-> tensor<512x32768xf32>" in text
+        assert of_head not in text
+        assert "x160000xf32>" not in text
