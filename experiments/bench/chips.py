@@ -60,72 +60,78 @@ _AMPERE = (
     "shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912"
 )
 
-_TPUS = {
-    "v3": Chip(
-        kind="TPU v3",
-        memory_bytes=16 * GIB,
-        bandwidth=450e9,
-        integer_ops=2 * _LANES * 0.94e9,
-        sizes=("2x2", "4x4", "4x8", "8x8", "8x16", "16x16"),
-    ),
-    "v4": Chip(
-        kind="TPU v4",
-        memory_bytes=32 * GIB,
-        bandwidth=1228e9,
-        integer_ops=2 * 2 * _LANES * 1.05e9,
-        sizes=("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"),
-    ),
-    "v5e": Chip(
-        kind="TPU v5 lite",
-        memory_bytes=16 * GIB,
-        bandwidth=819e9,
-        integer_ops=4 * _LANES * 1.5e9,
-        sizes=_FLAT,
-    ),
-    "v5p": Chip(
-        kind="TPU v5",
-        memory_bytes=95 * GIB,
-        bandwidth=2765e9,
-        integer_ops=2 * 4 * _LANES * 1.75e9,
-        sizes=("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4"),
-    ),
-    "v6e": Chip(
-        kind="TPU v6 lite",
-        memory_bytes=32 * GIB,
-        bandwidth=1640e9,
-        integer_ops=4 * _LANES * 1.75e9,
-        sizes=_FLAT,
-    ),
-}
+_V3 = Chip(
+    kind="TPU v3",
+    memory_bytes=16 * GIB,
+    bandwidth=450e9,
+    integer_ops=2 * _LANES * 0.94e9,
+    sizes=("2x2", "4x4", "4x8", "8x8", "8x16", "16x16"),
+)
+_V4 = Chip(
+    kind="TPU v4",
+    memory_bytes=32 * GIB,
+    bandwidth=1228e9,
+    integer_ops=2 * 2 * _LANES * 1.05e9,
+    sizes=("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"),
+)
+_V5E = Chip(
+    kind="TPU v5 lite",
+    memory_bytes=16 * GIB,
+    bandwidth=819e9,
+    integer_ops=4 * _LANES * 1.5e9,
+    sizes=_FLAT,
+)
+_V5P = Chip(
+    kind="TPU v5",
+    memory_bytes=95 * GIB,
+    bandwidth=2765e9,
+    integer_ops=2 * 4 * _LANES * 1.75e9,
+    sizes=("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4"),
+)
+_V6E = Chip(
+    kind="TPU v6 lite",
+    memory_bytes=32 * GIB,
+    bandwidth=1640e9,
+    integer_ops=4 * _LANES * 1.75e9,
+    sizes=_FLAT,
+)
 # The modules with NVLink (SXM), not the cards.
-_GPUS = {
-    "h200": Chip(
-        kind="H200",
-        memory_bytes=150_754_820_096,
-        bandwidth=4800e9,
-        integer_ops=_HOPPER_INTEGER_OPS,
-        sizes=HOST_SIZES,
-        gpu=f"{_HOPPER} memory_bandwidth: 4800000000000 l2_cache_size: 62914560",
-    ),
-    "h100": Chip(
-        kind="H100",
-        memory_bytes=84_942_979_072,
-        bandwidth=3352.32e9,
-        integer_ops=_HOPPER_INTEGER_OPS,
-        sizes=HOST_SIZES,
-        gpu=f"{_HOPPER} memory_bandwidth: 3352320000000 l2_cache_size: 52428800",
-    ),
-    "a100": Chip(
-        kind="A100",
-        memory_bytes=85_100_068_864,
-        bandwidth=2039.04e9,
-        integer_ops=_AMPERE_INTEGER_OPS,
-        sizes=HOST_SIZES,
-        gpu=f"{_AMPERE} memory_bandwidth: 2039040000000 l2_cache_size: 41943040",
-    ),
-}
+_H200 = Chip(
+    kind="H200",
+    memory_bytes=150_754_820_096,
+    bandwidth=4800e9,
+    integer_ops=_HOPPER_INTEGER_OPS,
+    sizes=HOST_SIZES,
+    gpu=f"{_HOPPER} memory_bandwidth: 4800000000000 l2_cache_size: 62914560",
+)
+_H100 = Chip(
+    kind="H100",
+    memory_bytes=84_942_979_072,
+    bandwidth=3352.32e9,
+    integer_ops=_HOPPER_INTEGER_OPS,
+    sizes=HOST_SIZES,
+    gpu=f"{_HOPPER} memory_bandwidth: 3352320000000 l2_cache_size: 52428800",
+)
+_A100 = Chip(
+    kind="A100",
+    memory_bytes=85_100_068_864,
+    bandwidth=2039.04e9,
+    integer_ops=_AMPERE_INTEGER_OPS,
+    sizes=HOST_SIZES,
+    gpu=f"{_AMPERE} memory_bandwidth: 2039040000000 l2_cache_size: 41943040",
+)
+
 # By the name that a topology begins with.
-CHIPS = _TPUS | _GPUS
+CHIPS = {
+    "v3": _V3,
+    "v4": _V4,
+    "v5e": _V5E,
+    "v5p": _V5P,
+    "v6e": _V6E,
+    "h200": _H200,
+    "h100": _H100,
+    "a100": _A100,
+}
 
 
 def peaks_of(kind: str) -> Peaks | None:
