@@ -16,7 +16,6 @@ from collections.abc import Iterator
 
 from experiments.bench.compiled.hlo import Computation, Instruction, Program
 
-_INTEGER = re.compile(r"-?\d+")
 _COPIES = ("bitcast", "copy", "convert", "reshape")
 
 
@@ -119,45 +118,62 @@ def _loop(
 
 
 def _rounds_by_condition(program: Program, condition: Computation, body: Computation) -> int | None:
-    """Returns the rounds of a loop whose condition compares a counter from 0 with a constant.
+    """Returns the rounds of a loop that goes on as long as a counter from 0 is below a constant.
 
     Returns None if the condition is another one.
     """
-    compared = condition.root
-    limits = [_constant(condition, name) for name in compared.operands]
-    fused = program.fused(compared)
-    if fused is not None:
-        limits += [_constant(fused, name) for name in fused.instructions]
-    elif compared.opcode != "compare":
+    result = condition.root
+    fused = program.fused(result)
+    comparison = result if fused is None else fused.root
+    if comparison.opcode != "compare" or "direction=LT" not in comparison.attributes:
         return None
-    known_limits = {limit for limit in limits if limit is not None}
-    if len(known_limits) != 1:
+
+    sides: list[Instruction | None] = []
+    for name in comparison.operands:
+        if fused is None:
+            sides.append(_behind_copies(condition, name))
+        else:
+            sides.append(_behind_parameter(condition, result, fused, name))
+    counter, limit = sides
+    if counter is None or counter.opcode != "get-tuple-element" or limit is None:
         return None
-    return math.ceil(known_limits.pop() / _counter_step(condition, body))
+    rounds = _constant(limit)
+    return None if rounds is None else math.ceil(rounds / _counter_step(counter, body))
 
 
-def _constant(computation: Computation, name: str) -> int | None:
-    """Returns the integer that an instruction copies from a constant, or None."""
+def _behind_parameter(
+    computation: Computation, call: Instruction, fused: Computation, name: str
+) -> Instruction | None:
+    """Returns what a value in a fusion is a copy of: an instruction in it, or one of its operands."""
+    line = _behind_copies(fused, name)
+    if line is not None and line.opcode == "parameter":
+        return _behind_copies(computation, call.operands[int(line.argument)])
+    return line
+
+
+def _behind_copies(computation: Computation, name: str) -> Instruction | None:
+    """Returns the instruction that a value is a copy of."""
     line = computation.instructions.get(name)
     while line is not None and line.opcode in _COPIES:
         line = computation.operand(line, 0)
-    if line is None or line.opcode != "constant" or not _INTEGER.fullmatch(line.argument):
+    return line
+
+
+def _constant(line: Instruction | None) -> int | None:
+    """Returns the value of a constant, or None if it is not a positive integer."""
+    if line is None or line.opcode != "constant" or not line.argument.isdecimal():
         return None
-    return int(line.argument)
+    return int(line.argument) or None
 
 
-def _counter_step(condition: Computation, body: Computation) -> int:
+def _counter_step(counter: Instruction, body: Computation) -> int:
     """Returns what the body adds to the counter in a round, 1 if it cannot be seen."""
-    for name in condition.root.operands:
-        counter = condition.instructions.get(name)
-        if counter is None or counter.opcode != "get-tuple-element":
-            continue
-        index = int(counter.attribute(r"index=(\d+)") or 0)
-        added = body.operand(body.root, index)
-        if added is None or added.opcode != "add":
-            continue
-        for summand in added.operands:
-            step = _constant(body, summand)
-            if step is not None and step > 0:
-                return step
+    index = int(counter.attribute(r"index=(\d+)") or 0)
+    added = body.operand(body.root, index)
+    if added is None or added.opcode != "add":
+        return 1
+    for name in added.operands:
+        step = _constant(_behind_copies(body, name))
+        if step is not None:
+            return step
     return 1

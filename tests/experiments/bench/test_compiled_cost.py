@@ -184,13 +184,26 @@ LOOP = f"""
 """
 
 
-def looped(*, step="1", limit="constant(6)", known=""):
+# A condition whose comparison is fused, with the limit as an operand.
+FUSED = """
+%compare (step: s32[], limit: s32[]) -> pred[] {
+  %step = s32[]{:S(2)} parameter(0)
+  %limit = s32[]{:S(2)} parameter(1)
+  ROOT %less = pred[]{:S(2)} compare(%step, %limit), direction=DIRECTION
+}
+"""
+FUSED_LOOP = LOOP.replace(
+    "compare(%step, %limit), direction=LT", "fusion(%step, %limit), kind=kLoop, calls=%compare"
+)
+
+
+def looped(*, step="1", limit="constant(6)", known="", computations=LOOP):
     return program(
         f"""
     %start = {STATE} parameter(0)
     ROOT %end = {STATE} while(%start), condition=%condition, body=%body{known}
 """,
-        computations=LOOP.replace("STEP", step).replace("LIMIT", limit),
+        computations=computations.replace("STEP", step).replace("LIMIT", limit),
     )
 
 
@@ -201,6 +214,10 @@ def looped(*, step="1", limit="constant(6)", known=""):
         ({"step": "4"}, 2, False),
         ({"known": ', backend_config={"known_trip_count":{"n":"9"}}'}, 9, False),
         ({"limit": "parameter(1)"}, 5, True),
+        ({"computations": FUSED.replace("DIRECTION", "LT") + FUSED_LOOP}, 6, False),
+        # As long as something is above 0, which is a constant but not a number of rounds.
+        ({"computations": FUSED.replace("DIRECTION", "GT") + FUSED_LOOP}, 5, True),
+        ({"limit": "constant(0)"}, 5, True),
     ],
 )
 def test_rounds_of_a_loop(options, rounds, is_assumed):
