@@ -144,7 +144,7 @@ def _rounds_by_condition(program: Program, condition: Computation, body: Computa
 def _behind_parameter(
     computation: Computation, call: Instruction, fused: Computation, name: str
 ) -> Instruction | None:
-    """Returns what a value in a fusion is a copy of: an instruction in it, or one of its operands."""
+    """Returns what a value in a fusion copies: an instruction in it, or one of its operands."""
     line = _behind_copies(fused, name)
     if line is not None and line.opcode == "parameter":
         return _behind_copies(computation, call.operands[int(line.argument)])
