@@ -355,6 +355,7 @@ SCENES = [
         {
             "topology": (("v4:2x2x1",), {"estimated": [("the flags", "v4:2x2x1", estimate.TASKS)]}),
             "tasks": (("evaluation",), {"estimated": [("the flags", "v5e:2x2", ("evaluation",))]}),
+            "programs": ("texts", {"programs": ["texts"]}),
         },
     ),
     Scene(

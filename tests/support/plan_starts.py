@@ -377,9 +377,11 @@ def start_device_timing(seen, plan, changed):
 
 def start_estimate(seen, plan, changed):
     estimated = []
+    programs = []
 
     def note(plan, name, config, topology):
-        estimated.append((name, topology, plan.tasks, plan.programs))
+        estimated.append((name, topology, plan.tasks))
+        programs.append(plan.programs)
         return [True]
 
     seen.replace(Job, "config_of_flagfile", lambda job, name: tiny_run.CONFIG)
@@ -388,7 +390,7 @@ def start_estimate(seen, plan, changed):
     seen.replace(estimate, "meshes", lambda config, count: [{}])
     seen.replace(estimate, "estimate", note)
     seen.run(estimate, plan, changed)
-    return {"estimated": estimated}
+    return {"estimated": estimated, "programs": programs}
 
 
 BUILT = types.SimpleNamespace(init_params=dict, mesh=types.SimpleNamespace(size=1))
