@@ -68,7 +68,7 @@ NEW_RUN = types.SimpleNamespace(
     is_open=True,
     members=({"seed": 1}, {"seed": 2}),
     notes=[],
-    compare=lambda config: None,
+    compare=lambda config, members=(): None,
 )
 
 

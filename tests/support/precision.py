@@ -62,6 +62,7 @@ _MOVES |= {
     "roll",
 }
 _MOVES |= {"load", "masked_swap", "empty", "broadcast", "pad", "copy"}
+_MOVES |= {"name"}  # Of `checkpoint_name`.
 ROUNDED = "convert_element_type"  # To fewer bits. It is the last step of what is stored in 16 bits.
 
 

@@ -53,12 +53,14 @@ class Attention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, segment: jax.Array, memory: jax.Array, context: LayerContext) -> jax.Array:
+    def __call__(
+        self, segment: jax.Array, states: tuple[jax.Array, jax.Array], context: LayerContext
+    ) -> jax.Array:
         """Computes the attention outputs [B, L, D] of a segment.
 
         Args:
           segment: [B, L, D], from which queries are projected.
-          memory: [B, M, D]. Keys and values are projected from memory and segment.
+          states: The memory [B, M, D] and the segment, from which keys and values are projected.
           context: Inputs shared by all layers.
         """
         c = self.config
@@ -89,8 +91,8 @@ class Attention(nn.Module):
         query = _shard_heads(project_to_heads(segment, w_query))
         # Memory and segment are projected apart. No gradient goes into the memory, but a single
         # product would compute a gradient of all K rows.
-        key = _shard_heads(project_apart(memory, segment, w_key))
-        value = _shard_heads(project_apart(memory, segment, w_value))
+        key = _shard_heads(project_apart(*states, w_key))
+        value = _shard_heads(project_apart(*states, w_value))
 
         query = drop(query, "query")
         key = drop(key, "key")

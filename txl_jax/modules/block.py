@@ -142,7 +142,7 @@ class Block(nn.Module):
         # Only learned vectors are added here. Other encodings return the inputs as they are.
         inputs = encoding.add_to_layer_inputs(inputs, context.codes)
         if c.layer_norm is NormPlace.POST:
-            middle = attention_norm(inputs + attention(inputs, memory, context))
+            middle = attention_norm(inputs + attention(inputs, (memory, inputs), context))
             outputs = feed_norm(middle + feed(middle))
         else:
             # The memory contains values before the norm, and is normalised with the segment.
@@ -150,7 +150,7 @@ class Block(nn.Module):
             mem_len = memory.shape[1]
             normed_memory = normed[:, :mem_len]
             normed_segment = normed[:, mem_len:]
-            attended = attention(normed_segment, normed_memory, context)
+            attended = attention(normed_segment, (normed_memory, normed_segment), context)
             middle = inputs + attended
             outputs = middle + feed(feed_norm(middle))
         return constrain(outputs, axes.BATCH, axes.LENGTH, None), inputs
