@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
-from experiments.bench import estimate
+from experiments.bench import topologies
 from support import tiny
 from txl_jax.config import DType
 from txl_jax.inference import cache as cache_lib
@@ -94,6 +94,19 @@ def test_bfloat16_is_written_as_integers_on_a_cpu_only(program):
     assert has_integers == {"cpu": True, "cuda": False, "tpu": False}
 
 
+@pytest.mark.parametrize(("d_head", "n_constrained"), [(128, 4), (64, 0)], ids=["128", "64"])
+def test_a_step_keeps_the_layout_of_whole_tiles_on_a_tpu_only(d_head, n_constrained):
+    """Keys and values of two layers, if heads fill a TPU's tile. Others would be padded."""
+    weights = prepared(n_layer=2, n_head=1, d_head=d_head)
+    function, arguments = decoding(weights, index_per_row=False)
+    traced = jax.jit(function, donate_argnums=1).trace(*arguments)
+    found = {}
+    for platform in PLATFORMS:
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        found[platform] = text.count("@LayoutConstraint")
+    assert found == {"cpu": 0, "cuda": 0, "tpu": n_constrained}
+
+
 @pytest.fixture
 def no_compilation_cache():
     """Programs that were compiled for a chip that is not there cannot be loaded again."""
@@ -110,8 +123,8 @@ def no_compilation_cache():
 def test_a_tpu_writes_to_the_cache_in_place(program, no_compilation_cache):
     """No copy and no conversion of a whole ring in the loop over tokens, at a memory of 3,800."""
     importlib.metadata.version("libtpu")
-    estimate.set_environment()
-    device = estimate.devices("v5e:1x1")[0]
+    topologies.set_environment()
+    device = topologies.devices("v5e:1x1")[0]
     weights = prepared(mem_len=3800, d_model=256, n_head=8, d_head=128, d_inner=256)
     function, arguments = PROGRAMS[program](weights)
 

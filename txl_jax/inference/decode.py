@@ -147,6 +147,9 @@ def decode_block(
         token = jnp.where(number < 0, _prompt_token(rows.known, number), progress.newest)
         hidden, cache = forward.forward(params, token[:, None], progress.cache)
         hidden = hidden[:, 0]
+        # So that a TPU does not copy the cache at both ends of the loop.
+        cache = cache_lib.keep_layout(cache)
+
         # The index is [R] or []. Rows with an index of their own continue in a later call, from
         # where they stopped. With a common index all rows belong to one generation, and one that
         # has ended is not read again.
