@@ -15,7 +15,7 @@ attention. As the compilers' programs for a training step show (bfloat16; bytes 
 | step                           | none           | dots            |
 |--------------------------------|----------------|-----------------|
 | enwik8_12l, TPU v5e, batch 22  | 28.4, 6.02 GB  | 18.9, 3.80 GB   |
-| enwik8_24l, H200, batch 8      | 222, 18.1 GB   | 191, 12.8 GB    |
+| enwik8_24l, H200, batch 8      | 222, 18.1 GB   | 186, 12.8 GB    |
 
 `full` runs each layer forward once more, about a third more work, and needs the least memory.
 
