@@ -140,6 +140,11 @@ def peaks_of(kind: str) -> Peaks | None:
     Args:
       kind: The device's name in jax, such as "TPU v5 lite" or "NVIDIA H200".
     """
+    # Other versions of these GPUs have other memory, or less of it.
+    if re.search("PCIe|NVL|40GB", kind):
+        return None
+    # JAX has had both names.
+    kind = kind.replace("TPU v5p", "TPU v5")
     chips = [chip for chip in CHIPS.values() if re.search(rf"\b{chip.kind}\b", kind)]
     if not chips:
         return None

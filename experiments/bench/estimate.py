@@ -248,7 +248,7 @@ def _file_of(plan: Plan, name: str, topology: str, task: str) -> str | None:
     if plan.programs is None:
         return None
     # A flagfile may be a path, and a topology has a colon in it.
-    words = re.sub(r"[^\w.-]+", "_", f"{os.path.basename(name)}-{topology}-{task}")
+    words = re.sub(r"[^\w.-]+", "_", f"{name}-{topology}-{task}")
     return os.path.join(plan.programs, f"{words}.txt")
 
 

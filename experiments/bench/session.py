@@ -15,13 +15,15 @@ bytes and operations, and where the time of a step goes, by operation. Please at
 about speed.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import IO, Any
 
 from experiments.bench import session_parts
 from experiments.bench.session_parts import PARTS, Part
@@ -60,12 +62,18 @@ class Plan(cli.Plan):
     def validate(self) -> None:
         """Raises `UserError` for an unknown part, or for no time."""
         super().validate()
-        require(self.minutes > 0, f"minutes must be above 0, got {self.minutes}")
         for name in (*self.parts, self.inside):
             require(
                 name is None or name in _NAMES,
                 f"parts must be of {', '.join(_NAMES)}, got {name!r}",
             )
+        # A part whose limit is longer than that would never begin.
+        longest = max(part.limit for part in self.chosen_parts) / 60
+        require(
+            self.minutes >= longest,
+            f"minutes must be at least {longest:.3g}, the longest limit of a part, got "
+            f"{self.minutes}",
+        )
 
     @property
     def chosen_parts(self) -> list[Part]:
@@ -89,7 +97,7 @@ def run(plan: Plan, job: cli.Job) -> int:
     left_out = []
     failed = []
     for part in plan.chosen_parts:
-        if os.path.exists(_result_path(plan, part.name)) and not plan.again:
+        if _read_result(plan, part.name) is not None and not plan.again:
             continue
         if time.monotonic() + part.limit > end:
             left_out.append(part)
@@ -106,11 +114,14 @@ def run(plan: Plan, job: cli.Job) -> int:
     page = _write_page(plan)
     print(f"\n{page}\n\npage      {_page_path(plan)}")
     if failed:
-        names = ", ".join(part.name for part in failed)
-        print(f"failed    {names}. Each has a log beside the page; --again measures them again.")
+        names = ",".join(part.name for part in failed)
+        print(
+            f"failed    {names}. Each has a log beside the page. --again --parts={names} retries."
+        )
     if left_out:
-        names = ", ".join(f"{part.name} ({part.limit} s)" for part in left_out)
-        print(f"left      {names}. The same command measures them.")
+        names = ",".join(part.name for part in left_out)
+        advice = f"--again --parts={names} measures them." if plan.again else "Run it again."
+        print(f"left      {names}. {advice}")
     return 1 if failed else 0
 
 
@@ -120,6 +131,7 @@ def _measure_here(plan: Plan, name: str) -> None:
     start = time.monotonic()
     tables = part.measure(session_parts.Sizes(plan.miniature), plan.out)
     result = {
+        "miniature": plan.miniature,
         "machine": session_parts.machine(),
         "tables": [dataclasses.asdict(table) for table in tables],
         "seconds": time.monotonic() - start,
@@ -134,30 +146,48 @@ def _measure_in_process(plan: Plan, part: Part) -> dict[str, Any]:
     if os.path.exists(path):
         os.remove(path)
     command = [sys.executable, "-m", "experiments.bench.session", f"--inside={part.name}"]
-    command += [f"--out={plan.out}"]
+    command.append(f"--out={plan.out}")
     if plan.miniature:
         command.append("--miniature")
+    if plan.compilation_cache is not None:
+        command.append(f"--compilation_cache={plan.compilation_cache}")
 
     start = time.monotonic()
     log_path = os.path.join(plan.out, f"{part.name}.log")
-    failure = ""
     with open(log_path, "wb") as log:
-        try:
-            code = subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, timeout=part.limit, check=False
-            ).returncode
-        except subprocess.TimeoutExpired:
-            failure = f"did not end within its {part.limit} s"
-        else:
-            if code != 0:
-                failure = f"failed with exit code {code}"
-            elif not os.path.exists(path):
-                failure = "ended without a result"
-    if not failure:
-        return _read_result(plan, part.name)
+        failure = _run_alone(command, log, part.limit)
+    result = None if failure else _read_result(plan, part.name)
+    if result is not None:
+        return result
     with open(log_path, encoding="utf-8", errors="replace") as log:
         last_lines = [one_line(line) for line in log.read().splitlines()[-_LAST_LINES:]]
-    return {"failure": failure, "output": last_lines, "seconds": time.monotonic() - start}
+    return {
+        "miniature": plan.miniature,
+        "failure": failure or "ended without a result",
+        "output": last_lines,
+        "seconds": time.monotonic() - start,
+    }
+
+
+def _run_alone(command: list[str], log: IO[bytes], limit: float) -> str:
+    """Runs a command with a limit in seconds. Returns why it failed, or nothing.
+
+    When it returns, no process that the command has started is left, because one that still held
+    the device's memory would spoil the next part.
+    """
+    process = subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        code = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return f"did not end within its {limit} s"
+    finally:
+        # The command leads a group of processes, of which some may be left when it has ended.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return "" if code == 0 else f"failed with exit code {code}"
 
 
 def _result_path(plan: Plan, name: str) -> str:
@@ -172,17 +202,27 @@ def _write_result(plan: Plan, name: str, result: dict[str, Any]) -> None:
     storage.write(_result_path(plan, name), json.dumps(result, indent=1).encode())
 
 
-def _read_result(plan: Plan, name: str) -> dict[str, Any]:
-    with open(_result_path(plan, name), "rb") as file:
-        return json.load(file)
+def _read_result(plan: Plan, name: str) -> dict[str, Any] | None:
+    """Returns a part's result, or None if it has none.
+
+    A result in miniature is none of the real session, and the other way round. Neither is a file
+    that cannot be read.
+    """
+    try:
+        with open(_result_path(plan, name), "rb") as file:
+            result = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return result if result.get("miniature") == plan.miniature else None
 
 
 def _write_page(plan: Plan) -> str:
     """Writes the page of all results so far, and returns it."""
     results = {}
     for part in PARTS:
-        if os.path.exists(_result_path(plan, part.name)):
-            results[part] = _read_result(plan, part.name)
+        result = _read_result(plan, part.name)
+        if result is not None:
+            results[part] = result
     lines = ["# Measured beside estimated"]
     machines = {result["machine"] for result in results.values() if "machine" in result}
     lines += ["", *sorted(machines), "", session_parts.LEGEND]

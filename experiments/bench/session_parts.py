@@ -19,12 +19,13 @@ from experiments.bench import chips, speed, timing
 from experiments.bench.compiled.cost import cost_of
 from experiments.bench.trace_table import shares_by_source, shares_of_trace
 from txl_jax import flops
-from txl_jax.config import ExperimentConfig, config_tree
+from txl_jax.config import ExperimentConfig, MeshConfig, config_tree
 from txl_jax.config.experiment import preset
 from txl_jax.runs.attention_choice import record_of
 from txl_jax.runs.build import Built, build
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime import environment
+from txl_jax.sharding.mesh import make_mesh
 
 LEGEND = """Measured: the median of the calls.
 Least: what the compiled program needs at the data sheet's rates for all its bytes, or for all its
@@ -161,7 +162,7 @@ def _measure_step(
 ) -> list[Table]:
     """Measures whole updates of a configuration, and where their time goes if `trace`."""
     config = sizes.config(name, changes or {})
-    built = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
+    built = _build(config)
     start = time.perf_counter()
     program: Any = built.compile_step().program
     compile_seconds = time.perf_counter() - start
@@ -192,7 +193,7 @@ def _measure_generation(sizes: Sizes, out: str, *, name: str) -> list[Table]:
     del out
     config = sizes.config(name, {"generate.samples": 1})
     check_can_generate(config)
-    built = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
+    built = _build(config)
     tables = [_model_table(built, f"memory {config.eval.mem_len}")]
     for task in speed.tasks("generation", built):
         seconds = _median_seconds(task.call, sizes.calls)
@@ -220,6 +221,13 @@ def _measure_attention(sizes: Sizes, out: str) -> list[Table]:
     return [Table(columns, rows)]
 
 
+def _build(config: ExperimentConfig) -> Built:
+    """Returns the model and its functions on the first device alone."""
+    mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
+    vocab_size = timing.vocab_size_of(config.data.corpus)
+    return build(config, vocab_size=vocab_size, mesh=mesh)
+
+
 def _model_table(built: Built, sizes: str) -> Table:
     """Describes a model and what decides how fast it is."""
     model = built.model.config
@@ -241,7 +249,8 @@ def _time_table(
     program: Any, seconds: float, *, tokens: int, model_flops: float | None, steps: int = 1
 ) -> Table:
     """Puts the measured seconds of a step beside what its compiled program needs for it."""
-    cost = cost_of(program.as_text(), steps=steps)
+    # The loop over tokens runs once for each, which the program does not say.
+    cost = cost_of(program.as_text(), steps=steps, rounds=steps)
     peaks = chips.peaks_of(environment.device_kind())
     least = "unknown"
     roofline_sum = "unknown"

@@ -347,21 +347,27 @@ def start_session(seen, plan, changed):
     folders = set()
     seen.found["miniature"] = False
 
-    def run_process(command, *, stdout, **options):
-        folder, file = os.path.split(stdout.name)
+    def run_alone(command, log, limit):
+        folder, file = os.path.split(log.name)
         folders.add(folder)
         started.append(file.removesuffix(".log"))
         if "--miniature" in command:
             seen.found["miniature"] = True
-        return types.SimpleNamespace(returncode=1)
+        return "failed"
 
-    seen.replace(session.subprocess, "run", run_process)
+    seen.replace(session, "_run_alone", run_alone)
     seen.replace(session, "_measure_here", lambda plan, name: started.append(f"{name} itself"))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         os.mkdir(plan.out)
         # An earlier command measured the first part.
         with open(os.path.join(plan.out, "peaks.json"), "w", encoding="utf-8") as file:
-            json.dump({"failure": "failed", "output": [], "seconds": 1.0}, file)
+            result = {
+                "miniature": plan.miniature,
+                "failure": "failed",
+                "output": [],
+                "seconds": 1.0,
+            }
+            json.dump(result, file)
         seen.run(session, plan, changed)
     return seen.found | {"started": started, "folders": folders}
 

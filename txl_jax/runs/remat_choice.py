@@ -98,7 +98,7 @@ def choose_remat(
     """
     if asked is not Remat.AUTO:
         is_recorded = config.model.remat is Remat.AUTO
-        return ChosenRemat(asked, "as in earlier starts" if is_recorded else "by --model.remat")
+        return ChosenRemat(asked, "as in earlier starts" if is_recorded else "by model.remat")
 
     call = training_call(config, mesh)
     remat = for_platform(asked, call.platform)

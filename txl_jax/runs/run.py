@@ -103,7 +103,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
     members: MemberSettings = ()
     # Implementations by use, as first chosen: {"training": "tiled 128x256", "evaluation": ...}.
     attention: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # What the backward pass recomputes, as first chosen, or None if nothing was chosen.
+    # What the backward pass recomputed in the last start, or None if nothing was chosen.
     remat: Remat | None = None
     # Path, step, sha256 and tokens of a warm start, or None if the run began with random weights.
     warm_start: Mapping[str, Any] | None = None
@@ -251,7 +251,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def remat_for(self, config: ExperimentConfig) -> Remat:
         """Returns what the backward pass recomputes in a start with `config`.
 
-        `Remat.AUTO` of a recorded run means what the run began with, also on another machine:
+        `Remat.AUTO` of a recorded run means what its last start did, also on another machine:
         another choice rounds differently, and a resumed run must stay equal bit for bit. Any other
         value changes the choice. The result is `AUTO` only if nothing was chosen yet.
         """
@@ -329,13 +329,16 @@ class Run(contextlib.AbstractContextManager["Run"]):
         raise UserError(
             f"the dropout masks of the run in {self.path} must be of version {MASKS_VERSION} to "
             f"resume its training, got version {self.dropout_masks}, which another version of "
-            f"txl_jax draws. {advice}"
+            f"txl_jax draws. {advice} To score it as it is, pass --mode=eval."
         )
 
     def _updates_remain(self, config: ExperimentConfig, done: int) -> bool:
         """Returns whether training would go on after `done` updates. All processes call it."""
         if done >= config.train.steps:
             return False
+        # The run has ended by its steps, which are more now.
+        if done >= self.config.train.steps:
+            return True
 
         # With patience, training may have ended before. It ends there again, unless another
         # patience or other evaluations decide.
@@ -436,6 +439,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
             return []
         lines = []
         for leaf, before, after in config_tree.differences(self.config, config):
+            # `auto` keeps what the last start did (`remat_for`), so it changes nothing.
+            if leaf.name == "model.remat" and after is Remat.AUTO:
+                continue
             may_differ = leaf.setting.free_on_resume or leaf.setting.may_grow
             if may_differ is allowed:
                 lines.append(config_tree.describe_change(leaf, before, after))

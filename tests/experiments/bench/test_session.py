@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from experiments.bench.session import Plan
 from experiments.bench.session_parts import PARTS, Part
 from experiments.bench.trace_table import Share
 from support import ROOT
+from txl_jax.errors import UserError
 
 FIRST = Part("first", "a first thing", limit=100, measure=None)
 SECOND = Part("second", "a second thing", limit=150, measure=None)
@@ -29,20 +31,22 @@ class Machine:
         self.takes = {}  # Seconds by part, or 50.
         self.exit_codes = {}  # By part, or 0.
 
-    def run(self, command, *, stdout, stderr, timeout, check):
+    def run_alone(self, command, log, limit):
         [name] = [word.partition("=")[2] for word in command if word.startswith("--inside=")]
         self.started.append(name)
         seconds = self.takes.get(name, 50)
-        self.now += min(seconds, timeout)
-        stdout.write(f"the output of {name}\n".encode())
-        if seconds > timeout:
-            raise subprocess.TimeoutExpired(command, timeout)
+        self.now += min(seconds, limit)
+        log.write(f"the output of {name}\n".encode())
+        if seconds > limit:
+            return f"did not end within its {limit} s"
         code = self.exit_codes.get(name, 0)
-        if code == 0:
-            table = {"columns": ["time"], "rows": [[f"{name} took {seconds} s"]]}
-            result = {"machine": "a chip", "tables": [table], "seconds": seconds}
-            (self.out / f"{name}.json").write_text(json.dumps(result))
-        return SimpleNamespace(returncode=code)
+        if code != 0:
+            return f"failed with exit code {code}"
+        table = {"columns": ["time"], "rows": [[f"{name} took {seconds} s"]]}
+        result = {"machine": "a chip", "tables": [table], "seconds": seconds}
+        result["miniature"] = "--miniature" in command
+        (self.out / f"{name}.json").write_text(json.dumps(result))
+        return ""
 
 
 @pytest.fixture
@@ -50,7 +54,7 @@ def machine(tmp_path, monkeypatch):
     """A machine for three parts, with which the session writes to `tmp_path`."""
     machine = Machine(tmp_path)
     monkeypatch.setattr(session, "PARTS", (FIRST, SECOND, THIRD))
-    monkeypatch.setattr(session.subprocess, "run", machine.run)
+    monkeypatch.setattr(session, "_run_alone", machine.run_alone)
     monkeypatch.setattr(session.time, "monotonic", lambda: machine.now)
     return machine
 
@@ -71,7 +75,7 @@ def test_a_second_command_measures_what_the_first_one_left(machine, capsys):
     assert code == 0
     assert "first took 50 s" in page
     assert "Not measured yet: third" in page
-    assert "left      third (60 s)" in capsys.readouterr().out
+    assert "left      third. Run it again." in capsys.readouterr().out
 
     code, page = start(machine, minutes=200 / 60)
     assert machine.started == ["third"]
@@ -113,6 +117,45 @@ def test_a_failed_part_is_measured_again_only_on_request(machine):
     assert machine.started == ["first"]
     assert code == 0
     assert "first took 50 s" in page
+
+
+def test_results_in_miniature_are_not_those_of_the_session(machine):
+    start(machine, parts=("first",), miniature=True)
+    _, page = start(machine, parts=("first",))
+    assert machine.started == ["first"]
+    assert "In miniature" not in page
+    _, page = start(machine, parts=("first",), miniature=True)
+    assert machine.started == ["first"]
+    assert "In miniature" in page
+
+
+def test_a_damaged_result_is_measured_again(machine):
+    start(machine, parts=("first",))
+    (machine.out / "first.json").write_text('{"tables": [')
+    start(machine, parts=("first",))
+    assert machine.started == ["first"]
+
+
+def test_less_time_than_a_part_needs_is_an_error():
+    Plan(minutes=100 / 60).validate()
+    with pytest.raises(UserError, match="minutes"):
+        Plan(minutes=1).validate()
+    Plan(minutes=1, parts=("peaks",)).validate()
+
+
+def test_a_part_that_hangs_leaves_no_process(tmp_path):
+    # The part starts a process of its own, writes its number, and waits for it.
+    program = (
+        "import subprocess, sys; child = subprocess.Popen(['sleep', '600']); "
+        "print(child.pid, flush=True); child.wait()"
+    )
+    with open(tmp_path / "log", "wb") as log:
+        failure = session._run_alone([sys.executable, "-c", program], log, limit=1)
+    assert failure == "did not end within its 1 s"
+    child = int((tmp_path / "log").read_text())
+    # It may be a zombie, until the process that has inherited it notices.
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
 def test_all_parts_fit_two_commands_of_five_minutes_if_they_take_half_of_their_limits():
@@ -197,4 +240,7 @@ def test_peaks_are_those_of_the_longest_name_in_the_devices_name():
     assert chips.peaks_of("TPU v5 lite").hbm_bytes == 819e9
     assert chips.peaks_of("TPU v5").hbm_bytes == 2765e9
     assert chips.peaks_of("NVIDIA H200").flops == 989e12
+    assert chips.peaks_of("TPU v5p") == chips.peaks_of("TPU v5")
     assert chips.peaks_of("cpu") is None
+    # It has less memory, slower, and fewer multiprocessors than the modules in the table.
+    assert chips.peaks_of("NVIDIA H100 PCIe") is None
