@@ -76,6 +76,15 @@ def test_logits_far_apart_and_empty_slots_do_not_overflow(small_blocks):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
 
+def test_a_first_block_of_tokens_that_cannot_be_is_no_nan(small_blocks):
+    """Biases of -inf leave tokens out, as in a plain softmax."""
+    weights, states, _ = drawn(300)
+    labels = jnp.full(T, 299)
+    weights = Weights(weights.table, weights.bias.at[:200].set(-jnp.inf))
+    values = blocked_softmax.negative_log_likelihood(weights, states, labels)
+    np.testing.assert_allclose(values, plain(weights, states, labels), rtol=1e-5)
+
+
 def test_in_bfloat16_it_is_as_accurate_as_the_plain_softmax(small_blocks):
     """Both against float64 from the same rounded numbers.
 

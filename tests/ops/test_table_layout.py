@@ -47,7 +47,7 @@ def lowered(platform: str, shape: tuple[int, int] = SHAPE) -> str:
     """The program of the gradient of a tied table, that is looked up and multiplied with."""
 
     def loss(table, tokens):
-        table = table_layout.keep_layout(table)
+        table = table_layout.turn_gradient(table)
         vectors = adaptive_softmax.embed(
             tokens, [Cluster(table, None, None)], (), dtype=jnp.bfloat16
         )
@@ -113,7 +113,7 @@ def test_members_of_an_ensemble_keep_their_layouts(all_tables):
     """Under `vmap` a constraint has one more axis."""
 
     def gradient(table):
-        return jax.grad(lambda table: jnp.sum(table_layout.keep_layout(table) ** 2))(table)
+        return jax.grad(lambda table: jnp.sum(table_layout.turn_gradient(table) ** 2))(table)
 
     traced = jax.jit(jax.vmap(gradient)).trace(jax.ShapeDtypeStruct((2, 300, 5), jnp.float32))
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
@@ -144,3 +144,18 @@ def test_the_tables_of_a_model_keep_their_layouts(all_tables):
     traced = jax.jit(jax.grad(loss)).trace(variables["params"])
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("@LayoutConstraint(") == 4
+
+
+def test_a_large_table_has_a_forward_derivative_where_nothing_is_turned():
+    """On a CPU the functions are those of any table, with `jax.jvp` and second derivatives."""
+    table = jnp.ones((33_000, 200))
+    rows = jnp.asarray([3, 5])
+    assert table_layout.is_stored_by_columns(table.shape)
+
+    def total(table):
+        vectors = table_layout.take_rows(table_layout.turn_gradient(table), rows, jnp.bfloat16)
+        return jnp.sum(vectors.astype(jnp.float32) ** 2)
+
+    value, tangent = jax.jvp(total, (table,), (table,))
+    assert value == 400
+    assert tangent == 800

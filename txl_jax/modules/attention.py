@@ -89,8 +89,8 @@ class Attention(nn.Module):
         w_value = matrix("value")
 
         query = _shard_heads(project_to_heads(segment, w_query))
-        # Memory and segment are projected apart. No gradient goes into the memory, but a single
-        # product would compute a gradient of all K rows.
+        # Memory and segment are projected apart, so that nothing is computed for a gradient of the
+        # memory.
         key = _shard_heads(project_apart(*states, w_key))
         value = _shard_heads(project_apart(*states, w_value))
 

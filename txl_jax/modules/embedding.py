@@ -196,7 +196,7 @@ def _create_table(module: Embedding | Softmax, cluster: int, size: int) -> jax.A
     c = module.config
     init = axes.normal(c.init_std, axes.VOCAB, axes.CLUSTER_EMBED)
     table = module.param(f"table_{cluster}", init, (size, c.cluster_width(cluster)))
-    return table_layout.keep_layout(table)
+    return table_layout.turn_gradient(table)
 
 
 def _create_projection(module: Embedding | Softmax, cluster: int) -> jax.Array:

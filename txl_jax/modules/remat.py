@@ -30,7 +30,7 @@ _MATMULS_AND_ATTENTION = jax.checkpoint_policies.save_from_both_policies(
 def for_platform(remat: Remat, platform: str) -> Remat:
     """Returns what `Remat.AUTO` means on a platform. Other values stay as they are.
 
-    This is all that a model knows which is built without a run. A run also compares memory
+    A model that is built without a run knows only the platform. A run also compares memory
     (`runs.remat_choice`), and its model has no `AUTO`.
 
     Args:

@@ -51,8 +51,8 @@ def embed(
 ) -> jax.Array:
     """Embeds tokens: int [B, ...] -> [B, ..., D] of dtype `dtype`, not yet scaled by sqrt(D).
 
-    Rows are cast after the lookup, so that gradients of a token's many occurrences add up in the
-    table's dtype: in bfloat16 a sum of ones stops at 256.
+    Gradients of a token's many occurrences add up in the table's dtype: in bfloat16 a sum of ones
+    stops at 256.
     """
     total: Any = None
     for start, cluster in zip([0, *cutoffs], clusters, strict=True):
@@ -105,6 +105,8 @@ def _look_up_in_shards(
     """Computes `_look_up` on one device of the mesh, whose part of the table is `table`."""
     # Devices that share both the table and the rows of the batch.
     shared = [axis for axis in (*places.rows, *places.columns) if axis in batch_axes]
+    # It is `fsdp` or none. With two axes, gathers and scatters would have to be in opposite order.
+    assert len(shared) <= 1, shared
     for axis in shared:
         rows = jax.lax.all_gather(rows, axis, tiled=True)
 

@@ -200,7 +200,9 @@ def _totals(weights: Weights, states: jax.Array, labels: jax.Array) -> tuple[jax
         return _Totals(highest, before + of_block, totals.label_logit + label_logit)
 
     zeros = jnp.zeros(labels.shape, wide_type(states))
-    start = _Totals(highest=jnp.full_like(zeros, -jnp.inf), total=zeros, label_logit=zeros)
+    # The least finite number: with -inf, a first block whose logits are all -inf would give nan.
+    lowest = jnp.full_like(zeros, jnp.finfo(zeros.dtype).min)
+    start = _Totals(highest=lowest, total=zeros, label_logit=zeros)
     totals = _over_blocks(add_block, start, weights, n_position=len(states))
     return totals.highest + jnp.log(totals.total), totals.label_logit
 
@@ -271,16 +273,16 @@ def _over_blocks(
     size = min(max(by_logits, _ROWS_PER_TILE), rows)
     n_block = rows // size
 
-    def add(carry: Any, start: jax.Array | int, size: int) -> Any:
+    def call_on(carry: Any, start: jax.Array | int, n_row: int) -> Any:
         block = jax.tree.map(
-            lambda array: jax.lax.dynamic_slice_in_dim(array, start, size), weights
+            lambda array: jax.lax.dynamic_slice_in_dim(array, start, n_row), weights
         )
         return add_block(carry, block, start)
 
-    carry = jax.lax.fori_loop(0, n_block, lambda i, carry: add(carry, i * size, size), carry)
+    carry = jax.lax.fori_loop(0, n_block, lambda i, carry: call_on(carry, i * size, size), carry)
 
     # The rows that do not fill a block.
     rest = rows - n_block * size
     if rest > 0:
-        carry = add(carry, n_block * size, rest)
+        carry = call_on(carry, n_block * size, rest)
     return carry

@@ -30,7 +30,8 @@ def project_to_heads(states: jax.Array, kernel: jax.Array) -> jax.Array:
 def project_apart(memory: jax.Array, segment: jax.Array, kernel: jax.Array) -> jax.Array:
     """Projects memory [B, M, D] and segment [B, L, D], and joins the results: [B, H, K, E].
 
-    No gradient goes into the memory, but a single product would compute a gradient of all K rows.
+    Unless a layer norm comes before attention, no gradient goes into the memory. A single product
+    would compute a gradient of all K rows.
     """
     if axes.num_weight_shards() > 1:
         return project_with_one_kernel_gradient(memory, segment, kernel)

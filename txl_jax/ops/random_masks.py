@@ -11,8 +11,9 @@ number. It has integer operations only, so that compilers fuse it into the opera
 mask, and it also works in kernels.
 
 With a state of 32 bits, an array of n numbers has about n^2 / 2^33 pairs of numbers that share
-their bits: each of 10 million numbers has one such twin with a probability of 0.2 %. Which numbers
-these are differs from seed to seed.
+their bits: each of 10 million numbers has one such twin with a probability of 0.2 %. They come in
+runs, as a few pairs of rows share a stretch that is shifted along the last axis. Which rows these
+are differs from seed to seed.
 """
 
 from collections.abc import Sequence
@@ -109,6 +110,7 @@ def bits(seed: Any, *indices: Any) -> jax.Array:
     The arguments are integers that broadcast, one index for each axis of an array. The last one
     costs about 10 operations per combination, since the others are hashed before it is added.
     """
+    # An array without axes has one number.
     *leading, last = indices or (0,)
     shared = as_uint32(seed)
     for axis, index in enumerate(leading):

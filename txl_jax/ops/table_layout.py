@@ -24,16 +24,14 @@ from txl_jax.sharding.mesh import ambient_mesh
 
 # Numbers along the two axes of a TPU's tile.
 _TILE = (8, 128)
-# Tables with fewer numbers (16 MiB in float32) stay as they are, as do their derivatives in forward
-# mode (`jax.jvp`), which the functions here do not have.
+# Tables with fewer numbers (16 MiB in float32) stay as they are.
 _MIN_SIZE = 2**22
-# Layouts of a table, as its axes from major to minor.
-_BY_ROWS = Layout(major_to_minor=(0, 1))
+# The layout of a table that is stored by columns, as its axes from major to minor.
 _BY_COLUMNS = Layout(major_to_minor=(1, 0))
 
 
 def is_stored_by_columns(shape: tuple[int, ...]) -> bool:
-    """Says whether a large table [V, w] is stored by columns on a single TPU.
+    """Says whether a single TPU would store a large table [V, w] by columns.
 
     A sharded table is left to XLA: its partitioner would gather an array with a fixed layout.
     """
@@ -49,40 +47,33 @@ def _padded_size(*shape: int) -> int:
 
 
 @jax.custom_vjp
-def _turn_gradient(table: jax.Array) -> jax.Array:
+def _with_turned_gradient(table: jax.Array) -> jax.Array:
+    """Returns the table. Its gradient gets the layout of the table."""
     return table
 
 
-def _turn_gradient_forward(table: jax.Array) -> tuple[jax.Array, None]:
+def _turned_forward(table: jax.Array) -> tuple[jax.Array, None]:
     return table, None
 
 
-def _turn_gradient_backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (_on_tpu(_BY_COLUMNS, gradient),)
+def _turned_backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (with_layout_constraint(gradient, _BY_COLUMNS),)
 
 
-_turn_gradient.defvjp(_turn_gradient_forward, _turn_gradient_backward)
+_with_turned_gradient.defvjp(_turned_forward, _turned_backward)
 
 
-def _on_tpu(layout: Layout, array: jax.Array) -> jax.Array:
-    """Constrains the layout of an array on TPUs, and returns it as it is on other devices."""
-    return jax.lax.platform_dependent(
-        array,
-        tpu=functools.partial(with_layout_constraint, layouts=layout),
-        default=lambda array: array,
-    )
+def turn_gradient(table: jax.Array) -> jax.Array:
+    """Returns a table [V, w] whose gradient, on a TPU, will have the layout of the table.
 
-
-def keep_layout(table: jax.Array) -> jax.Array:
-    """Returns a table [V, w] whose gradient will have the layout of the table.
-
-    A training step applies the model twice, for the hidden states and for the losses, so the
-    gradients of the lookup and of the softmax have one each. XLA then copies the lookup's alone:
-    the softmax's matmuls write by columns, and the optimizer adds them while it reads them.
+    Lookup and softmax each give a gradient of a tied table. The softmax's is written by columns,
+    and the optimizer adds it while it reads it. The lookup's is written by rows, and for its sake
+    XLA would turn the whole optimizer.
     """
     if not is_stored_by_columns(table.shape):
         return table
-    return _turn_gradient(table)
+    # Other platforms never see the derivative of its own, so they keep `jax.jvp`.
+    return jax.lax.platform_dependent(table, tpu=_with_turned_gradient, default=lambda table: table)
 
 
 def take_rows(table: jax.Array, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -90,10 +81,13 @@ def take_rows(table: jax.Array, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
     Gradients add up in the table's dtype.
     """
+    take = functools.partial(_take, dtype=dtype)
     is_narrower = jnp.dtype(dtype).itemsize < table.dtype.itemsize
-    if is_narrower and is_stored_by_columns(table.shape):
-        return _take_from_copy(dtype, table, rows)
-    return _take(table, rows, dtype)
+    if not is_narrower or not is_stored_by_columns(table.shape):
+        return take(table, rows)
+    return jax.lax.platform_dependent(
+        table, rows, tpu=functools.partial(_take_from_copy, dtype), default=take
+    )
 
 
 def _take(table: jax.Array, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -102,17 +96,12 @@ def _take(table: jax.Array, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _take_from_copy(dtype: jnp.dtype, table: jax.Array, rows: jax.Array) -> jax.Array:
-    """Looks up rows, on a TPU in a copy of the table.
+    """Looks up rows in a copy of the table, in the compute dtype.
 
-    Its lookup needs a copy that is stored by rows. Converted first, the copy has half the bytes,
-    and a tied softmax uses the same.
+    A TPU's lookup needs a copy that is stored by rows. Converted first, the copy has half the
+    bytes, and a tied softmax uses the same.
     """
-    return jax.lax.platform_dependent(
-        table,
-        rows,
-        tpu=lambda table, rows: jnp.take(table.astype(dtype), rows, axis=0),
-        default=functools.partial(_take, dtype=dtype),
-    )
+    return jnp.take(table.astype(dtype), rows, axis=0)
 
 
 def _take_forward(dtype: jnp.dtype, table: jax.Array, rows: jax.Array) -> tuple[jax.Array, Any]:

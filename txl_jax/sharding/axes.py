@@ -152,15 +152,16 @@ def table_places(mesh: Mesh | AbstractMesh, rows: int, width: int) -> TablePlace
     It is where they are stored, except that the rows are always sharded over `tensor`, padded if
     they do not divide: so are the softmax's, and their gradients.
     """
-    stored = _table_spec(mesh, {VOCAB: rows, CLUSTER_EMBED: width})
+    stored_rows, stored_columns = _table_spec(mesh, {VOCAB: rows, CLUSTER_EMBED: width})
     row_axes = (TENSOR,) if mesh.shape[TENSOR] > 1 else ()
     if mesh.shape[FSDP] == 1:
         return TablePlaces(row_axes, ())
-    if stored[1] is not None:
+    if stored_columns is not None:
         return TablePlaces(row_axes, (FSDP,))
-    if stored[0] == (TENSOR, FSDP):
+    if stored_rows == (TENSOR, FSDP):
         return TablePlaces((*row_axes, FSDP), ())
-    # Without a part of its own, each device has the whole width, and all rows or those of `tensor`.
+    # Each device of `fsdp` has the whole width, and all rows or those of `tensor`. A table whose
+    # rows divide by `fsdp` but not by `tensor`, and whose width does not, is gathered for that.
     return TablePlaces(row_axes, ())
 
 
@@ -179,7 +180,7 @@ def num_batch_shards(mesh: Mesh | AbstractMesh | None = None) -> int:
 
 
 def num_weight_shards() -> int:
-    """Returns how many devices of the ambient mesh share a layer's weights."""
+    """Returns how many devices of the ambient mesh share the rows D of a layer's matrices."""
     mesh = ambient_mesh()
     if mesh is None:
         return 1

@@ -101,7 +101,7 @@ def attention(
     if shards is None:
         return compute(operands, visibility, dropout)
 
-    # Each device computed a part of the position keys (`ops.head_projections`).
+    # Each device computes a part of the position keys, if they are from `ops.head_projections`.
     part_axis = None
     if operands.position_key is not None:
         part_axis = axes.head_part_axis(query.shape[3])
@@ -302,7 +302,8 @@ def _with_whole_position_keys(operands: Operands, mesh_axis: str) -> Operands:
     """Gathers the position keys [H, P, E] from parts of E, inside `shard_map`.
 
     Their gradient is then summed for each part. If `shard_map` got whole keys, devices would
-    all-reduce the gradient of all keys, which sends twice as much.
+    all-reduce the gradient of all keys, which sends twice as much. Where all devices have the same
+    rows of the batch, `shard_map` has divided the gradient by their number, and the sum is right.
     """
     whole = gather_last_axis(operands.position_key, mesh_axis)
     # Activation checkpointing must keep the whole keys, or the backward pass gathers them again.

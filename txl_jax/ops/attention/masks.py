@@ -83,7 +83,7 @@ class Visibility:
         return start, self.mem_len + n_token.astype(jnp.int32)
 
     def bounds(self) -> "KeyBounds":
-        """Returns the keys that each query attends to. They are always neighbours."""
+        """Returns the keys that each query attends to. They are always a range of columns."""
         # The column of [memory; segment] that has the query's own key.
         query_1xL = self.mem_len + jnp.arange(self.segment_len, dtype=jnp.int32)[None, :]
 

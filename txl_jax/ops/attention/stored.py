@@ -163,15 +163,15 @@ def _backward(residuals: _StoredResiduals, gradient: jax.Array) -> tuple[Operand
     of_position_score = None
     n_positions = _n_positions(operands)
     if n_positions is not None:
-        by_distance = _by_distance(of_scores, n_positions)
+        of_by_distance = _columns_of_distances(of_scores, n_positions)
         if operands.position_score is not None:
-            of_position_score = jnp.sum(by_distance.astype(wide), axis=1)[:, :n_positions]
+            of_position_score = jnp.sum(of_by_distance.astype(wide), axis=1)[:, :n_positions]
         if operands.position_key is not None:
             padded_key = _padded(operands.position_key)
-            of_position_rows = product("hnw,hwe->hne", by_distance, padded_key)
+            of_position_rows = product("hnw,hwe->hne", of_by_distance, padded_key)
             of_position_query = of_position_rows.reshape(query.shape)
             of_position_bias = jnp.sum(of_position_query, axis=(1, 2))
-            of_padded_key = product("hnw,hne->hwe", by_distance, _position_rows(operands))
+            of_padded_key = product("hnw,hne->hwe", of_by_distance, _position_rows(operands))
             of_position_key = of_padded_key[:, :n_positions]
             of_query += of_position_query
 
@@ -229,7 +229,7 @@ def _n_positions(operands: Operands) -> int | None:
     return None
 
 
-def _by_distance(of_scores: jax.Array, n_positions: int) -> jax.Array:
+def _columns_of_distances(of_scores: jax.Array, n_positions: int) -> jax.Array:
     """Moves the scores' gradient to the columns of the distances: [H, B, L, K] -> [H, B L, W]."""
     n_head, batch, n_query, _ = of_scores.shape
     n_columns = n_positions + _behind(n_positions)
@@ -260,7 +260,8 @@ def _drop(
 ) -> jax.Array:
     """Applies the mask of dropout to [H, B, L, K], and divides by 1 - rate.
 
-    Dropped entries become `zero`, which in the forward pass is the layer's own (`_per_layer`).
+    Dropped entries become `zero`, which in the forward pass is the layer's own (`_per_layer`). The
+    backward pass is not differentiated, so nothing of it is computed before the loop.
     """
     if dropout is None:
         return array

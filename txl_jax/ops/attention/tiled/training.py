@@ -170,7 +170,7 @@ class _Masking(NamedTuple):
 
     key_range: tuple[jax.Array, jax.Array]  # The first visible key and the end, int32 [B] each.
     dropout: ProbabilityDropout | None  # Dropout on the probabilities, if any.
-    row_head: jax.Array | None  # Of `ProbabilityDropout.row_heads`, int32 [B, H]. None without.
+    row_head: jax.Array | None  # int32 [B, H], its `row_heads`, or None without dropout.
 
 
 class _Group(NamedTuple):
