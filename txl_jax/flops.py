@@ -2,7 +2,7 @@
 
 Counts the model's matmuls, at two FLOPs per multiply-add: not the softmax, the norms, nor what
 `remat` computes again. tests/test_flops.py compares them with the matmuls of the traced program,
-which differs as follows:
+which differ as follows:
 
 - Attention counts by visible pairs of query and key, also where an implementation computes hidden
   pairs and masks them. Query i of a segment attends to M + i + 1 keys, on average M + (L + 1) / 2.
@@ -63,7 +63,7 @@ def of_step(config: ExperimentConfig, *, vocab_size: int, n_device: int) -> Step
     """Returns the work of one training step on `n_device` devices of this machine's kind."""
     model = config.model
     train = config.train
-    # All positions of the segments, with those that `train.stride` reads again.
+    # All positions of the segments, including what `train.stride` reads again.
     n_position = train.batch_size * train.segment_len
     forward = n_position * of_inference(model, train, vocab_size=vocab_size)
 
@@ -166,7 +166,7 @@ def _of_position_keys(config: ModelConfig, train: TrainConfig) -> float:
 def _of_vocabulary(config: ModelConfig, vocab_size: int) -> float:
     """Returns the FLOPs per token of the embedding and the softmax, of the head without the tails.
 
-    The lookup of a token is no matmul, but its vector may be projected.
+    Looking up a token is not a matmul, but its vector may be projected.
     """
     n_logit = vocab_size
     if config.cutoffs:

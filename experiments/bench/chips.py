@@ -27,7 +27,7 @@ class Chip(NamedTuple):
     def peaks(self) -> Peaks:
         """What the device can do in a second.
 
-        The peak of matmuls is that of bfloat16. A program in float32 is slower.
+        The peak of matmuls is for bfloat16. A program in float32 is slower.
         """
         peak = flops.device_peak(self.kind)
         assert peak is not None, f"flops.device_peak must know {self.kind}"

@@ -1,6 +1,6 @@
 """Measures on a device, in a few minutes, what `experiments.bench.estimate` claims about it.
 
-    python -m experiments.bench.session --minutes=5               # and again, to go on
+    python -m experiments.bench.session --minutes=5               # and again, to continue
     python -m experiments.bench.session --miniature --minutes=5   # the same in small, on a CPU
 
 Time on an accelerator is expensive, and it may end at any moment. So this command measures in
@@ -10,7 +10,7 @@ written before that. The command begins no part whose limit exceeds the rest of 
 which parts are left. The same command measures those.
 
 The page (session.md in --out) shows the device's own peaks (a large matmul, a large copy), whole
-training steps and generated tokens, each beside the time that its compiled program needs for its
+training steps and generated tokens, each with the time that its compiled program needs for its
 bytes and operations, and where the time of a step goes, by operation. Please attach it to a report
 about speed.
 """
@@ -25,7 +25,7 @@ import sys
 import time
 from typing import IO, Any
 
-from experiments.bench import session_parts
+from experiments.bench import session_parts, timing
 from experiments.bench.session_parts import PARTS, Part
 from txl_jax import cli
 from txl_jax.config.config_tree import require, setting
@@ -104,6 +104,7 @@ def run(plan: Plan, job: cli.Job) -> int:
             continue
         print(f"{part.name:<24}{part.about} (at most {part.limit} s)", flush=True)
         result = _measure_in_process(plan, part)
+        # The part has written its result itself, unless it failed.
         _write_result(plan, part.name, result)
         _write_page(plan)
         if "failure" in result:
@@ -116,7 +117,7 @@ def run(plan: Plan, job: cli.Job) -> int:
     if failed:
         names = ",".join(part.name for part in failed)
         print(
-            f"failed    {names}. Each has a log beside the page. --again --parts={names} retries."
+            f"failed    {names}. Each has a log next to the page. --again --parts={names} retries."
         )
     if left_out:
         names = ",".join(part.name for part in left_out)
@@ -132,7 +133,7 @@ def _measure_here(plan: Plan, name: str) -> None:
     tables = part.measure(session_parts.Sizes(plan.miniature), plan.out)
     result = {
         "miniature": plan.miniature,
-        "machine": session_parts.machine(),
+        "machine": timing.machine(),
         "tables": [dataclasses.asdict(table) for table in tables],
         "seconds": time.monotonic() - start,
     }
@@ -140,7 +141,11 @@ def _measure_here(plan: Plan, name: str) -> None:
 
 
 def _measure_in_process(plan: Plan, part: Part) -> dict[str, Any]:
-    """Measures a part in a process of its own and returns its result, or why there is none."""
+    """Measures a part in a process of its own.
+
+    Returns its result: "seconds" in any case, and "failure", such as "failed with exit code 1",
+    instead of its tables if it failed.
+    """
     # A result of an earlier command must not pass for this one's.
     path = _result_path(plan, part.name)
     if os.path.exists(path):
@@ -203,10 +208,10 @@ def _write_result(plan: Plan, name: str, result: dict[str, Any]) -> None:
 
 
 def _read_result(plan: Plan, name: str) -> dict[str, Any] | None:
-    """Returns a part's result, or None if it has none.
+    """Returns a part's result, or None without one.
 
-    A result in miniature is none of the real session, and the other way round. Neither is a file
-    that cannot be read.
+    A result in miniature does not count in the real session, nor the other way round. A file that
+    cannot be read does not count either.
     """
     try:
         with open(_result_path(plan, name), "rb") as file:
@@ -223,7 +228,7 @@ def _write_page(plan: Plan) -> str:
         result = _read_result(plan, part.name)
         if result is not None:
             results[part] = result
-    lines = ["# Measured beside estimated"]
+    lines = ["# Measured and estimated"]
     machines = {result["machine"] for result in results.values() if "machine" in result}
     lines += ["", *sorted(machines), "", session_parts.LEGEND]
     if plan.miniature:

@@ -61,7 +61,7 @@ class Sizes:
         """Returns a published configuration for this device, with changes.
 
         It computes in bfloat16, makes one update in a call and has its published number of rows,
-        except enwik8_24l, whose 64 rows are those of several devices.
+        except enwik8_24l, whose 64 rows are meant for several devices.
         """
         all_changes = {"model.dtype": "bfloat16", "train.segments_per_call": 1, **changes}
         if name == "enwik8_24l":
@@ -107,11 +107,6 @@ class Part:
     limit: int
     # Measures and returns the tables for the page. It may write files into the directory it gets.
     measure: Callable[[Sizes, str], list[Table]]
-
-
-def machine() -> str:
-    """Describes the machine, and the lines of `environment.origin`."""
-    return timing.machine()
 
 
 def _measure_peaks(sizes: Sizes, out: str) -> list[Table]:
@@ -248,7 +243,7 @@ def _model_table(built: Built, sizes: str) -> Table:
 def _time_table(
     program: Any, seconds: float, *, tokens: int, model_flops: float | None, steps: int = 1
 ) -> Table:
-    """Puts the measured seconds of a step beside what its compiled program needs for it."""
+    """Compares the measured seconds of a step with what its compiled program needs."""
     # The loop over tokens runs once for each, which the program does not say.
     cost = cost_of(program.as_text(), steps=steps, rounds=steps)
     peaks = chips.peaks_of(environment.device_kind())

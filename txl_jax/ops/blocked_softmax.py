@@ -91,7 +91,8 @@ class _ChunkedResiduals(NamedTuple):
     """Arrays that the forward pass keeps for the backward pass, with the chunks of positions."""
 
     all_positions: _Residuals  # Totals are 0 at the positions that are not selected.
-    chunks: jax.Array  # int [chunks, n], positions as `split_into_chunks` returns them.
+    # int [chunks, n], the selected positions. An empty slot of the last chunk has T, which is none.
+    chunks: jax.Array
     n_chunk: jax.Array  # int [], the chunks that are processed.
 
 
@@ -137,16 +138,24 @@ def _selected_forward(
     return values.nll, _ChunkedResiduals(all_positions, chunks, n_chunk)
 
 
+class _GradientsOfChunks(NamedTuple):
+    """The gradients that one chunk of the backward pass hands to the next."""
+
+    weights: Weights  # Summed over the chunks so far, in at least float32.
+    states: jax.Array  # [T, w], complete for the positions of the chunks so far, and 0 elsewhere.
+
+
 def _selected_backward(
     chunk_size: int, residuals: _ChunkedResiduals, cotangent: jax.Array
 ) -> tuple[Weights, jax.Array, None, None]:
-    """Returns the gradients of weights and states. Labels and selection have none."""
+    """Returns the gradients of weights and states, and None for labels and selection."""
     del chunk_size  # The residuals have the chunks.
     weights, states, labels, log_total = residuals.all_positions
 
-    def add_chunk(i: jax.Array, gradients: _Gradients) -> _Gradients:
+    def add_chunk(i: jax.Array, gradients: _GradientsOfChunks) -> _GradientsOfChunks:
         positions = residuals.chunks[i]
-        # An empty slot has the cotangent 0. Its probabilities are 0 too, whatever the biases are.
+        # An empty slot has the cotangent 0, and logits that are the biases. With an infinite total
+        # its probabilities are 0, as the exponential of a large bias would give inf * 0.
         chunk_total = jnp.take(log_total, positions, mode="fill", fill_value=jnp.inf)
         chunk = _Residuals(
             weights,
@@ -157,12 +166,13 @@ def _selected_backward(
         of_chunk = _gradients(
             chunk, take_or_zero(cotangent, positions), gradients.weights, add=True
         )
+        # Each position is in one chunk, so nothing is summed.
         of_states = of_chunk.states.astype(states.dtype)
-        return _Gradients(
+        return _GradientsOfChunks(
             of_chunk.weights, gradients.states.at[positions].set(of_states, mode="drop")
         )
 
-    start = _Gradients(jax.tree.map(wide_zeros, weights), jnp.zeros_like(states))
+    start = _GradientsOfChunks(jax.tree.map(wide_zeros, weights), jnp.zeros_like(states))
     gradients = jax.lax.fori_loop(0, residuals.n_chunk, add_chunk, start)
     of_weights = jax.tree.map(
         lambda weight, total: total.astype(weight.dtype), weights, gradients.weights

@@ -265,7 +265,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
         Raises:
           UserError: If the processes have different settings, a setting that must not change has
-            changed, or training would go on with dropout masks of another version.
+            changed, or training would continue with dropout masks of another version.
         """
         check_same_settings(config)
         if self.is_new:
@@ -297,17 +297,18 @@ class Run(contextlib.AbstractContextManager["Run"]):
             distributed.broadcast_from_primary(self._lock_if_unlocked)
 
     def _compare_masks(self, config: ExperimentConfig, members: MemberSettings) -> None:
-        """Rejects training that would go on with other dropout masks. All processes call it.
+        """Rejects training that would continue with other dropout masks. All processes call it.
 
         A run without dropout, or without a checkpoint that depends on earlier masks, has this
-        version from now on.
+        version from now on: `record` writes it.
         """
         configs = [config_tree.replace(config, dict(member)) for member in members] or [config]
-        has_dropout = any(config.model.dropout.on for config in configs)
+        has_dropout = any(member_config.model.dropout.on for member_config in configs)
         done = self._steps_done()
         if not has_dropout or not done:
             self.dropout_masks = MASKS_VERSION
         elif self._updates_remain(config, done):
+            # All processes end here together, and one of them prints the error.
             distributed.run_on_all(self.check_masks)
 
     def check_masks(self) -> None:
@@ -333,7 +334,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         )
 
     def _updates_remain(self, config: ExperimentConfig, done: int) -> bool:
-        """Returns whether training would go on after `done` updates. All processes call it."""
+        """Returns whether training would continue after `done` updates. All processes call it."""
         if done >= config.train.steps:
             return False
         # The run has ended by its steps, which are more now.
@@ -341,7 +342,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
             return True
 
         # With patience, training may have ended before. It ends there again, unless another
-        # patience or other evaluations decide.
+        # patience or other evaluations decide. results.json has the updates that were made and the
+        # settings of evaluation. Members of an ensemble share all of these.
         patience = config.train.patience
         if patience is None or patience != self.config.train.patience:
             return True
@@ -684,7 +686,7 @@ def _masks_version(record: Mapping[str, Any]) -> int:
 def _has_other_masks(config_file: str) -> bool:
     """Returns whether config.json has dropout masks of another version than this one's.
 
-    A file that cannot be parsed has none. `Run` raises its errors.
+    A file that cannot be parsed does not count. `Run` raises its errors.
     """
     with contextlib.suppress(ValueError, AttributeError, RecursionError):
         return json.loads(config_file).get("dropout_masks", 1) != MASKS_VERSION

@@ -63,7 +63,7 @@ def is_collective(line: Instruction) -> bool:
 def collectives_of(
     program: Program, line: Instruction, computation: Computation
 ) -> list[Collective]:
-    """Returns the collective that an instruction is, or those that begin in a fusion."""
+    """Returns the collective that an instruction is, or the collectives that begin in a fusion."""
     kind = kind_of(line)
     if kind is not None:
         if _is_continued(line, computation):

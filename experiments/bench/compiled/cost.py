@@ -2,7 +2,8 @@
 
 Everything is counted from the program's text, for one device, with the rounds of its loops, and
 divided by the number of steps in a call of the program (a training step, a segment, a token). The
-modules beside this one say what counts: `execution`, `work`, `traffic`, `collectives`, `kernels`.
+other modules of this package say what counts: `execution`, `work`, `traffic`, `collectives`,
+`kernels`.
 
 The roofline sum adds up, over all instructions that run, the longest of
 

@@ -6,7 +6,7 @@ result of one or more arrays:
     %fusion.7 = bf16[22,512]{1,0:T(8,128)(2,1)S(1)} fusion(%p, %q), kind=kLoop, calls=%computation
 
 The braces behind a shape are its layout: the axes from the fastest to the slowest, the tile that
-the array is stored in (T), and the memory that it lies in (S). Without S it is the device's main
+the array is stored in (T), and the memory that it is in (S). Without S it is the device's main
 memory (HBM). S(1) is a TPU's vector memory. The compiler for GPUs writes the axes only.
 """
 
@@ -67,12 +67,12 @@ class Array:
     minor_to_major: tuple[int, ...] = ()
     # Lengths of a tile, the slowest of its axes first; empty if the array is not tiled.
     tile: tuple[int, ...] = ()
-    # Number of the memory that the array lies in. 0 is HBM.
+    # Number of the memory that the array is in. 0 is HBM.
     memory: int = 0
 
     @property
     def in_hbm(self) -> bool:
-        """Whether the array lies in the device's main memory."""
+        """Whether the array is in the device's main memory."""
         return self.memory == 0
 
     @functools.cached_property

@@ -3,16 +3,18 @@
 Counted are the operands and results that lie in HBM, as they are stored: tiled axes filled up to
 whole tiles. Each counts once, also if the hardware fetches a part of it more than once.
 
-- What lies in a TPU's vector memory is free. What brings it there and back (copies, slices,
-  updates, synchronous or not) counts at the side that lies in HBM.
+- What is in a TPU's vector memory is free. What brings it there and back (copies, slices,
+  updates, synchronous or not) counts at the side that is in HBM.
 - A slice or a gather reads as much as its result has. So does a fusion that only slices an operand.
 - An update of a slice in place reads the update and writes as much. A scatter also reads what it
   adds to. In a fusion, an update is in place if nothing but a change of layout is between it and an
   operand of the fusion.
 - A kernel (a custom call) reads its operands and writes its results once. If its own cost estimate
-  has more bytes than they have, it reads the difference once more.
-- Free are names for parts of other results (bitcast, tuple, get-tuple-element), parameters,
-  constants, new buffers without contents, and the second halves of asynchronous pairs.
+  has more bytes than they have, it reads the difference once more. The estimate does not know how
+  arrays are padded, so the difference is from arrays without padding.
+- Loops and conditionals are free, as the instructions of their bodies count. So are names for parts
+  of other results (bitcast, tuple, get-tuple-element), parameters, constants, new buffers without
+  contents, and the second halves of asynchronous pairs.
 - Collectives are counted by `collectives`, not here.
 - Caches are not modelled. On a GPU, what fits its L2 cache may never get to HBM.
 """

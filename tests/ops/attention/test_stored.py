@@ -3,8 +3,6 @@ training, traffic.
 """
 
 import functools
-import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +10,12 @@ import numpy as np
 import pytest
 
 from experiments.bench import topologies
+from experiments.bench.compiled.cost import cost_of
 from ops.attention.tpu.test_compiled import no_compilation_cache  # noqa: F401 (a fixture)
 from ops.attention.tpu.test_limits import TRAINING
 from support import tiny_run
 from txl_jax.ops.attention import AttentionCall, Implementation, Visibility, attention
 from txl_jax.runs.attention_check import make_function, make_inputs
-
-_BYTES = {"pred": 1, "f16": 2, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -77,25 +74,8 @@ def test_200_updates_in_bfloat16_stay_beside_the_reference():
 
 
 def bytes_moved(program):
-    """The bytes that a program's steps read and write, each operand and result once."""
-
-    def size(shapes):
-        found = re.findall(r"(\w+)\[([\d,]*)\]", shapes)
-        return sum(
-            _BYTES[kind] * math.prod(map(int, filter(None, lengths.split(","))))
-            for kind, lengths in found
-        )
-
-    shapes, total = {}, 0
-    for line in program.as_text().partition("\nENTRY ")[2].splitlines():
-        found = re.match(r" *(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\(([^)]*)\)", line)
-        if found:
-            name, shapes[name], step, operands = found.groups()
-            if step not in ("parameter", "constant", "bitcast", "tuple", "get-tuple-element"):
-                total += sum(
-                    size(shapes.get(each, "")) for each in (name, *re.findall(r"[\w.-]+", operands))
-                )
-    return total
+    """The bytes that a program's steps read and write."""
+    return cost_of(program.as_text()).hbm_bytes
 
 
 @functools.cache
