@@ -279,6 +279,7 @@ def estimate_task(built: Built, task: str, chip: Chip, text_file: str | None = N
     if text_file is not None:
         storage.make_folder(os.path.dirname(text_file))
         storage.write(text_file, program.as_text().encode())
+        print(f"{task}: the program is in {text_file}")
 
     # The peak counts shared buffers once.
     sizes = program.memory_analysis()

@@ -25,6 +25,8 @@ import sys
 import time
 from typing import IO, Any
 
+import jax
+
 from experiments.bench import session_parts, timing
 from experiments.bench.session_parts import PARTS, Part
 from txl_jax import cli
@@ -71,9 +73,14 @@ class Plan(cli.Plan):
         longest = max(part.limit for part in self.chosen_parts) / 60
         require(
             self.minutes >= longest,
-            f"minutes must be at least {longest:.3g}, the longest limit of a part, got "
+            f"minutes must be at least {longest:.3g}, the longest limit of the chosen parts, got "
             f"{self.minutes}",
         )
+
+    @property
+    def folder(self) -> str:
+        """The directory of the results. Those in miniature have one of their own."""
+        return os.path.join(self.out, "miniature") if self.miniature else self.out
 
     @property
     def chosen_parts(self) -> list[Part]:
@@ -88,7 +95,7 @@ def run(plan: Plan, job: cli.Job) -> int:
     this command failed, or else 0.
     """
     del job  # The parts choose their own configurations.
-    storage.make_folder(plan.out)
+    storage.make_folder(plan.folder)
     if plan.inside is not None:
         _measure_here(plan, plan.inside)
         return 0
@@ -99,7 +106,8 @@ def run(plan: Plan, job: cli.Job) -> int:
     for part in plan.chosen_parts:
         if _read_result(plan, part.name) is not None and not plan.again:
             continue
-        if time.monotonic() + part.limit > end:
+        # A second is for what this command itself does.
+        if time.monotonic() + part.limit > end + 1:
             left_out.append(part)
             continue
         print(f"{part.name:<24}{part.about} (at most {part.limit} s)", flush=True)
@@ -109,8 +117,8 @@ def run(plan: Plan, job: cli.Job) -> int:
         _write_page(plan)
         if "failure" in result:
             failed.append(part)
-        outcome = result.get("failure", "was measured")
-        print(f"{'':<24}It {outcome}, {result['seconds']:.0f} s.", flush=True)
+        outcome = result.get("failure") or f"was measured in {result['seconds']:.0f} s"
+        print(f"{'':<24}It {outcome}.", flush=True)
 
     page = _write_page(plan)
     print(f"\n{page}\n\npage      {_page_path(plan)}")
@@ -128,11 +136,14 @@ def run(plan: Plan, job: cli.Job) -> int:
 
 def _measure_here(plan: Plan, name: str) -> None:
     """Measures one part in this process and writes its result."""
+    require(
+        plan.miniature or jax.default_backend() != "cpu",
+        "a session measures an accelerator, got only a CPU. Pass --miniature to try it here.",
+    )
     part = next(part for part in PARTS if part.name == name)
     start = time.monotonic()
-    tables = part.measure(session_parts.Sizes(plan.miniature), plan.out)
+    tables = part.measure(session_parts.Sizes(plan.miniature), plan.folder)
     result = {
-        "miniature": plan.miniature,
         "machine": timing.machine(),
         "tables": [dataclasses.asdict(table) for table in tables],
         "seconds": time.monotonic() - start,
@@ -158,7 +169,7 @@ def _measure_in_process(plan: Plan, part: Part) -> dict[str, Any]:
         command.append(f"--compilation_cache={plan.compilation_cache}")
 
     start = time.monotonic()
-    log_path = os.path.join(plan.out, f"{part.name}.log")
+    log_path = os.path.join(plan.folder, f"{part.name}.log")
     with open(log_path, "wb") as log:
         failure = _run_alone(command, log, part.limit)
     result = None if failure else _read_result(plan, part.name)
@@ -167,7 +178,6 @@ def _measure_in_process(plan: Plan, part: Part) -> dict[str, Any]:
     with open(log_path, encoding="utf-8", errors="replace") as log:
         last_lines = [one_line(line) for line in log.read().splitlines()[-_LAST_LINES:]]
     return {
-        "miniature": plan.miniature,
         "failure": failure or "ended without a result",
         "output": last_lines,
         "seconds": time.monotonic() - start,
@@ -196,11 +206,11 @@ def _run_alone(command: list[str], log: IO[bytes], limit: float) -> str:
 
 
 def _result_path(plan: Plan, name: str) -> str:
-    return os.path.join(plan.out, f"{name}.json")
+    return os.path.join(plan.folder, f"{name}.json")
 
 
 def _page_path(plan: Plan) -> str:
-    return os.path.join(plan.out, "session.md")
+    return os.path.join(plan.folder, "session.md")
 
 
 def _write_result(plan: Plan, name: str, result: dict[str, Any]) -> None:
@@ -208,17 +218,12 @@ def _write_result(plan: Plan, name: str, result: dict[str, Any]) -> None:
 
 
 def _read_result(plan: Plan, name: str) -> dict[str, Any] | None:
-    """Returns a part's result, or None without one.
-
-    A result in miniature does not count in the real session, nor the other way round. A file that
-    cannot be read does not count either.
-    """
+    """Returns a part's result, or None without a file that can be read."""
     try:
         with open(_result_path(plan, name), "rb") as file:
-            result = json.load(file)
+            return json.load(file)
     except (OSError, ValueError):
         return None
-    return result if result.get("miniature") == plan.miniature else None
 
 
 def _write_page(plan: Plan) -> str:
@@ -230,7 +235,9 @@ def _write_page(plan: Plan) -> str:
             results[part] = result
     lines = ["# Measured and estimated"]
     machines = {result["machine"] for result in results.values() if "machine" in result}
-    lines += ["", *sorted(machines), "", session_parts.LEGEND]
+    for machine in sorted(machines):
+        lines += ["", machine]
+    lines += ["", session_parts.LEGEND]
     if plan.miniature:
         lines += ["", "**In miniature: these numbers say nothing about the model or the device.**"]
     for part, result in results.items():

@@ -126,14 +126,14 @@ def _measure_peaks(sizes: Sizes, out: str) -> list[Table]:
     copy = jax.jit(lambda numbers: numbers + 1)
     seconds = _median_seconds(lambda: copy(array), sizes.calls)
     rate = 2 * array.nbytes / seconds
-    text = f"copy of {environment.megabytes(array.nbytes)}"
+    text = f"copy of {environment.megabytes(array.nbytes)}, read and written"
     rows.append(_peak_row(text, seconds, rate, peaks and peaks.hbm_bytes, "B/s"))
     return [Table(["what", "time", "rate", "of the data sheet's"], rows)]
 
 
 def _peak_row(what: str, seconds: float, rate: float, peak: float | None, unit: str) -> list[str]:
     share = f"{rate / peak:.1%}" if peak else "unknown"
-    return [what, _milliseconds(seconds), f"{environment.brief_number(rate)}{unit}", share]
+    return [what, _milliseconds(seconds), _with_unit(rate, unit), share]
 
 
 def _median_seconds(call: Callable[[], Any], calls: int) -> float:
@@ -274,6 +274,13 @@ def _memory_cells(program: Any) -> list[str]:
     planned = environment.megabytes(program.memory_analysis().peak_memory_in_bytes)
     in_use = environment.device_memory_bytes()
     return [planned, "unknown" if in_use is None else environment.megabytes(in_use)]
+
+
+def _with_unit(number: float, unit: str) -> str:
+    """Formats a number with three digits, such as "790 TFLOP/s"."""
+    brief = environment.brief_number(number)
+    digits = brief.rstrip("kGMT")
+    return f"{digits} {brief[len(digits) :]}{unit}"
 
 
 def _milliseconds(seconds: float) -> str:

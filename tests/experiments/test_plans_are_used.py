@@ -372,7 +372,7 @@ SCENES = [
         {
             "minutes": (10.0, {"started": ["step", "step_12l"]}),
             "parts": (("step_wt103", "attention"), {"started": [], "folders": set()}),
-            "miniature": (True, {"miniature": True}),
+            "miniature": (True, {"miniature": True, "folders": {"session/miniature"}}),
             "again": (True, {"started": ["peaks", "step_12l"]}),
             "out": ("other", {"folders": {"other"}}),
             "inside": ("step", {"started": ["step itself"], "folders": set()}),

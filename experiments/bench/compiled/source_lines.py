@@ -57,7 +57,10 @@ def _caller_outside_packages(frames: dict[str, _Frame], number: str) -> _Frame |
 
 
 def short_path(file: str) -> str:
-    """Returns the last three parts of a file's path, which are enough to find it."""
+    """Returns a file's path from the package on, or its last three parts, to find it by."""
+    package = file.rfind("/txl_jax/")
+    if package >= 0:
+        return file[package + 1 :]
     return "/".join(file.split("/")[-3:])
 
 

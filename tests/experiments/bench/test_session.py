@@ -45,8 +45,8 @@ class Machine:
             return f"failed with exit code {code}"
         table = {"columns": ["time"], "rows": [[f"{name} took {seconds} s"]]}
         result = {"machine": "a chip", "tables": [table], "seconds": seconds}
-        result["miniature"] = "--miniature" in command
-        (self.out / f"{name}.json").write_text(json.dumps(result))
+        folder = self.out / "miniature" if "--miniature" in command else self.out
+        (folder / f"{name}.json").write_text(json.dumps(result))
         return ""
 
 
@@ -65,7 +65,8 @@ def start(machine, **settings):
     machine.started.clear()
     names = {"parts": ("first", "second", "third")} | settings
     code = session.run(Plan(out=str(machine.out), **names), None)
-    return code, (machine.out / "session.md").read_text()
+    folder = machine.out / "miniature" if names.get("miniature") else machine.out
+    return code, (folder / "session.md").read_text()
 
 
 def test_a_second_command_measures_what_the_first_one_left(machine, capsys):
@@ -120,20 +121,26 @@ def test_a_failed_part_is_measured_again_only_on_request(machine):
     assert "first took 50 s" in page
 
 
-def test_results_in_miniature_are_not_those_of_the_session(machine):
-    start(machine, parts=("first",), miniature=True)
-    _, page = start(machine, parts=("first",))
-    assert machine.started == ["first"]
-    assert "In miniature" not in page
+def test_results_in_miniature_and_those_of_the_session_keep_apart(machine):
+    start(machine, parts=("first",))
     _, page = start(machine, parts=("first",), miniature=True)
     assert machine.started == ["first"]
     assert "In miniature" in page
+
+    _, page = start(machine, parts=("first",))
+    assert machine.started == []
+    assert "In miniature" not in page
 
 
 def test_a_damaged_result_is_measured_again(machine):
     start(machine, parts=("first",))
     (machine.out / "first.json").write_text('{"tables": [')
     start(machine, parts=("first",))
+    assert machine.started == ["first"]
+
+
+def test_the_least_time_is_enough_for_a_part(machine):
+    start(machine, parts=("first",), minutes=100 / 60)
     assert machine.started == ["first"]
 
 
@@ -189,7 +196,7 @@ def test_without_its_device_each_part_fails_by_itself(tmp_path):
     )
     assert done.returncode == 1
     assert "Traceback" not in done.stdout + done.stderr
-    page = (tmp_path / "session.md").read_text()
+    page = (tmp_path / "miniature/session.md").read_text()
     assert page.count("It failed with exit code 1.") == 2
     assert "JAX_PLATFORMS is cuda" in page
 
@@ -199,7 +206,7 @@ def test_a_step_in_miniature_has_its_time_bytes_and_lines_of_code(tmp_path):
     command = [sys.executable, "-m", "experiments.bench.session", "--parts=step"]
     command += ["--miniature", f"--out={tmp_path}"]
     subprocess.run(command, cwd=ROOT, check=True)
-    result = json.loads((tmp_path / "step.json").read_text())
+    result = json.loads((tmp_path / "miniature/step.json").read_text())
     model, times, memory, trace = result["tables"]
     assert model["rows"][0][model["columns"].index("sizes")] == "2 x 96"
     assert float(times["rows"][0][0].removesuffix(" ms")) > 0
