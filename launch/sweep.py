@@ -46,6 +46,7 @@ from txl_jax.cli.precedence import config_of_words
 from txl_jax.cli.train_command import check_program
 from txl_jax.config import CorpusName, ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
+from txl_jax.config.evaluation import is_same_in_training
 from txl_jax.data.published import program_of
 from txl_jax.errors import UserError, describe_system_error, one_line, rephrased
 from txl_jax.runs import run as run_lib
@@ -97,7 +98,7 @@ class Run:
         """
         try:
             results = dict(storage.read_json(os.path.join(self.folder, RESULTS)))
-            same = results["eval"] == config_tree.to_dict(self.config.eval)
+            same = is_same_in_training(results["eval"], self.config.eval)
             # A run that was given more steps keeps the old results until it ends. With patience it
             # may end early.
             ended = (

@@ -32,7 +32,8 @@ from txl_jax.errors import UserError
 from txl_jax.metrics import Measure
 from txl_jax.runs.run import Run
 from txl_jax.runs.run_tables import csv_file
-from txl_jax.runs.score import Interrupted, score_with_line
+from txl_jax.runs.score import score_with_line
+from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runs.trained import load_to_score
 from txl_jax.runs.trainer import train_run
 from txl_jax.runtime import distributed, environment

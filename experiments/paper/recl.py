@@ -29,7 +29,8 @@ from txl_jax.evaluation.sliding_window import context_losses, positions
 from txl_jax.metrics import Totals
 from txl_jax.runs.run import Run
 from txl_jax.runs.run_tables import csv_file
-from txl_jax.runs.score import Split, check_finite, format_scores, progress_bar
+from txl_jax.runs.score import Split, format_scores
+from txl_jax.runs.scoring_progress import check_finite, progress_bar
 from txl_jax.runs.trained import load_to_score
 from txl_jax.runtime import environment
 from txl_jax.runtime.output import say

@@ -37,7 +37,7 @@ from txl_jax.data.corpus import read_corpus
 from txl_jax.data.published import default_data
 from txl_jax.errors import CheckpointError, RemoteProcessError, UserError, describe_system_error
 from txl_jax.runs.run import Run, TextInfo, recorded_folders
-from txl_jax.runs.score import Interrupted
+from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runtime import distributed, stop
 
 GLOO = (

@@ -21,7 +21,8 @@ from txl_jax.data.word_tokens import CharacterVocabulary
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs import score as score_job
-from txl_jax.runs.score import InputFormat, Interrupted, documents, evaluate_splits, open_input
+from txl_jax.runs.score import InputFormat, documents, evaluate_splits, open_input
+from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runs.trained import TrainedModel
 
 

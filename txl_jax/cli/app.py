@@ -30,7 +30,7 @@ from txl_jax.errors import (
     first_line,
     one_line,
 )
-from txl_jax.runs.score import Interrupted
+from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runtime import distributed, output
 from txl_jax.runtime.checkpoint import quiet_orbax
 from txl_jax.runtime.compilation_cache import check_outside, keep_compiled

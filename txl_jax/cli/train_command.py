@@ -24,7 +24,8 @@ from txl_jax.errors import UserError
 from txl_jax.runs import score, warm_start
 from txl_jax.runs.generate import check_can_generate, continue_prompts, generate_text
 from txl_jax.runs.run import Run
-from txl_jax.runs.score import InputFormat, Interrupted
+from txl_jax.runs.score import InputFormat
+from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runs.trained import TrainedModel, open_weights
 from txl_jax.runs.trainer import train_run
 from txl_jax.runtime import distributed, output

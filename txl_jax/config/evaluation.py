@@ -2,11 +2,20 @@
 
 import dataclasses
 import enum
+from collections.abc import Mapping
+from typing import Any
 
-from txl_jax.config.config_tree import Config, free_setting, require
+from txl_jax.config.config_tree import Config, format_value, free_setting, require, to_dict
 from txl_jax.config.training import Recurrence
 
-__all__ = ["CacheDType", "EvalConfig", "GenerateConfig", "WeightDType"]
+__all__ = [
+    "CacheDType",
+    "DynamicConfig",
+    "DynamicRule",
+    "EvalConfig",
+    "GenerateConfig",
+    "WeightDType",
+]
 
 
 class CacheDType(enum.StrEnum):
@@ -24,8 +33,64 @@ class WeightDType(enum.StrEnum):
     INT8 = "int8"  # Has a scale per channel.
 
 
+class DynamicRule(enum.StrEnum):
+    """Update rule of dynamic evaluation (`txl_jax.evaluation.dynamic`)."""
+
+    # The learning rate times the gradient.
+    SGD = "sgd"
+    # Divided by the root of squared gradients of training text (Krause et al., 2018).
+    RMS = "rms"
+    # Divided by the root of squared gradients of the text that is read.
+    RMSPROP = "rmsprop"
+
+
 _MAX_POSITIONS = 1 << 40  # XLA ends the process if the size of an array overflows.
 _MAX_CLAMP_LEN = 1 << 31  # Distances are int32.
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicConfig(Config, prefix="eval.dynamic."):
+    """Dynamic evaluation: the model goes on learning from the text that it scores.
+
+    The update is described in `txl_jax.evaluation.dynamic`. Training does not use these settings.
+    """
+
+    rule: DynamicRule | None = free_setting(
+        None,
+        "Dynamic evaluation: rule of the update after each scored segment. none keeps the "
+        "parameters as they were trained.",
+    )
+    learning_rate: float = free_setting(
+        1e-3,
+        "Dynamic evaluation: learning rate, the same for all updates.",
+        at_least=0,
+        only_with={"rule": tuple(DynamicRule)},
+    )
+    decay: float = free_setting(
+        0.0,
+        "Dynamic evaluation: strength of the pull toward the trained parameters.",
+        at_least=0,
+        only_with={"rule": tuple(DynamicRule)},
+    )
+    epsilon: float = free_setting(
+        1e-8,
+        "Dynamic evaluation: added to the root of squared gradients.",
+        above=0,
+        only_with={"rule": (DynamicRule.RMS, DynamicRule.RMSPROP)},
+    )
+    statistics_segments: int | None = free_setting(
+        None,
+        "Dynamic evaluation: segments of training text whose squared gradients rms sums. "
+        "none means a five-thousandth of them, as published.",
+        at_least=1,
+        only_with={"rule": (DynamicRule.RMS,)},
+    )
+    shared: bool = free_setting(
+        False,
+        "Dynamic evaluation of documents: each begins with the parameters that the one before "
+        "left, not with the trained ones.",
+        only_with={"rule": tuple(DynamicRule)},
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +141,7 @@ class EvalConfig(Recurrence, prefix="eval."):
     valid_tokens: int | None = free_setting(
         None, "Validation tokens scored in training. none scores all.", at_least=2
     )
+    dynamic: DynamicConfig = DynamicConfig()
 
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
@@ -96,6 +162,47 @@ class EvalConfig(Recurrence, prefix="eval."):
             (self.clamp_len or 0) < _MAX_CLAMP_LEN,
             f"eval.clamp_len must be below 2^31, because distances are int32, got {self.clamp_len}",
         )
+
+        # Learning needs the gradient of the parameters themselves, segment after segment:
+        # - a window of eval.stride reads most tokens again, after they were learned,
+        # - int8 weights have no gradient,
+        # - the KV cache is of evaluation without learning, the memory of training is not cached.
+        for name in ("stride", "weight_dtype", "cache_dtype"):
+            value = getattr(self, name)
+            require(
+                self.dynamic.rule is None or not value,
+                f"eval.{name} must be none for eval.dynamic.rule={self.dynamic.rule}, got "
+                f"{format_value(value)}. Learning while scoring requires segments that are read "
+                "once, by the parameters themselves.",
+            )
+
+
+def training_settings(config: EvalConfig) -> dict[str, Any]:
+    """Returns the settings on which the scores of a training run depend, by name, for its records.
+
+    In training nothing is learned from the text that is scored, so `eval.dynamic` is not among
+    them.
+    """
+    return _without_dynamic(to_dict(config))
+
+
+def is_same_in_training(recorded: Any, config: EvalConfig) -> bool:
+    """Returns whether recorded scores of a training run were made at these settings.
+
+    Args:
+      recorded: What a file has as the `training_settings` of its scores. A setting that did not
+        exist when it was written is missing, and means its default. Anything but an object, in a
+        corrupted file, is not the same.
+      config: The settings to compare with.
+    """
+    if not isinstance(recorded, Mapping):
+        return False
+    complete = training_settings(EvalConfig()) | _without_dynamic(recorded)
+    return complete == training_settings(config)
+
+
+def _without_dynamic(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if not name.startswith("dynamic.")}
 
 
 @dataclasses.dataclass(frozen=True)

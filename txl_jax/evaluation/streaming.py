@@ -128,6 +128,7 @@ def evaluate(
     segments_per_call: int = SEGMENTS_PER_CALL,
     place: Callable[[Segments], Segments],
     after_call: Callable[[int, Totals], None] = lambda segments, totals: None,
+    check_nats: Callable[[int, np.ndarray], None] = lambda first_segment, nats: None,
     token_nats: np.ndarray | None = None,
 ) -> Totals:
     """Scores the whole text of `reader`, S segments per call.
@@ -144,6 +145,8 @@ def evaluate(
       place: Puts segments on the devices.
       after_call: Gets the segments done and the totals so far after each call except the last, and
         may raise to stop.
+      check_nats: Gets the number of the first segment and the summed nats [S] of each call, and may
+        raise to stop.
       token_nats: Floats [T], or None. Receives each scored token's loss, in nats.
     """
     totals = Totals()
@@ -153,14 +156,19 @@ def evaluate(
         memory, losses = eval_step(prepared, memory, segments)
         # Losses are fetched one call late, so that the device never waits for the host.
         if pending is not None:
-            totals += _fetch(pending, reader, token_nats)
+            totals += _fetch(pending, reader, check_nats, token_nats)
             after_call(first_segment, totals)
         pending = _ScoringCall(first_segment, losses)
     assert pending is not None, "a text has at least one segment"
-    return totals + _fetch(pending, reader, token_nats)
+    return totals + _fetch(pending, reader, check_nats, token_nats)
 
 
-def _fetch(call: _ScoringCall, reader: SegmentReader, token_nats: np.ndarray | None) -> Totals:
+def _fetch(
+    call: _ScoringCall,
+    reader: SegmentReader,
+    check_nats: Callable[[int, np.ndarray], None],
+    token_nats: np.ndarray | None,
+) -> Totals:
     """Waits for a call, and sums its losses on the host, in double precision."""
     if token_nats is not None:
         nll = distributed.to_host(call.losses.nll)
@@ -168,5 +176,6 @@ def _fetch(call: _ScoringCall, reader: SegmentReader, token_nats: np.ndarray | N
         is_scored = scored > 0
         token_nats[scored[is_scored]] = nll[is_scored]
     nats = distributed.to_host(call.losses.nats)
+    check_nats(call.first_segment, nats)
     tokens = distributed.to_host(call.losses.tokens)
     return Totals(nats.sum(dtype="float64").item(), tokens.sum(dtype="float64").item())

@@ -106,7 +106,7 @@ class Built:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the training state. Nothing is allocated."""
         with use_mesh(self.mesh):
-            boxed = jax.eval_shape(lambda: self._first_state(self._first_params()))
+            boxed = jax.eval_shape(lambda: self.first_state(self._first_params()))
 
         # Flax boxes each parameter with its logical axes, which its initializer names, and which
         # decide its sharding (`sharding.axes`). The memory has no boxes.
@@ -146,22 +146,25 @@ class Built:
         if warm_state is not None:
             return warm_state(self.init_params())
         make_state = self.jit(
-            lambda: nn.unbox(self._first_state(self._first_params())),
+            lambda: nn.unbox(self.first_state(self._first_params())),
             out_shardings=shardings_of(self.abstract_state),
         )
         return make_state()
 
     def state_from_params(self, params: Any) -> TrainState:
         """Returns the state before the first update of a training that begins with `params`."""
-        make_state = self.jit(self._first_state, out_shardings=shardings_of(self.abstract_state))
+        make_state = self.jit(self.first_state, out_shardings=shardings_of(self.abstract_state))
         return make_state(params)
 
     def _first_params(self) -> Any:
         """Returns the initial parameters, in boxes that hold their logical axes."""
         return init_params(self.model, jax.random.key(self.config.seed))
 
-    def _first_state(self, params: Any) -> TrainState:
-        """Returns the state before the first update. It has boxes where `params` have them."""
+    def first_state(self, params: Any) -> TrainState:
+        """Returns the state before the first update. It has boxes where `params` have them.
+
+        To be called in a jitted function.
+        """
         return init_state(self.model, self.optimizer, self.config, params)
 
     def compile_step(self) -> Compilation:

@@ -20,6 +20,7 @@ from typing import Any
 
 from txl_jax.config import DataConfig, ExperimentConfig, Remat, config_tree
 from txl_jax.config.config_tree import from_dict, require
+from txl_jax.config.evaluation import is_same_in_training
 from txl_jax.data.corpus import KINDS, Corpus
 from txl_jax.data.vocabulary import Vocabulary, digest, dumps, loads
 from txl_jax.errors import UserError, rephrased
@@ -348,7 +349,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if patience is None or patience != self.config.train.patience:
             return True
         results = distributed.broadcast_from_primary(lambda: read_results(self.path))
-        same_evaluation = results.get("eval") == config_tree.to_dict(config.eval)
+        same_evaluation = is_same_in_training(results.get("eval"), config.eval)
         return results.get("steps") != done or not same_evaluation
 
     def _steps_done(self) -> int:

@@ -4,7 +4,6 @@ Both splits of a corpus are scored. Documents are scored side by side.
 """
 
 import collections
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -21,7 +20,6 @@ from typing import Any, BinaryIO, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tqdm
 
 from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
@@ -31,7 +29,7 @@ from txl_jax.data.documents import Call, DocumentRows, Pairs
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.data.text import BYTE_ORDER_MARK
 from txl_jax.data.vocabulary import MOST_UNKNOWN, Vocabulary, escape
-from txl_jax.errors import NonFiniteError, UserError, rephrased
+from txl_jax.errors import UserError, rephrased
 from txl_jax.evaluation.sliding_window import evaluate_windows, window_batches
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL, evaluate
 from txl_jax.metrics import Measure, Totals
@@ -39,13 +37,14 @@ from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import sampling
 from txl_jax.recurrence import Segments
 from txl_jax.runs.build import Built
+from txl_jax.runs.dynamic import DynamicModel
 from txl_jax.runs.run import Run
+from txl_jax.runs.scoring_progress import check_finite, progress_bar
 from txl_jax.runs.trained import TrainedModel, load_to_score
 from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import as_path, download, is_remote, write_json, write_lines
 
-_SECONDS_BETWEEN_LINES = 20.0
 _TOKENS_PER_BLOCK = 1 << 16
 # Control characters and line separators. A reader may end a line there, and a terminal may obey
 # control characters.
@@ -57,10 +56,6 @@ class Split(enum.StrEnum):
 
     VALID = "valid"
     TEST = "test"
-
-
-class Interrupted(Exception):  # noqa: N818 (a request, not an error)
-    """A stop was requested while a text was being scored."""
 
 
 def score(
@@ -152,15 +147,38 @@ def score_with_line(
 
     The totals include the number of bytes of the text if the vocabulary knows it.
     """
+    score_text = functools.partial(score, built, params)
+    return _with_line(score_text, tokens, name=name, vocabulary=vocabulary, **options)
+
+
+def _with_line(
+    score_text: Callable[..., Totals],
+    tokens: Any,
+    *,
+    name: str,
+    vocabulary: Vocabulary,
+    **options: Any,
+) -> tuple[Totals, str]:
+    """Does the work of `score_with_line` with another way to score.
+
+    `score_text` takes tokens and options as `score` does after the parameters.
+    """
     began = time.monotonic()
     measure = vocabulary.measure
-    totals = score(built, params, tokens, name=name, measure=measure, **options)
+    totals = score_text(tokens, name=name, measure=measure, **options)
     totals = dataclasses.replace(totals, bytes=vocabulary.count_bytes(tokens[1:]))
     line = f"{name} {format_scores(totals, measure)}"
     if totals.bytes and measure is Measure.PPL:
         line += f"  {vocabulary.per_byte.replace('_', ' ')} {totals.bits_per_byte:.4f}"
     line += f"  in {environment.duration(time.monotonic() - began)}"
     return totals, line
+
+
+class Kind(enum.StrEnum):
+    """How a split is scored, where both ways are reported side by side."""
+
+    STATIC = "static"  # With the parameters as they were trained.
+    DYNAMIC = "dynamic"  # Learning from each segment after it was scored (`runs.dynamic`).
 
 
 def evaluate_splits(
@@ -172,26 +190,57 @@ def evaluate_splits(
 ) -> dict[str, Any]:
     """Scores both splits at the evaluation lengths of `config`. Returns and writes evaluation.json.
 
+    With `eval.dynamic.rule` they are scored twice, static and dynamic, and the results are below
+    these two keys.
+
     The text may differ from the training text if its vocabulary is the same. After `Interrupted`
     nothing is written.
     """
     trained = TrainedModel.of(model, config)
+    _check_dynamic(trained)
     folder = trained.outputs()
-    scored_splits = list(_score_splits(trained, corpus, stop_requested))
+    built, step, params = load_to_score(config, corpus, trained, log=say)
     results: dict[str, Any] = {
         "text": corpus.description,
         "text_sha256": corpus.digest,
-        "step": scored_splits[0].step,
+        "step": step,
         "eval": config_tree.to_dict(config.eval),
         **environment.describe(),
     }
-    for scored in scored_splits:
-        results[scored.split] = as_result(scored.totals, corpus.vocabulary)
+
+    def results_of(score_text: Callable[..., Totals], kind: Kind | None) -> dict[str, Any]:
+        scored_splits = _score_splits(score_text, trained, corpus, stop_requested, kind=kind)
+        return {
+            str(scored.split): as_result(scored.totals, corpus.vocabulary)
+            for scored in scored_splits
+        }
+
+    static = functools.partial(score, built, params)
+    if config.eval.dynamic.rule is None:
+        results |= results_of(static, None)
+    else:
+        # Before the first score, because a text that cannot be learned from is an error.
+        dynamic_model = DynamicModel.of(trained, params)
+        results[Kind.STATIC] = results_of(static, Kind.STATIC)
+        results[Kind.DYNAMIC] = results_of(dynamic_model.score, Kind.DYNAMIC)
+
     if folder is not None:
         path = os.path.join(folder, "evaluation.json")
         distributed.broadcast_from_primary(lambda: write_json(path, results))
         print(f"results   {path}")
     return results
+
+
+def _check_dynamic(trained: TrainedModel) -> None:
+    """Raises `UserError` if a member of an ensemble would learn from averaged checkpoints."""
+    settings = trained.config.eval
+    is_member = isinstance(trained.source, Run) and trained.source.member is not None
+    require(
+        settings.dynamic.rule is None or not settings.average_checkpoints or not is_member,
+        f"eval.average_checkpoints must be none for eval.dynamic.rule={settings.dynamic.rule} with "
+        f"a member of an ensemble, got {settings.average_checkpoints}. Split the member off first "
+        "(python -m experiments.ensemble --mode=split).",
+    )
 
 
 def score_tokens(
@@ -202,6 +251,8 @@ def score_tokens(
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> dict[str, Totals]:
     r"""Scores both splits like `evaluate_splits`.
+
+    With `eval.dynamic.rule` each token's loss is the one before it was learned.
 
     Writes scores-valid.tsv and scores-test.tsv, each when it is done.
 
@@ -216,9 +267,21 @@ def score_tokens(
     """
     totals: dict[str, Totals] = {}
     trained = TrainedModel.of(model, config)
+    _check_dynamic(trained)
     folder = trained.outputs(needed=True) or ""
+    built, _, params = load_to_score(config, corpus, trained, log=say)
+    if config.eval.dynamic.rule is None:
+        kind = None
+        score_text: Callable[..., Totals] = functools.partial(score, built, params)
+    else:
+        kind = Kind.DYNAMIC
+        score_text = DynamicModel.of(trained, params).score
+
     # Each file is written before the next split is scored.
-    for scored in _score_splits(trained, corpus, stop_requested, per_token=True):
+    scored_splits = _score_splits(
+        score_text, trained, corpus, stop_requested, kind=kind, per_token=True
+    )
+    for scored in scored_splits:
         totals[scored.split] = scored.totals
         path = os.path.join(folder, f"scores-{scored.split}.tsv")
         lines = token_lines(getattr(corpus, scored.split), scored.nats, corpus.vocabulary)
@@ -230,8 +293,6 @@ def score_tokens(
 class _ScoredSplit(NamedTuple):
     """The scores of one split."""
 
-    # Training steps of the parameters.
-    step: int
     split: Split
     totals: Totals
     # Floats [T], the nats of the split's tokens, or None if they were not asked for.
@@ -239,17 +300,28 @@ class _ScoredSplit(NamedTuple):
 
 
 def _score_splits(
+    score_text: Callable[..., Totals],
     trained: TrainedModel,
     corpus: Corpus,
     stop_requested: Callable[[], Any],
     *,
+    kind: Kind | None,
     per_token: bool = False,
 ) -> Iterator[_ScoredSplit]:
-    """Scores each split when it is asked for, with the nats of tokens if `per_token`."""
-    built, step, params = load_to_score(trained.config, corpus, trained, log=say)
+    """Scores each split when it is asked for.
+
+    Args:
+      score_text: Scores tokens, as `score` does after the parameters.
+      trained: The model.
+      corpus: The splits.
+      stop_requested: Asked while a split is scored.
+      kind: Named in the lines about the scores, or None for no name.
+      per_token: Whether to return the nats of tokens.
+    """
     vocabulary = corpus.vocabulary
     scored: _ScoredSplit | None = None
     line = ""
+    suffix = f" {kind}" if kind else ""
     for split in Split:
         tokens = getattr(corpus, split)
         if scored is not None and np.array_equal(corpus.valid, tokens):
@@ -265,11 +337,10 @@ def _score_splits(
         if per_token:
             dtype = jnp.promote_types(jnp.float32, trained.config.model.dtype)
             nats = np.zeros(len(tokens), dtype)
-        totals, line = score_with_line(
-            built,
-            params,
+        totals, line = _with_line(
+            score_text,
             tokens,
-            name=split,
+            name=f"{split}{suffix}",
             vocabulary=vocabulary,
             log=print,
             stop_requested=stop_requested,
@@ -282,7 +353,7 @@ def _score_splits(
                 len(tokens) - 1,
                 "so bits per byte cannot be computed",
             )
-        scored = _ScoredSplit(step, split, totals, nats)
+        scored = _ScoredSplit(split, totals, nats)
         yield scored
 
 
@@ -720,88 +791,6 @@ def format_scores(totals: Totals, measure: Measure) -> str:
         f"{totals.format(measure)}  loss {totals.nll:.4f}{perplexity}  "
         f"({totals.tokens:,.0f} tokens)"
     )
-
-
-@contextlib.contextmanager
-def progress_bar(
-    name: str,
-    total: int,
-    *,
-    unit: str,
-    measure: Measure,
-    log: Callable[[str], None],
-    stop_requested: Callable[[], Any],
-) -> Iterator[Callable[[float, Totals], None]]:
-    """Shows the progress of scoring: on a terminal a bar, elsewhere a line every 20 seconds.
-
-    Yields a function that takes how much of `total` is done, and the scores so far. It raises
-    `Interrupted` on request.
-    """
-    began = time.monotonic()
-    # disable=None: no bar unless the error stream is a terminal. leave=False: the result's line
-    # takes its place.
-    with tqdm.tqdm(total=total, desc=name, unit=unit, leave=False, disable=None) as bar:
-        progress = _ScoringProgress(
-            bar=bar,
-            name=name,
-            total=total,
-            measure=measure,
-            log=log,
-            stop_requested=stop_requested,
-            began=began,
-            last_line=began,
-        )
-        yield progress.show
-
-
-@dataclasses.dataclass
-class _ScoringProgress:
-    """The progress of scoring one text."""
-
-    bar: Any  # A bar of tqdm, which is disabled if lines are logged instead.
-    name: str
-    total: int  # How much there is to do, in the bar's unit, such as tokens or segments.
-    measure: Measure
-    log: Callable[[str], None]
-    stop_requested: Callable[[], Any]
-    began: float  # Seconds of the monotonic clock.
-    last_line: float  # Seconds of the monotonic clock at the last line, or at the start.
-
-    def show(self, done: float, totals: Totals) -> None:
-        """Shows that `done` of `total` is done, with the scores so far.
-
-        `done` is a float because scores count tokens by their weights.
-
-        Raises:
-          Interrupted: If a stop was requested.
-        """
-        if self.stop_requested():
-            raise Interrupted(self.name)
-        now = time.monotonic()
-        # There is no score while warm-up tokens are read, nor for callers that only read a text.
-        score_so_far = totals.format(self.measure) if totals.tokens else ""
-        if not self.bar.disable:
-            self.bar.set_postfix_str(score_so_far, refresh=False)
-            self.bar.update(done - self.bar.n)
-        elif now - self.last_line >= _SECONDS_BETWEEN_LINES:
-            self.last_line = now
-            # Before the first result the remaining time is nan, which is shown as "unknown".
-            remaining = math.nan
-            if done:
-                remaining = (now - self.began) / done * (self.total - done)
-            shown_score = f"  {score_so_far} so far" if score_so_far else ""
-            self.log(
-                f"{self.name}: {done / self.total:.0%}{shown_score}  "
-                f"ETA {environment.duration(remaining)}"
-            )
-
-
-def check_finite(totals: Totals, name: str) -> None:
-    """Raises `NonFiniteError` if the loss of a text is nan or infinite."""
-    if not math.isfinite(totals.nats):
-        raise NonFiniteError(
-            f"{name}: the summed loss is {totals.nats}, so these parameters cannot be used"
-        )
 
 
 def token_lines(tokens: np.ndarray, nats: np.ndarray, vocabulary: Vocabulary) -> Iterator[str]:

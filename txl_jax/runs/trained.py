@@ -5,7 +5,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,21 +92,31 @@ class TrainedModel:
             return None
         return folder
 
-    def build(self, *, log: Callable[[str], None] = lambda line: None) -> Built:
+    def build(
+        self,
+        *,
+        log: Callable[[str], None] = lambda line: None,
+        uses: Collection[str] = ("evaluation",),
+    ) -> Built:
         """Builds the model on its config's mesh, a run's with its recorded attention.
 
         All processes call it.
 
-        Raises `UserError` if settings do not match the devices.
+        Args:
+          log: Takes a line about the attention of evaluation, if it is not the recorded one.
+          uses: Where attention will run, as in `runs.build.build`.
+
+        Raises:
+          UserError: If settings do not match the devices.
         """
         # For settings that a run's recorded choice was not made for, this only names a path, such
         # as "auto".
         recorded = self.source.attention_for(self.config) if isinstance(self.source, Run) else None
         built = attention_check.build_on_all(
-            lambda: build_for(self.config, self.vocabulary, recorded=recorded, uses=["evaluation"])
+            lambda: build_for(self.config, self.vocabulary, recorded=recorded, uses=uses)
         )
         check_same_attention(built.attention)
-        if built.attention is None:
+        if built.attention is None or "evaluation" not in uses:
             return built
 
         # The log names attention only if it is not the recorded one, or if one failed here.

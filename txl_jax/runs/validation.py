@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from txl_jax.config import config_tree
+from txl_jax.config.evaluation import is_same_in_training, training_settings
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import CheckpointError
 from txl_jax.metrics import Totals
@@ -16,7 +16,8 @@ from txl_jax.runs.build import Built
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.generate import as_file
 from txl_jax.runs.run import RESULTS, Run, read_results
-from txl_jax.runs.score import Interrupted, Split, as_record, as_result, printable, score_with_line
+from txl_jax.runs.score import Split, as_record, as_result, printable, score_with_line
+from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runtime import distributed, environment, storage
 from txl_jax.runtime.log import RunLog, read_metrics
 from txl_jax.runtime.storage import write_json
@@ -64,7 +65,7 @@ class Validation:
         self._vocabulary = self.corpus.vocabulary
         self._measure = self._vocabulary.measure
         # Scores at other evaluation settings are not comparable.
-        self._eval_settings = config_tree.to_dict(self._config.eval)
+        self._eval_settings = training_settings(self._config.eval)
 
     @property
     def out_of_patience(self) -> bool:
@@ -227,7 +228,7 @@ class Validation:
         except CheckpointError as error:
             self.log.note(f"{error} The best checkpoint is chosen again from this step.")
             return None
-        if notes is None or notes["eval"] == self._eval_settings:
+        if notes is None or is_same_in_training(notes["eval"], self._config.eval):
             return notes
         self.log.note(
             f"the best step is chosen again: step {notes['step']} was scored with other "
@@ -257,7 +258,9 @@ class Validation:
         """
         results = read_results(self.run.path)
         try:
-            is_same = results["steps"] == step and results["eval"] == self._eval_settings
+            is_same = results["steps"] == step and is_same_in_training(
+                results["eval"], self._config.eval
+            )
         except (KeyError, TypeError, AttributeError):
             # The file is missing, or corrupted: it is made again.
             return None

@@ -15,9 +15,20 @@ from txl_jax.memory import Memory
 from txl_jax.recurrence import Segments
 from txl_jax.sharding.axes import num_batch_shards
 
-# (parameters, memory, segment, dropout key, tokens of the whole batch)
-# -> (gradients, (nats, memory))
-Gradient = Callable[..., tuple[Any, tuple[jax.Array, Memory]]]
+
+class LossOutputs(NamedTuple):
+    """What the loss of a segment returns besides the number that is minimized."""
+
+    # Losses summed over scored tokens.
+    nats: jax.Array
+    # The memory after the segment.
+    memory: Memory
+    # [B, L], losses of all positions in nats, scored or not. None for a batch of microbatches.
+    nll: jax.Array | None
+
+
+# (parameters, memory, segment, dropout key, tokens of the whole batch) -> (gradients, outputs)
+Gradient = Callable[..., tuple[Any, LossOutputs]]
 
 
 class _Accumulated(NamedTuple):
@@ -70,7 +81,7 @@ def in_microbatches(gradient: Gradient, microbatches: int) -> Gradient:
 
     def accumulate(
         params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array, tokens: jax.Array
-    ) -> tuple[Any, tuple[jax.Array, Memory]]:
+    ) -> tuple[Any, LossOutputs]:
         def add_microbatch(
             accumulated: _Accumulated, index: jax.Array
         ) -> tuple[_Accumulated, jax.Array]:
@@ -82,17 +93,18 @@ def in_microbatches(gradient: Gradient, microbatches: int) -> Gradient:
             part = jax.tree.map(lambda array: division.take(array, index, axis=0), segment)
             key = jax.random.fold_in(dropout_key, index)
 
-            grads, (nats, part_memory) = gradient(params, part_memory, part, key, tokens)
+            grads, outputs = gradient(params, part_memory, part, key, tokens)
+            part_memory = outputs.memory
 
             whole_memory = Memory(
                 hidden=division.put(whole_memory.hidden, part_memory.hidden, index, axis=1),
                 valid=division.put(whole_memory.valid, part_memory.valid, index, axis=0),
             )
             summed = jax.tree.map(jnp.add, accumulated.grads, grads)
-            return _Accumulated(summed, whole_memory), nats
+            return _Accumulated(summed, whole_memory), outputs.nats
 
         start = _Accumulated(grads=jax.tree.map(jnp.zeros_like, params), memory=memory)
         end, nats = jax.lax.scan(add_microbatch, start, jnp.arange(microbatches))
-        return end.grads, (nats.sum(), end.memory)
+        return end.grads, LossOutputs(nats=nats.sum(), memory=end.memory, nll=None)
 
     return accumulate

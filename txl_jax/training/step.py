@@ -13,10 +13,12 @@ import optax
 
 from txl_jax import memory as memory_lib
 from txl_jax.config import ExperimentConfig, LossPart, TrainConfig
+from txl_jax.inference.scorer import at_temperature
 from txl_jax.memory import Memory
 from txl_jax.modules import AnyModel
 from txl_jax.recurrence import Segments, weighted_sum
 from txl_jax.training import grad_accumulation, weight_averaging
+from txl_jax.training.grad_accumulation import LossOutputs
 from txl_jax.training.weight_averaging import Average
 
 
@@ -82,8 +84,12 @@ class UpdateMetrics(NamedTuple):
     tokens: jax.Array  # Number of scored tokens.
     grad_norm: jax.Array  # Global norm of the gradient before clipping.
     learning_rate: jax.Array  # Learning rate of the update, float32.
+    # [B, L], losses of all positions before the update, scored or not. Only in evaluation.
+    nll: jax.Array | None = None
 
 
+# (state, one segment) -> (the state after the update, its metrics).
+Update = Callable[[TrainState, Segments], tuple[TrainState, UpdateMetrics]]
 # (state, S segments) -> (the state after S updates, their metrics [S]).
 TrainStep = Callable[[TrainState, Segments], tuple[TrainState, UpdateMetrics]]
 
@@ -100,9 +106,40 @@ def make_train_step(
 
     `seed` is the dropout seed, which may be traced, or None for the config's.
     """
+    update = make_update(model, optimizer, schedule, config, seed=seed)
+
+    def train_step(state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
+        """Makes S updates, one per segment."""
+        # Not by `recurrence.scan_segments`: the memory is a part of the state.
+        return jax.lax.scan(update, state, segments)
+
+    return train_step
+
+
+def make_update(
+    model: AnyModel,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    config: ExperimentConfig,
+    *,
+    seed: int | jax.Array | None = None,
+    in_evaluation: bool = False,
+) -> Update:
+    """Returns the function that makes one update, from one segment.
+
+    Args:
+      model: The model.
+      optimizer: Turns gradients into updates.
+      schedule: The learning rate by update, for the metrics.
+      config: All settings.
+      seed: The dropout seed, which may be traced, or None for the config's.
+      in_evaluation: Whether this is an update of dynamic evaluation (`evaluation.dynamic`): there
+        is no dropout, the loss is at `eval.temperature`, and the metrics have every position's.
+    """
     if seed is None:
         seed = config.seed
-    gradient = jax.grad(_make_loss(model, config), has_aux=True)
+    loss = _make_loss(model, config, in_evaluation=in_evaluation)
+    gradient = jax.grad(loss, has_aux=True)
 
     def update(state: TrainState, segment: Segments) -> tuple[TrainState, UpdateMetrics]:
         # Rows whose text begins again with this segment lose their memory.
@@ -117,18 +154,19 @@ def make_train_step(
 
         if config.train.grad_accum_steps > 1:
             accumulate = grad_accumulation.in_microbatches(gradient, config.train.grad_accum_steps)
-            grads, (nats, memory) = accumulate(state.params, memory, segment, dropout_key, tokens)
+            grads, outputs = accumulate(state.params, memory, segment, dropout_key, tokens)
         else:
-            grads, (nats, memory) = gradient(state.params, memory, segment, dropout_key, tokens)
+            grads, outputs = gradient(state.params, memory, segment, dropout_key, tokens)
 
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             # Optax counts the updates itself, and has the same count as `state.step`.
             metrics = UpdateMetrics(
-                nats=nats,
+                nats=outputs.nats,
                 tokens=tokens,
                 grad_norm=optax.tree.norm(grads),
                 learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
+                nll=outputs.nll if in_evaluation else None,
             )
             params = optax.apply_updates(state.params, updates)
             average = state.average
@@ -139,17 +177,12 @@ def make_train_step(
             step=state.step + 1,
             params=params,
             opt_state=opt_state,
-            memory=memory,
+            memory=outputs.memory,
             average=average,
         )
         return after, metrics
 
-    def train_step(state: TrainState, segments: Segments) -> tuple[TrainState, UpdateMetrics]:
-        """Makes S updates, one per segment."""
-        # Not by `recurrence.scan_segments`: the memory is a part of the state.
-        return jax.lax.scan(update, state, segments)
-
-    return train_step
+    return update
 
 
 def _mask_unscored(segment: Segments, train: TrainConfig) -> Segments:
@@ -167,7 +200,9 @@ def _mask_unscored(segment: Segments, train: TrainConfig) -> Segments:
     return segment._replace(weights=loss_mask)
 
 
-def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple[jax.Array, Any]]:
+def _make_loss(
+    model: AnyModel, config: ExperimentConfig, *, in_evaluation: bool
+) -> Callable[..., tuple[jax.Array, LossOutputs]]:
     """Returns the loss of one segment, or of one microbatch of it."""
     train = config.train
     activation_l2 = config.regularization.activation_l2
@@ -176,8 +211,8 @@ def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple
 
     def loss(
         params: Any, memory: Memory, segment: Segments, dropout_key: jax.Array, tokens: jax.Array
-    ) -> tuple[jax.Array, Any]:
-        """Returns the minimized loss, and (summed nats, new memory).
+    ) -> tuple[jax.Array, LossOutputs]:
+        """Returns the minimized loss, and the other outputs.
 
         The loss is a part of the batch's mean over `tokens`.
         """
@@ -193,10 +228,13 @@ def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple
             memory,
             clamp_len=train.clamp_len,
             same_length=train.same_length,
-            deterministic=False,
+            deterministic=in_evaluation,
             rngs={"dropout": dropout_key},
             mutable=sown_collections,
         )
+        if in_evaluation:
+            scaled_params, hidden = at_temperature(params, hidden, config.eval.temperature)
+            variables = {"params": scaled_params}
         nll: Any = model.apply(variables, hidden, segment.targets, method=model.nll)
         # A position of weight 0 adds exactly 0, whatever its loss is. The sum of these weights is
         # not needed: `tokens` counts the whole batch, of which this may be a microbatch.
@@ -209,7 +247,7 @@ def _make_loss(model: AnyModel, config: ExperimentConfig) -> Callable[..., tuple
             penalty = activation_penalty(outputs, activation=activation_l2, temporal=temporal_l2)
             # The penalty is a mean over rows, and microbatches are summed.
             mean += penalty / train.grad_accum_steps
-        return mean, (nats, memory)
+        return mean, LossOutputs(nats=nats, memory=memory, nll=nll)
 
     return loss
 

@@ -12,7 +12,7 @@ from experiments.paper.ablation import TABLES, Plan, Row, Table, row_config, row
 from support import tiny_run
 from txl_jax.config import Encoding, LossPart, config_tree
 from txl_jax.metrics import Measure
-from txl_jax.runs.score import Interrupted
+from txl_jax.runs.scoring_progress import Interrupted
 
 SIX = Table.WIKITEXT103
 RECURRENT, SHAW = TABLES[SIX][:2]

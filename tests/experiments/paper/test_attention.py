@@ -17,7 +17,7 @@ from txl_jax.config import DType
 from txl_jax.modules.block import Block, LayerContext
 from txl_jax.ops.attention import Visibility
 from txl_jax.ops.attention.distances import key_distances, sinusoids
-from txl_jax.runs.score import Interrupted
+from txl_jax.runs.scoring_progress import Interrupted
 
 L, M = 3, 7
 

@@ -15,7 +15,8 @@ from txl_jax import plots
 from txl_jax.config import Encoding, config_tree
 from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step, window_batches
 from txl_jax.runs import score
-from txl_jax.runs.score import Interrupted, Split
+from txl_jax.runs.score import Split
+from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runs.validation import as_record
 
 # Not the defaults, so that a sweep must set or keep them.

@@ -12,7 +12,7 @@ from experiments.paper.continuation import Plan
 from support import drawn_run, tiny_run
 from txl_jax.config import LineMark, Network, Tokenizer, config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
-from txl_jax.runs.score import Interrupted
+from txl_jax.runs.scoring_progress import Interrupted
 
 WORDS = ["the", "cat", "sat", "@-@", "on", "(", "a", ")", "mat", ",", "and", "was", "seen", "."]
 

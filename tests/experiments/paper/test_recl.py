@@ -17,7 +17,7 @@ from experiments.paper.recl import Plan
 from support import tiny_run
 from txl_jax import plots
 from txl_jax.config import Encoding, Network
-from txl_jax.runs.score import Interrupted
+from txl_jax.runs.scoring_progress import Interrupted
 
 LENGTHS = range(100, 1000, 100)
 

@@ -1,0 +1,162 @@
+"""Dynamic evaluation of a trained model: scores of a text that it learns from while it reads.
+
+`evaluation.dynamic` has the update. Here a trained model is built for it, and its parameters are
+copied for each text, so that each begins with the trained ones and nothing of the run changes.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from txl_jax.config import DynamicConfig
+from txl_jax.data.segments import evaluation_segments
+from txl_jax.errors import NonFiniteError
+from txl_jax.evaluation import dynamic
+from txl_jax.evaluation.streaming import EvalStep, evaluate
+from txl_jax.metrics import Measure, Totals
+from txl_jax.runs.build import Built, shardings_of
+from txl_jax.runs.scoring_progress import Interrupted, progress_bar
+from txl_jax.runs.trained import TrainedModel
+from txl_jax.training.step import TrainState
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DynamicModel:
+    """A trained model that learns from the text that it scores."""
+
+    # Built as a training at the lengths of evaluation (`dynamic.training_config`), whose optimizer
+    # is the update rule.
+    built: Built
+    # The trained parameters. Nothing changes them.
+    params: Any
+    # The sum of squared gradients of training text, for the rule RMS, or None.
+    statistics: Any = None
+
+    @classmethod
+    def of(cls, trained: TrainedModel, params: Any) -> "DynamicModel":
+        """Builds a model for the rule and the lengths of its config. All processes call it.
+
+        Args:
+          trained: The model, with `eval.dynamic.rule` set.
+          params: Its parameters on the devices of its config's mesh.
+
+        Raises:
+          UserError: If settings do not match the devices.
+        """
+        config = dynamic.training_config(trained.config)
+        built = TrainedModel.of(trained, config).build(uses=["training"])
+        return cls(built_with_rule(built), params)
+
+    @property
+    def settings(self) -> DynamicConfig:
+        """The rule and its numbers."""
+        return self.built.config.eval.dynamic
+
+    def start(self) -> TrainState:
+        """Returns the state before the first segment of a text: the trained parameters."""
+        return self._make_state(self.params, self.statistics)
+
+    @functools.cached_property
+    def _make_state(self) -> Callable[[Any, Any], TrainState]:
+        """The jitted function that makes a state of its own, from parameters and statistics."""
+
+        def make_state(params: Any, statistics: Any) -> TrainState:
+            # Copies, because the step reuses the memory of the state that it is given.
+            state = self.built.first_state(jax.tree.map(jnp.copy, params))
+            if statistics is None:
+                return state
+            return dynamic.with_statistics(state, jax.tree.map(jnp.copy, statistics))
+
+        return self.built.jit(make_state, out_shardings=shardings_of(self.built.abstract_state))
+
+    @functools.cached_property
+    def step(self) -> EvalStep:
+        """The jitted function that scores S segments and learns from each. The state is donated."""
+        step = dynamic.make_dynamic_step(self.built.model, self.built.optimizer, self.built.config)
+        # The state must leave a call with the shardings that the next one expects.
+        shardings = (shardings_of(self.built.abstract_state), None)
+        return self.built.jit(step, donate_argnums=1, out_shardings=shardings)
+
+    def score(
+        self,
+        tokens: Any,
+        *,
+        name: str,
+        measure: Measure = Measure.BPC,
+        log: Callable[[str], None],
+        stop_requested: Callable[[], Any] = lambda: False,
+        token_nats: np.ndarray | None = None,
+    ) -> Totals:
+        """Computes the losses of a text, each segment's before it is learned.
+
+        The arguments and the result are those of `runs.score.score`.
+
+        Raises:
+          Interrupted: If a stop was requested. What was scored until then is logged.
+          NonFiniteError: If the loss of a segment is nan or infinite.
+        """
+        lengths = self.built.config.eval
+        reader = evaluation_segments(
+            tokens,
+            batch_size=lengths.batch_size,
+            segment_len=lengths.segment_len,
+            warmup_tokens=lengths.warmup_tokens,
+            own=self.built.own_rows(lengths.batch_size),
+        )
+
+        def after_call(n_segment: int, totals: Totals) -> None:
+            if stop_requested():
+                log(
+                    f"{name}: {totals.format(measure)} up to segment {n_segment:,} of "
+                    f"{reader.n_segments:,} ({totals.tokens:,.0f} tokens)"
+                )
+                raise Interrupted(name)
+            show(n_segment, totals)
+
+        with progress_bar(
+            name, reader.n_segments, unit="segment", measure=measure, log=log
+        ) as show:
+            return evaluate(
+                self.step,
+                None,
+                self.start(),
+                reader,
+                place=functools.partial(self.built.place, batch_size=lengths.batch_size),
+                after_call=after_call,
+                check_nats=functools.partial(self._check_finite, name),
+                token_nats=token_nats,
+            )
+
+    def _check_finite(self, name: str, first_segment: int, nats: np.ndarray) -> None:
+        """Raises `NonFiniteError` if the loss of a segment is nan or infinite.
+
+        Args:
+          name: Name of the text.
+          first_segment: Number of the first segment of a call in the text.
+          nats: Floats [S], the losses of the call's segments.
+        """
+        for number, segment_nats in enumerate(nats.tolist(), start=first_segment):
+            if not math.isfinite(segment_nats):
+                raise NonFiniteError(
+                    f"{name}: the loss of segment {number:,} is {segment_nats}, with "
+                    f"eval.dynamic.rule={self.settings.rule} and "
+                    f"eval.dynamic.learning_rate={self.settings.learning_rate:g}. "
+                    "Lower --eval.dynamic.learning_rate."
+                )
+
+
+def built_with_rule(built: Built) -> Built:
+    """Returns a model built for `dynamic.training_config`, with the rule as its optimizer."""
+    settings = built.config.eval.dynamic
+    return dataclasses.replace(
+        built,
+        optimizer=dynamic.make_rule(settings),
+        schedule=optax.constant_schedule(settings.learning_rate),
+    )
