@@ -137,12 +137,15 @@ def test_two_processes_score_evaluate_and_write_as_one_does(undisturbed, start, 
         "--generate.samples=2",
         "--generate.prompt=one two three four",
     ]
-    scores, found = [], []
+    learn = ["--mode=eval", "--eval.dynamic.rule=rmsprop", "--eval.dynamic.learning_rate=0.01"]
+    scores, found, learned = [], [], []
     for n_process in (1, 2):
         workdir = tmp_path / str(n_process)
         shutil.copytree(undisturbed, workdir)
-        for job in (["--mode=score"], evaluate, write):
+        for job in (learn, ["--mode=score"], evaluate, write):
             ended = processes.finish(start(n_process, workdir, *job, *flags))
+            if job is learn:
+                learned.append(json.loads((workdir / "evaluation.json").read_text()))
             assert {code for code, _, _ in ended} == {0}, ended
             assert all(out == "" for _, out, _ in ended[1:])
         lines = "".join(
@@ -157,6 +160,10 @@ def test_two_processes_score_evaluate_and_write_as_one_does(undisturbed, start, 
     np.testing.assert_allclose(scores[0], scores[1], rtol=TOLERANCE)
     for split in ("valid", "test"):
         assert found[0][0][split] == pytest.approx(found[1][0][split], rel=TOLERANCE)
+        for kind in ("static", "dynamic"):
+            of_one, of_two = (results[kind][split] for results in learned)
+            assert of_one == pytest.approx(of_two, rel=TOLERANCE)
+        assert learned[0]["dynamic"][split]["loss"] < learned[0]["static"][split]["loss"]
     assert found[0][1] == found[1][1]
 
 

@@ -23,8 +23,11 @@ from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.data.vocabulary import dumps
+from txl_jax.evaluation import dynamic
+from txl_jax.evaluation.dynamic import make_dynamic_step
 from txl_jax.runs import score, warm_start
 from txl_jax.runs.build import build, build_for
+from txl_jax.runs.dynamic import built_with_rule
 from txl_jax.runs.generate import read_prompt, read_stop
 from txl_jax.runs.run import Run
 from txl_jax.runs.trainer import training_reader
@@ -115,6 +118,16 @@ def eval_step(config):
     return parts.eval_step.lower(weights, memory, segments).as_text()
 
 
+def dynamic_step(config):
+    """The lowered step of dynamic evaluation, or None if there is none."""
+    if config.eval.dynamic.rule is None:
+        return None
+    parts = built_with_rule(parts_of(dynamic.training_config(config)))
+    step = make_dynamic_step(parts.model, parts.optimizer, parts.config)
+    segments = readers(config)[1].segments(0, 1)
+    return jax.jit(step).lower(None, parts.abstract_state, segments).as_text()
+
+
 def batch(config):
     training, evaluation = readers(config)
     calls = (training.segments(0, config.train.segments_per_call), evaluation.segments(0, 2))
@@ -191,6 +204,7 @@ PROBES = (
     first_weights,
     train_step,
     eval_step,
+    dynamic_step,
     batch,
     corpus,
     end_token,
@@ -241,6 +255,7 @@ eval_step eval mem_len=8 clamp_len=5 same_length=false cache_dtype=bfloat16 weig
 eval_step eval temperature=1.1
 files eval stride=2 warmup_tokens=4 valid_tokens=20
 scored eval average_checkpoints=2
+dynamic_step eval dynamic.rule=sgd dynamic.learning_rate=0.1 dynamic.decay=0.1 dynamic.epsilon=0.1
 prompt generate prompt=one prompt_file=prompt.txt
 text generate length=5 stop=Q samples=3 temperature=0.1 top_k=2 top_p=0.05 seed=3
 """
@@ -279,6 +294,10 @@ BESIDE = {
     "data.heldout": WORDS | {"data.file": None, "data.corpus": "lm1b"},
     "data.order": WORDS,
     "eval.warmup_tokens": {"eval.valid_tokens": 20},
+    **{
+        f"eval.dynamic.{name}": {"eval.dynamic.rule": "rmsprop"}
+        for name in ("learning_rate", "decay", "epsilon")
+    },
     **dict.fromkeys(SPLITS, SPLITS | {"data.file": None}),
 }
 # First values, where that of `BASE` is not legal beside the others.

@@ -3,6 +3,7 @@ training.
 """
 
 import csv
+import dataclasses
 import json
 import math
 import re
@@ -388,6 +389,18 @@ def test_damaged_results_and_those_of_other_settings_are_none(write):
         assert run.results is None
     (Path(run.folder) / "results.json").write_text("{")
     assert run.results is None
+
+
+def test_results_from_before_there_was_dynamic_evaluation_are_of_the_same_settings(write):
+    [run] = read(write("[grid]\nseed = [1]\n"))
+    record(run, run.config)
+    results = json.loads((Path(run.folder) / "results.json").read_text())
+    old = {name: value for name, value in results["eval"].items() if "dynamic" not in name}
+    assert len(old) < len(results["eval"])
+    (Path(run.folder) / "results.json").write_text(json.dumps(results | {"eval": old}))
+    assert run.results is not None
+    learning = config_tree.replace(run.config, {"eval.dynamic.rule": "sgd"})
+    assert dataclasses.replace(run, config=learning).results is not None
 
 
 def test_a_stopped_run_with_dropout_masks_of_another_version_is_in_the_table(write, capsys):

@@ -142,6 +142,36 @@ def test_a_finished_run_gives_its_results_again(copy, resume):
     assert Run.read(run).dropout_masks == 1
 
 
+# Settings that these records lack, since there was no dynamic evaluation.
+LEARNING = {"eval.dynamic.rule": "rmsprop", "eval.dynamic.learning_rate": 0.01}
+
+
+@pytest.mark.parametrize("changes", [{}, LEARNING], ids=["static", "dynamic"])
+def test_settings_that_a_record_lacks_are_the_defaults_and_training_does_not_learn_from_scores(
+    copy, resume, changes
+):
+    run = copy("finished")
+    before = contents(run)
+    assert "dynamic.rule" not in json.loads(before["results.json"])["eval"]
+
+    outcome = resume(run, **changes)
+
+    # The results are those at these settings, so nothing is scored again.
+    assert outcome.finished and outcome.results == json.loads(before["results.json"])
+    assert contents(run)["results.json"] == before["results.json"]
+
+
+def test_a_resumed_run_keeps_its_best_step_and_scores_it_without_learning(copy, resume):
+    run = copy("without_dropout")
+
+    outcome = resume(run, **LEARNING)
+
+    expected = NUMBERS["without_dropout"]
+    assert_close(losses_of(outcome), expected["results"], tolerance=UPDATED)
+    assert "chosen again" not in (run / "log.txt").read_text()
+    assert not any(name.startswith("dynamic") for name in outcome.results["eval"])
+
+
 def test_an_earlier_checkpoint_is_not_trained_further_in_place_of_a_corrupted_one(copy, resume):
     """The empty directory counts as the step after which nothing is left to do."""
     run = copy("with_dropout")

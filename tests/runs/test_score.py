@@ -2,6 +2,7 @@
 file.
 """
 
+import copy
 import csv
 import dataclasses
 import json
@@ -21,6 +22,7 @@ from txl_jax.data.word_tokens import CharacterVocabulary
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs import score as score_job
+from txl_jax.runs import scoring_progress
 from txl_jax.runs.score import InputFormat, documents, evaluate_splits, open_input
 from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runs.trained import TrainedModel
@@ -66,6 +68,77 @@ def test_both_splits_are_scored_in_total_and_per_token(run, monkeypatch):
         assert [str(number) for number in read] == list(nats), (
             "the shortest text that reads back as the number"
         )
+
+
+LEARNING = {
+    "eval.dynamic.rule": "rmsprop",
+    "eval.dynamic.learning_rate": 0.01,
+    "eval.segment_len": 4,
+}
+
+
+def test_with_a_rule_both_splits_are_scored_static_and_dynamic_side_by_side(run, capsys):
+    config, corpus, workdir, _ = run
+    learning = config_tree.replace(config, LEARNING)
+    static_config = config_tree.replace(config, {"eval.segment_len": 4})
+    static = evaluate_splits(static_config, corpus, workdir)
+    capsys.readouterr()
+
+    results = evaluate_splits(learning, corpus, workdir)
+
+    out = capsys.readouterr().out
+    assert json.loads(Path(workdir.path, "evaluation.json").read_text()) == results
+    assert results["eval"]["dynamic.learning_rate"] == 0.01
+    assert not results.keys() & {"valid", "test"}
+    for split in ("valid", "test"):
+        assert results["static"][split] == static[split]
+        dynamic = results["dynamic"][split]
+        assert dynamic["tokens"] == static[split]["tokens"]
+        # Random parameters on a random text learn at least which bytes there are.
+        assert 0 < dynamic["loss"] < static[split]["loss"] - 0.01
+        for kind in ("static", "dynamic"):
+            assert re.search(
+                rf"(?m)^{split} {kind} bits per byte {results[kind][split]['bpc']:.4f}", out
+            )
+
+
+def test_the_score_of_each_token_is_from_before_it_was_learned(run):
+    config, corpus, workdir, _ = run
+    learning = config_tree.replace(config, LEARNING)
+
+    totals = score_job.score_tokens(learning, corpus, workdir)
+
+    results = evaluate_splits(learning, corpus, workdir)
+    for split in ("valid", "test"):
+        assert totals[split].nll == pytest.approx(results["dynamic"][split]["loss"], rel=1e-6)
+        lines = Path(workdir.path, f"scores-{split}.tsv").read_text().splitlines()[1:]
+        nats = [float(line.split("\t")[2]) for line in lines]
+        assert sum(nats) == pytest.approx(totals[split].nats, rel=1e-6)
+
+
+def test_learning_changes_nothing_in_the_run(run):
+    config, corpus, workdir, _ = run
+
+    def contents():
+        files = [path for path in Path(workdir.path).rglob("*") if path.is_file()]
+        return {path: path.read_bytes() for path in files if path.name != "evaluation.json"}
+
+    before = contents()
+    evaluate_splits(config_tree.replace(config, LEARNING), corpus, workdir)
+
+    assert contents() == before
+
+
+def test_averaged_checkpoints_of_a_member_do_not_learn(run):
+    config, corpus, workdir, _ = run
+    averaged = config_tree.replace(config, LEARNING | {"eval.average_checkpoints": 2})
+    trained = TrainedModel.of(workdir, averaged)
+    score_job._check_dynamic(trained)
+
+    as_member = copy.copy(workdir)
+    as_member.member = "seed=2"
+    with pytest.raises(UserError, match=r"eval\.average_checkpoints"):
+        evaluate_splits(averaged, corpus, as_member)
 
 
 def test_a_choice_of_attention_that_the_record_lacks_is_no_change_of_it(run):
@@ -152,14 +225,14 @@ def test_a_stop_writes_nothing(run, tmp_path):
 
 def test_without_a_terminal_a_line_comes_every_twenty_seconds(monkeypatch):
     clock, logged = iter([100, 119, 120, 121, 145]), []  # At the start, and at each call.
-    monkeypatch.setattr(score_job.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(scoring_progress.time, "monotonic", lambda: next(clock))
     reported = {
         "unit": "segment",
         "measure": Measure.BPC,
         "log": logged.append,
         "stop_requested": lambda: False,
     }
-    with score_job.progress_bar("a text", 50, **reported) as show:
+    with scoring_progress.progress_bar("a text", 50, **reported) as show:
         for done in (5, 10, 15, 20):
             show(done, Totals(nats=np.log(2) * done, tokens=done))
     expected = [("20%", "1.0000", "0:01:20"), ("40%", "1.0000", "0:01:08")]

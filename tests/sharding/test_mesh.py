@@ -140,6 +140,19 @@ def test_rows_are_scored_on_eight_devices(computed, kind):
         assert many["score_in_int8"] == pytest.approx(one["score_in_int8"], rel=0, abs=5e-9)
 
 
+@FULL
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("mesh", ["mixed", "fsdp"])
+def test_a_mesh_learns_while_it_scores_as_one_device_does(computed, mesh, rows):
+    """One row is the published case, in which devices of `data` compute the same."""
+    found = computed("dynamic")
+    one = found[f"one, {rows}"]
+    many = found[f"{mesh}, {rows}"]
+    assert len(one["nats"]) == {1: 38, 16: 3}[rows]
+    np.testing.assert_allclose(many["nats"], one["nats"], rtol=1e-9)
+    np.testing.assert_allclose(many["params"], one["params"], rtol=0, atol=1e-9)
+
+
 # What a device has of the queries [N, D, H, E], the tables of the clusters [V, D], and the memory
 # [N, B, M, D].
 PARTS = {

@@ -28,11 +28,14 @@ from txl_jax.config import (
     AttentionPath,
     CacheDType,
     DropoutConfig,
+    DynamicConfig,
+    DynamicRule,
     ExperimentConfig,
     MeshConfig,
     ModelConfig,
 )
 from txl_jax.data.segments import evaluation_segments, training_segments
+from txl_jax.evaluation import dynamic
 from txl_jax.evaluation.streaming import evaluate
 from txl_jax.metrics import Totals
 from txl_jax.modules.dropout import Dropout
@@ -41,6 +44,7 @@ from txl_jax.ops import adaptive_softmax
 from txl_jax.runs import warm_start as warm_start_lib
 from txl_jax.runs.build import Built, build
 from txl_jax.runs.convert import convert
+from txl_jax.runs.dynamic import DynamicModel, built_with_rule
 from txl_jax.runs.run import Run
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.sharding.mesh import bind_mesh, make_mesh
@@ -454,8 +458,32 @@ def warm_start() -> list[dict]:
     return found
 
 
+def dynamic_scores() -> dict[str, dict[str, Any]]:
+    """Losses and last parameters of dynamic evaluations, by mesh and number of rows."""
+    rule = DynamicConfig(rule=DynamicRule.RMSPROP, learning_rate=0.01, decay=0.1, epsilon=1e-6)
+    changes = SOFTMAX["adaptive"] | {"eval__dynamic": rule}
+    found = {}
+    for mesh in ("one", "mixed", "fsdp"):
+        for rows in (1, B):
+            own = config(MESHES[mesh], **changes, eval__batch_size=rows)
+            parts = build(
+                dynamic.training_config(own), vocab_size=VOCABULARY["adaptive"], uses=["training"]
+            )
+            model = DynamicModel(built_with_rule(parts), parts.init_params())
+            reader = evaluation_segments(TOKENS[:150], batch_size=rows, segment_len=4)
+            segments = model.built.place(reader.segments(0, reader.n_segments))
+            state, losses = model.step(None, model.start(), segments)
+            params = jax.tree.leaves(jax.device_get(state.params))
+            found[f"{mesh}, {rows}"] = {
+                "nats": losses.nats.tolist(),
+                "params": np.concatenate([np.ravel(leaf) for leaf in params]).tolist(),
+            }
+    return found
+
+
 KINDS = {
     "few": few,
+    "dynamic": dynamic_scores,
     "rest": rest,
     "exact": lambda: {"runs": runs()},
     "host time": host_time,
