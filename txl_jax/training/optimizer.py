@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from txl_jax.config import (
@@ -34,8 +35,55 @@ MUON_MOMENTUM = 0.95
 MUON_RMS = 0.2
 
 
+class ScheduleLengths(NamedTuple):
+    """The lengths of a learning-rate schedule: NumPy scalars, or arrays [] that may be traced.
+
+    The compiled training step takes them as data (`runs.build`), so that it is the same program
+    for all values of `train.steps`, `optimizer.decay_steps` and `optimizer.warmup_steps`.
+
+    XLA replaces a division by a constant with a multiplication by its inverse. The inverses are
+    data too, so that a rate is the same, bit for bit, whether the lengths are data or constants.
+    """
+
+    warmup: Any  # int32, updates of the warm-up.
+    warmup_inverse: Any  # Float, 1 / warmup, or 1 without a warm-up.
+    decay_start: Any  # int32, the update at which the decay starts from the peak.
+    decay: Any  # int32, updates from there to the minimum.
+    decay_inverse: Any  # Float, 1 / decay.
+
+    @classmethod
+    def of(cls, config: ExperimentConfig) -> "ScheduleLengths":
+        """Returns the lengths of a config's schedule, on the host."""
+        optimizer = config.optimizer
+        warmup = optimizer.warmup_steps
+        # The original PyTorch script decays from update 0, so that the rate jumps down where the
+        # warm-up ends.
+        decay_start = 0
+        if optimizer.schedule_offset is ScheduleOffset.AFTER_WARMUP:
+            decay_start = warmup
+        decay_end = optimizer.decay_steps or config.train.steps
+        decay = decay_end - decay_start
+        return cls(
+            warmup=np.int32(warmup),
+            warmup_inverse=_inverse(max(warmup, 1)),
+            decay_start=np.int32(decay_start),
+            decay=np.int32(decay),
+            decay_inverse=_inverse(decay),
+        )
+
+
+def _inverse(length: int) -> Any:
+    """Returns 1 / length in JAX's default float dtype, as XLA rounds it."""
+    dtype = jnp.result_type(float)
+    return dtype.type(1) / dtype.type(length)
+
+
 def learning_rate(
-    config: ExperimentConfig, *, peak: float | jax.Array | None = None, multiple: float = 1.0
+    config: ExperimentConfig,
+    *,
+    peak: float | jax.Array | None = None,
+    multiple: float = 1.0,
+    lengths: ScheduleLengths | None = None,
 ) -> optax.Schedule:
     """Returns a schedule with a linear warm-up from 0 to the peak, and then a decay.
 
@@ -52,6 +100,7 @@ def learning_rate(
       peak: Peak learning rate, which may be traced, or None for the config's.
       multiple: Factor on the peak, but not on the minimum, which is `min_lr_ratio` of the peak
         without the factor.
+      lengths: Lengths of warm-up and decay, which may be traced, or None for the config's.
     """
     optimizer = config.optimizer
     average = config.average
@@ -60,24 +109,29 @@ def learning_rate(
         peak = optimizer.learning_rate
     peak = multiple * peak
     lowest_ratio = optimizer.min_lr_ratio / multiple
+    if lengths is None:
+        lengths = ScheduleLengths.of(config)
 
-    warmup = optimizer.warmup_steps
-    decay_start = 0
-    if optimizer.schedule_offset is ScheduleOffset.AFTER_WARMUP:
-        decay_start = warmup
-    decay_end = optimizer.decay_steps or config.train.steps
-    decay_steps = decay_end - decay_start
+    def warm_up(count: jax.Array) -> jax.Array:
+        # Products are grouped as XLA groups them if the lengths are constants: constants first.
+        if isinstance(peak, jax.Array):
+            return peak * count * lengths.warmup_inverse
+        return count * (peak * lengths.warmup_inverse)
 
-    match optimizer.schedule:
-        case Schedule.COSINE:
-            decay = optax.cosine_decay_schedule(peak, decay_steps=decay_steps, alpha=lowest_ratio)
-        case Schedule.LINEAR:
-            decay = optax.linear_schedule(peak, peak * lowest_ratio, transition_steps=decay_steps)
+    def decay(count: jax.Array) -> jax.Array:
+        done = jnp.clip(count - lengths.decay_start, 0, lengths.decay)
+        match optimizer.schedule:
+            case Schedule.COSINE:
+                cosine = jnp.cos(done * (math.pi * lengths.decay_inverse))
+                remaining = 0.5 * (1 + cosine)
+                return peak * ((1 - lowest_ratio) * remaining + lowest_ratio)
+            case Schedule.LINEAR:
+                remaining = 1 - done * lengths.decay_inverse
+                lowest = peak * lowest_ratio
+                return (peak - lowest) * remaining + lowest
 
     def rate(count: jax.Array) -> jax.Array:
-        rising = peak * count / max(warmup, 1)
-        falling = decay(count - decay_start)
-        unscaled = jnp.where(count < warmup, rising, falling)
+        unscaled = jnp.where(count < lengths.warmup, warm_up(count), decay(count))
         if average.lr_scale == 1 or average.start_step is None:
             return unscaled
         return jnp.where(count < average.start_step, 1, average.lr_scale) * unscaled
@@ -86,12 +140,15 @@ def learning_rate(
 
 
 def make_optimizer(
-    config: ExperimentConfig, *, peak: float | jax.Array | None = None
+    config: ExperimentConfig,
+    *,
+    peak: float | jax.Array | None = None,
+    lengths: ScheduleLengths | None = None,
 ) -> optax.GradientTransformation:
     """Returns gradient clipping, then the update rule, with weight decays and rates.
 
     Gradients are clipped by their global norm over all devices. `peak` is the peak learning rate,
-    which may be traced, or None for the config's.
+    and `lengths` are those of its schedule. Both may be traced, or None for the config's.
     """
     optimizer = config.optimizer
     rule = update_rule(config)
@@ -106,19 +163,19 @@ def make_optimizer(
     if optimizer.weight_decay:
         chain.append(optax.add_decayed_weights(optimizer.weight_decay, mask=_decayed))
     chain += rule.after_decay
-    chain.append(_scale_by_rates(config, peak))
+    chain.append(_scale_by_rates(config, peak, lengths))
     return optax.chain(*chain)
 
 
 def _scale_by_rates(
-    config: ExperimentConfig, peak: float | jax.Array | None
+    config: ExperimentConfig, peak: float | jax.Array | None, lengths: ScheduleLengths | None
 ) -> optax.GradientTransformation:
     """Returns the step times minus the learning rate. The embedding may have a rate of its own."""
     multiple = config.optimizer.embedding_lr_multiplier
-    usual = optax.scale_by_learning_rate(learning_rate(config, peak=peak))
+    usual = optax.scale_by_learning_rate(learning_rate(config, peak=peak, lengths=lengths))
     if multiple == 1:
         return usual
-    embedding_rate = learning_rate(config, peak=peak, multiple=multiple)
+    embedding_rate = learning_rate(config, peak=peak, multiple=multiple, lengths=lengths)
     by_group = {"embedding": optax.scale_by_learning_rate(embedding_rate), "others": usual}
     return optax.partition(by_group, _group)
 
