@@ -162,9 +162,11 @@ def run(plan: Plan, job: cli.Job) -> int | None:
         config = plan.keep_steps(job.config(run), job, run)
         run.compare(config)
         corpus = read_corpus(config.data, data_dir="", cache_dir=prepared)
-        config = plan.fit_steps(config, corpus, job, run)
+        config, timed_step = plan.fit_steps(config, corpus, job, run)
         with job.stop:
-            outcome = train_run(config, corpus, run, stop_requested=lambda: job.stop)
+            outcome = train_run(
+                config, corpus, run, compiled_step=timed_step, stop_requested=lambda: job.stop
+            )
     if not outcome.finished or outcome.results is None:
         return None
     trained = Run.read(plan.workdir)

@@ -43,7 +43,7 @@ def cost_of_task(built: Built, task: str, program: Any) -> ProgramCost:
 
 
 def _compile_training(built: Built) -> Any:
-    return built.compile_step().program
+    return built.lower_step().compile()
 
 
 def _compile_evaluation(built: Built) -> Any:

@@ -159,11 +159,12 @@ def _measure_step(
     config = sizes.config(name, changes or {})
     built = _build(config)
     start = time.perf_counter()
-    program: Any = built.compile_step().program
+    compilation = built.compile_step()
     compile_seconds = time.perf_counter() - start
+    program = compilation.executable
 
     segments = timing.random_segments(built, config.train)
-    call = timing.repeated(program, built.init_state(), segments)
+    call = timing.repeated(compilation.program, built.init_state(), segments)
     seconds = _median_seconds(call, sizes.calls)
     cost = flops.of_step(config, vocab_size=built.model.vocab_size, n_device=built.mesh.size)
     tables = [

@@ -161,15 +161,16 @@ def training(built: Built) -> Task:
     """
     config, train = built.config, built.config.train
     cost = flops.of_step(config, vocab_size=built.model.vocab_size, n_device=built.mesh.size)
-    step, segments = built.compile_step().program, timing.random_segments(built, train)
-    call = timing.repeated(step, built.init_state(), segments)
+    compilation = built.compile_step()
+    segments = timing.random_segments(built, train)
+    call = timing.repeated(compilation.program, built.init_state(), segments)
     return Task(
         "training",
         cost.tokens * train.segments_per_call,
         call,
         train,
         cost.flops and cost.flops / cost.tokens,
-        program=step,
+        program=compilation.executable,
     )
 
 

@@ -16,6 +16,7 @@ from support import drawn_run, programs
 from txl_jax.cli import plans
 from txl_jax.config import GenerateConfig
 from txl_jax.runs.convert import convert
+from txl_jax.runs.time_budget import FittingSteps
 from txl_jax.runtime import stop
 
 SHORT = programs.steps(2, every=2)
@@ -96,7 +97,9 @@ def test_minutes_set_the_steps_at_the_first_start_alone(own_text, tmp_path, monk
     monkeypatch.setattr(
         plans,
         "steps_in",
-        lambda seconds, *given: asked.append(seconds) or (20 * len(asked), 0.1),
+        lambda seconds, *given: (
+            asked.append(seconds) or FittingSteps(20 * len(asked), 0.1, 30, 7, compilation=None)
+        ),
     )
     (tmp_path / "mine.flags").write_text("\n".join([*own_text, "--optimizer.warmup_steps=30"]))
     words = [

@@ -17,6 +17,7 @@ from txl_jax.runs import ensemble
 from txl_jax.runs.build import build
 from txl_jax.runs.run import Run
 from txl_jax.training.member_axis import Variation, make_ensemble_step
+from txl_jax.training.optimizer import ScheduleLengths
 from txl_jax.training.step import make_train_step
 
 STEPS = 12
@@ -86,7 +87,7 @@ def test_a_step_of_all_members_is_the_step_of_each_alone(dtype, tolerance, n_com
     made, segments = build(config, vocab_size=tiny.V), tiny_run.text().segments(0, 1)
     state, step = tiny_run.state(made), jax.jit(make_ensemble_step(made.model, config))
     both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (state, segments))
-    after, found = step(Variation.of(config, configs), *both)
+    after, found = step(ScheduleLengths.of(config), Variation.of(config, configs), *both)
     assert abs(found.nats[0] - found.nats[1]) > 1e-3 * found.nats[0]
     for i, own in list(enumerate(configs))[-n_compared:]:
         alone = build(own, vocab_size=tiny.V)

@@ -56,7 +56,8 @@ def test_the_steps_of_a_time_are_those_that_a_clock_shows(config, corpus, monkey
         now += next(seconds)
 
     monkeypatch.setattr(jax, "block_until_ready", finish_call)
-    steps, each = steps_in(1000, config, corpus, clock=lambda: now)
+    fitting = steps_in(1000, config, corpus, clock=lambda: now)
+    steps, each = fitting.steps, fitting.update_seconds
     assert (
         each == 3 / config.train.segments_per_call and steps % config.train.segments_per_call == 0
     )

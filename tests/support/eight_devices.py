@@ -162,7 +162,7 @@ def sent_by_layers() -> dict[str, list[list[int]]]:
     collective.
     """
     parts = build_run("plain", "mixed", model__attention=AttentionPath.TILED)
-    text = parts.compile_step().program.as_text()
+    text = parts.compile_step().executable.as_text()
     sent: dict[str, list[list[int]]] = {name: [] for name in COLLECTIVES}
     for line in text.splitlines():
         instruction = re.search(rf"= (.*?) ({'|'.join(COLLECTIVES)})\(", line)

@@ -27,6 +27,7 @@ from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.runs import run_tables
 from txl_jax.runs.run import Run
+from txl_jax.runs.time_budget import FittingSteps
 from txl_jax.runs.trainer import Outcome
 from txl_jax.runtime import storage
 
@@ -163,10 +164,20 @@ def start_split(seen, plan, changed):
     return seen.found
 
 
+def fitting_at_one_second(seconds, config, corpus):
+    return FittingSteps(
+        steps=round(seconds),
+        update_seconds=1.0,
+        advised_steps=1,
+        advised_minutes=1,
+        compilation=None,
+    )
+
+
 def start_quickstart(seen, plan, changed):
     seen.keep(Run, "open", contextlib.nullcontext(NEW_RUN))
     seen.keep(quickstart, "read_corpus", CORPUS)
-    seen.replace(plans, "steps_in", lambda seconds, config, corpus: (round(seconds), 0.1))
+    seen.replace(plans, "steps_in", fitting_at_one_second)
     seen.keep(quickstart, "train_run", STOPPED)
     seen.run(quickstart, plan, changed)
     return seen.without("train_run.stop_requested")
@@ -176,7 +187,7 @@ def start_training(seen, plan, changed):
     seen.keep(job_lib, "read_corpus", CORPUS)
     seen.keep(plans, "WeightsAndBiases", "W&B")
     seen.keep(Run, "open", contextlib.nullcontext(NEW_RUN))
-    seen.replace(plans, "steps_in", lambda seconds, config, corpus: (round(seconds), 0.1))
+    seen.replace(plans, "steps_in", fitting_at_one_second)
     seen.replace(train_command, "refuse_packed", lambda corpus: None)
     seen.replace(train_command, "_note_unread", lambda *given: None)
     seen.replace(train_command, "check_program", lambda *given: None)

@@ -10,6 +10,7 @@ from txl_jax.config import CacheDType, ExperimentConfig, WeightDType, config_tre
 from txl_jax.config.config_tree import Config, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
+from txl_jax.runs.build import Compilation
 from txl_jax.runs.run import Run, recorded_folders
 from txl_jax.runs.time_budget import steps_in
 from txl_jax.runtime import distributed
@@ -143,29 +144,43 @@ class TimedPlan(Plan):
 
     def fit_steps(
         self, config: ExperimentConfig, corpus: Corpus, job: Job, run: Run
-    ) -> ExperimentConfig:
+    ) -> tuple[ExperimentConfig, Compilation | None]:
         """Returns the config with as many steps as fit into --minutes, at the first start of a run.
 
-        At most a tenth of the steps are warm-up, unless the warm-up is typed.
+        At most a tenth of the steps are warm-up, unless the warm-up is typed. If the steps are few,
+        the run's notes say so.
+
+        Returns:
+          (the config, the training step that was timed, for `train_run`). At other starts, and
+          without --minutes, the config is the same and the step None.
 
         Raises:
           UserError: If the text cannot be trained on, or the minutes are too few for one step.
         """
         if self.minutes is None or not run.is_new:
-            return config
+            return config, None
         print(
             "speed     compiling, then timing some steps, to set train.steps by --minutes",
             flush=True,
         )
-        steps, seconds = steps_in(60 * self.minutes, config, corpus)
+        fitting = steps_in(60 * self.minutes, config, corpus)
+        steps = fitting.steps
         warmup = config.optimizer.warmup_steps
         if job.places.get(WARMUP) != "":
             warmup = min(warmup, steps // 10)
         run.notes.append(
-            f"--minutes={self.minutes:g} gives {steps:,} steps of {seconds:.3g} s, "
+            f"--minutes={self.minutes:g} gives {steps:,} steps of {fitting.update_seconds:.3g} s, "
             f"{warmup} of warm-up"
         )
-        return config_tree.replace(config, {"train.steps": steps, WARMUP: warmup})
+        if steps < fitting.advised_steps:
+            run.notes.append(
+                f"{steps} steps are few to learn from. Other work on this machine may have slowed "
+                f"them down. {fitting.advised_steps} steps would take about "
+                f"{fitting.advised_minutes} minutes. To train longer, rerun the command with "
+                "--train.steps instead of --minutes."
+            )
+        fitted = config_tree.replace(config, {"train.steps": steps, WARMUP: warmup})
+        return fitted, fitting.compilation
 
 
 def with_recorded_folders(plan: Any, places: Mapping[str, str]) -> Any:

@@ -140,13 +140,18 @@ def _train(plan: TrainPlan, job: Job) -> int | None:
         sets_tokenizer = {"tokenizer", "data.tokenizer.kind"} & job.places.keys()
         if run.is_new and not sets_tokenizer:
             distributed.run_on_all(lambda: refuse_packed(corpus))
-        config = plan.fit_steps(config, corpus, job, run)
+        config, timed_step = plan.fit_steps(config, corpus, job, run)
 
         # Only here a signal asks to stop: it makes `job.stop` true. While a text is read it ends
         # the process at once.
         with job.stop:
             outcome = train_run(
-                config, corpus, run, stop_requested=lambda: job.stop, **sinks_and_profile
+                config,
+                corpus,
+                run,
+                compiled_step=timed_step,
+                stop_requested=lambda: job.stop,
+                **sinks_and_profile,
             )
 
     if not outcome.finished:

@@ -38,34 +38,64 @@ from txl_jax.sharding.axes import batch_axes, named_sharding, num_batch_shards, 
 from txl_jax.sharding.mesh import FSDP, TENSOR, bind_mesh, make_mesh, use_mesh
 from txl_jax.training import optimizer as optimizer_lib
 from txl_jax.training.member_axis import Members
-from txl_jax.training.step import TrainState, init_params, init_state, make_train_step
+from txl_jax.training.optimizer import ScheduleLengths
+from txl_jax.training.step import (
+    TrainState,
+    TrainStep,
+    UpdateMetrics,
+    init_params,
+    init_state,
+    make_train_step,
+)
 
 
 class Compilation(NamedTuple):
-    """A compiled function, ready to be called."""
+    """A compiled training step, ready to be called."""
 
-    # A `jax.stages.Compiled`, perhaps with its first argument bound.
-    program: Callable[..., Any]
+    # The step of one run, with state and S segments as arguments.
+    program: TrainStep
+    # The compiled program. It takes the run's values (`Built.step_values`) before the state, so
+    # that it also serves other runs.
+    executable: jax.stages.Compiled
+    # The program's text before compilation.
+    text: str
     # Time of the compilation, without tracing and lowering.
     seconds: float
     # Activations and other scratch per device, or None if the backend does not report them.
     temporary_bytes: int | None
 
     @classmethod
-    def of(cls, lowered: jax.stages.Lowered) -> "Compilation":
-        """Compiles a function, or reads it from JAX's persistent cache."""
+    def of(
+        cls,
+        lowered: jax.stages.Lowered,
+        values: tuple[Any, ...],
+        earlier: "Compilation | None" = None,
+    ) -> "Compilation":
+        """Compiles a step, or reads it from JAX's persistent cache.
+
+        Args:
+          lowered: The step of `values`, state and segments.
+          values: Its first arguments, which the run's program has bound.
+          earlier: Another compilation in this process, or None. Its executable is used if it is of
+            the same text.
+        """
+        text = lowered.as_text()
+        if earlier is not None and earlier.text == text:
+            return earlier._replace(program=functools.partial(earlier.executable, *values))
+
         began = time.monotonic()
-        program = lowered.compile()
+        executable = lowered.compile()
         seconds = time.monotonic() - began
 
-        analysis: Any = program.memory_analysis()
+        analysis: Any = executable.memory_analysis()
         temporary_bytes = None if analysis is None else analysis.temp_size_in_bytes
-        return cls(program, seconds, temporary_bytes)
+        program = functools.partial(executable, *values)
+        return cls(program, executable, text, seconds, temporary_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A config's model, optimizer, schedule, mesh and attention, and its functions.
+    """A config's model, mesh and attention, and its functions.
 
     Each function is compiled for this model on this mesh.
     """
@@ -74,10 +104,6 @@ class Built:
     config: ExperimentConfig
     # The Flax module, with the implementations of attention.
     model: AnyModel
-    # The optimizer that updates the parameters.
-    optimizer: optax.GradientTransformation
-    # The learning rate by update.
-    schedule: optax.Schedule
     # All devices, with the axes of `sharding.mesh`.
     mesh: Mesh
     # The implementations of attention and their reasons, or None for a network without attention.
@@ -96,6 +122,16 @@ class Built:
         return bind_mesh(self.mesh, jax.jit(function, **options))
 
     # Training
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The optimizer that updates the parameters."""
+        return optimizer_lib.make_optimizer(self.config)
+
+    @functools.cached_property
+    def schedule(self) -> optax.Schedule:
+        """The learning rate by update."""
+        return optimizer_lib.learning_rate(self.config)
 
     @property
     def members(self) -> Members:
@@ -167,18 +203,57 @@ class Built:
         """
         return init_state(self.model, self.optimizer, self.config, params)
 
-    def compile_step(self) -> Compilation:
-        """Compiles the train step of S updates (`TrainStep`). The state is donated."""
+    def compile_step(self, earlier: Compilation | None = None) -> Compilation:
+        """Compiles the train step of S updates (`TrainStep`). The state is donated.
+
+        Args:
+          earlier: A step that this process has compiled, or None. If it is the same program, which
+            does not depend on the schedule's lengths, nothing is compiled.
+        """
+        return Compilation.of(self.lower_step(), self.step_values(), earlier)
+
+    def lower_step(self) -> jax.stages.Lowered:
+        """Lowers the train step, as a function of `step_values`, the state and S segments.
+
+        It is lowered before the first call, for the shapes and shardings of its arguments, also for
+        devices that this machine does not have.
+        """
         self.check_batch_size()
-        step = make_train_step(self.model, self.optimizer, self.schedule, self.config)
+
+        def step(
+            lengths: ScheduleLengths, state: TrainState, segments: Segments
+        ) -> tuple[TrainState, UpdateMetrics]:
+            # As constants, the lengths would make another program, to be compiled again, when a
+            # run gets more steps, and after --minutes has set them.
+            train_step = make_train_step(
+                self.model,
+                optimizer_lib.make_optimizer(self.config, lengths=lengths),
+                optimizer_lib.learning_rate(self.config, lengths=lengths),
+                self.config,
+            )
+            return train_step(state, segments)
 
         # The state must leave the step with the shardings it came with, or the next call would
         # reject it. The metrics are replicated.
-        shardings = (shardings_of(self.abstract_state), named_sharding(self.mesh))
-        jitted = self.jit(step, donate_argnums=0, out_shardings=shardings)
+        replicated = named_sharding(self.mesh)
+        shardings = (shardings_of(self.abstract_state), replicated)
+        jitted = self.jit(step, donate_argnums=1, out_shardings=shardings)
+        lengths = ScheduleLengths.of(self.config)
+        abstract_lengths = abstract_arrays(lengths, jax.tree.map(lambda _: replicated, lengths))
         segments = self.abstract_segments(self.config.train)
-        # It is compiled before the first call, for the shapes and shardings of its arguments.
-        return Compilation.of(jitted.lower(self.abstract_state, segments))
+        return jitted.lower(abstract_lengths, self.abstract_state, segments)
+
+    def step_values(self) -> tuple[Any, ...]:
+        """Returns the values of this run that its step takes as data, on all devices.
+
+        They are the lengths of the schedule.
+        """
+        replicated = named_sharding(self.mesh)
+
+        def put(length: np.generic) -> jax.Array:
+            return jax.make_array_from_process_local_data(replicated, np.asarray(length), ())
+
+        return (jax.tree.map(put, ScheduleLengths.of(self.config)),)
 
     def check_batch_size(self) -> None:
         """Checks that the training rows can be split evenly over devices and microbatches.
@@ -410,8 +485,6 @@ def build(
     built = Built(
         config=config,
         model=model,
-        optimizer=optimizer_lib.make_optimizer(config),
-        schedule=optimizer_lib.learning_rate(config),
         mesh=mesh,
         attention=attention,
     )

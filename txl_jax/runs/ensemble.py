@@ -10,7 +10,6 @@ The runs differ in seed, learning rate or dropout. `train_run` trains them.
   `split_off` makes it a separate run.
 """
 
-import functools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.errors import UserError
-from txl_jax.runs.build import Built, Compilation, build_for, shardings_of
+from txl_jax.runs.build import Built, build_for, shardings_of
 from txl_jax.runs.run import RESULTS, MemberSettings, Run, member_name, read_results
 from txl_jax.runs.trained import load_state
 from txl_jax.runtime import storage
@@ -56,8 +55,6 @@ class Ensemble(Built):
         return cls(
             config=base.config,
             model=base.model,
-            optimizer=base.optimizer,
-            schedule=base.schedule,
             mesh=base.mesh,
             attention=base.attention,
             remat=base.remat,
@@ -82,19 +79,21 @@ class Ensemble(Built):
         shardings = shardings_of(self.members.abstract(self.abstract_state))
         return jax.device_put(self.members.stack(states), shardings)
 
-    def compile_step(self) -> Compilation:
-        """Like `Built.compile_step`, for all members."""
-        variation = member_axis.Variation.of(self.config, list(self.configs.values()))
+    def lower_step(self) -> jax.stages.Lowered:
+        """Like `Built.lower_step`, for all members."""
         abstract_state = self.members.abstract(self.abstract_state)
         abstract_segments = self.members.abstract(self.abstract_segments(self.config.train))
         step = member_axis.make_ensemble_step(self.model, self.config)
 
         # The state must come out as it went in, or the next call would not take it.
         out_shardings = (shardings_of(abstract_state), None)
-        jitted = jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
-        lowered = jitted.lower(variation, abstract_state, abstract_segments)
-        compilation = Compilation.of(lowered)
-        return compilation._replace(program=functools.partial(compilation.program, variation))
+        jitted = jax.jit(step, donate_argnums=2, out_shardings=out_shardings)
+        return jitted.lower(*self.step_values(), abstract_state, abstract_segments)
+
+    def step_values(self) -> tuple[Any, ...]:
+        """Returns the lengths of the schedule, which members share, and what members differ in."""
+        variation = member_axis.Variation.of(self.config, list(self.configs.values()))
+        return (*super().step_values(), variation)
 
 
 def member_configs(base: ExperimentConfig, members: MemberSettings) -> dict[str, ExperimentConfig]:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 
@@ -10,12 +11,24 @@ from txl_jax import flops
 from txl_jax.config import ExperimentConfig
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
-from txl_jax.runs.build import Built, build_for
+from txl_jax.runs.build import Built, Compilation, build_for
 from txl_jax.runs.trainer import training_reader
 from txl_jax.training.step import TrainState
 
 _SECONDS_TO_TIME = 5.0  # Updates are timed for at least so long.
-_ADVISED_STEPS = 100  # If no step fits, the error names the time that so many steps need.
+# Fewer steps are few, with a note that names the time of so many. The smallest example, the
+# quickstart's model, predicts hardly better than single bytes' frequencies before.
+_ADVISED_STEPS = 100
+
+
+class FittingSteps(NamedTuple):
+    """How many training steps fit into a time."""
+
+    steps: int  # A multiple of `train.segments_per_call`.
+    update_seconds: float  # Seconds per update.
+    advised_steps: int  # From how many steps on training is worth it.
+    advised_minutes: int  # The time for so many, with evaluations.
+    compilation: Compilation  # The training step that was timed.
 
 
 def steps_in(
@@ -24,7 +37,7 @@ def steps_in(
     corpus: Corpus,
     *,
     clock: Callable[[], float] = time.monotonic,
-) -> tuple[int, float]:
+) -> FittingSteps:
     """Measures updates, and computes how many fit into a time together with their evaluations.
 
     The timed updates are discarded. Compilation does not count, and evaluations count by their
@@ -36,16 +49,14 @@ def steps_in(
       corpus: The text.
       clock: Returns the time in seconds.
 
-    Returns:
-      (number of steps, a multiple of `train.segments_per_call`, seconds per update).
-
     Raises:
       UserError: If the text cannot be trained on, or evaluations leave no time for updates.
     """
     built = build_for(config, corpus.vocabulary)
     built.check_batch_size()
     train = config.train
-    update_seconds = _seconds_per_update(built, corpus, clock)
+    compilation = built.compile_step()
+    update_seconds = _seconds_per_update(built, compilation, corpus, clock)
 
     # The device is assumed to do the FLOPs of an evaluation as fast as those of an update.
     vocab_size = built.model.vocab_size
@@ -59,32 +70,36 @@ def steps_in(
     # last update is evaluated too, whether it is a multiple of eval_every or not.
     step_seconds = update_seconds + valid_seconds / train.eval_every
     end_seconds = valid_seconds + test_seconds
+    per_call = train.segments_per_call
     steps = int((seconds - end_seconds) / step_seconds)
-    steps -= steps % train.segments_per_call
+    steps -= steps % per_call
+
+    advised_steps = per_call * math.ceil(_ADVISED_STEPS / per_call)
+    advised_minutes = math.ceil((end_seconds + advised_steps * step_seconds) / 60)
     if steps <= 0:
-        enough = math.ceil((end_seconds + _ADVISED_STEPS * step_seconds) / 60)
         raise UserError(
             f"{seconds / 60:g} minutes are too few to train: a step takes {update_seconds:.3g} s, "
             f"and scoring the validation and test splits {end_seconds:.3g} s. Pass at least "
-            f"{enough} minutes for {_ADVISED_STEPS} steps, or a smaller model."
+            f"{advised_minutes} minutes for {advised_steps} steps, or a smaller model."
         )
-    return steps, update_seconds
+    return FittingSteps(steps, update_seconds, advised_steps, advised_minutes, compilation)
 
 
-def _seconds_per_update(built: Built, corpus: Corpus, clock: Callable[[], float]) -> float:
+def _seconds_per_update(
+    built: Built, compilation: Compilation, corpus: Corpus, clock: Callable[[], float]
+) -> float:
     """Makes updates for some seconds, and returns the time of each after the first call.
 
     The command runs in a single process, so the clock may decide how many calls there are.
     """
     train = built.config.train
     reader = training_reader(built, corpus, built.config.seed)
-    train_step = built.compile_step().program
 
     def call(state: TrainState, number: int) -> TrainState:
         """Makes the updates of one call, and waits for them."""
         segments = reader.segments(number * train.segments_per_call, train.segments_per_call)
         placed = built.place(segments, batch_size=train.batch_size)
-        state, metrics = train_step(state, placed)
+        state, metrics = compilation.program(state, placed)
         jax.block_until_ready(metrics)
         return state
 

@@ -26,7 +26,7 @@ from txl_jax.data.segments import SegmentReader, training_segments
 from txl_jax.errors import NonFiniteError
 from txl_jax.recurrence import Segments
 from txl_jax.runs import announce, attention_check, ensemble, warm_start
-from txl_jax.runs.build import Built, build_for
+from txl_jax.runs.build import Built, Compilation, build_for
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.generate import make_sampler
 from txl_jax.runs.run import (
@@ -137,6 +137,7 @@ def train_run(
     sinks: Sequence[Sink] = (),
     profile_steps: tuple[int, int] | None = None,
     verbose: bool = False,
+    compiled_step: Compilation | None = None,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> Outcome:
     """Trains an open run to the end, or until a stop is requested.
@@ -156,6 +157,8 @@ def train_run(
       profile_steps: First and last update, from 1, of a profile in the workdir's `profile`, or None
         for no profile.
       verbose: Whether to print details of attention and memory that on one device only log.txt has.
+      compiled_step: A training step that this process has compiled, or None. It is used if it is
+        this run's, whatever the lengths of the schedule.
       stop_requested: Asked between calls of the training step and while a split is scored. Training
         stops, saved, once it returns something true.
 
@@ -229,6 +232,7 @@ def train_run(
         profile_steps=profile_steps,
         sampler=sampler,
         verbose=verbose,
+        compiled_step=compiled_step,
         stop_requested=stop_requested,
     )
     return trainer.train()
@@ -297,6 +301,8 @@ class Trainer:
     sampler: Callable[..., list[bytes]] | None
     # Whether to print details that on one device only log.txt has.
     verbose: bool
+    # A training step that was compiled before, perhaps for this run, or None.
+    compiled_step: Compilation | None
     # Asked between calls of the training step and while a split is scored.
     stop_requested: Callable[[], Any]
 
@@ -447,7 +453,7 @@ class Trainer:
     def _compile(self) -> TrainStep:
         """Compiles the training step, and logs attention, memory and the compilation time."""
         # Traces `make_train_step` (training/step.py) with its `jax.grad`.
-        compilation = self.built.compile_step()
+        compilation = self.built.compile_step(self.compiled_step)
         show_details = self.verbose or self.built.mesh.size > 1
         announce.report_build(self.built, compilation, self._log, show_details=show_details)
         return compilation.program

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from txl_jax.config import DropoutConfig, ExperimentConfig
 from txl_jax.modules import AnyModel
 from txl_jax.recurrence import Segments
-from txl_jax.training.optimizer import learning_rate, make_optimizer
+from txl_jax.training.optimizer import ScheduleLengths, learning_rate, make_optimizer
 from txl_jax.training.step import TrainState, UpdateMetrics, make_train_step
 
 SEED = "seed"
@@ -160,28 +160,29 @@ def _rates(dropout: DropoutConfig) -> dict[str, float]:
 
 def make_ensemble_step(
     model: AnyModel, base: ExperimentConfig
-) -> Callable[[Variation, TrainState, Segments], tuple[TrainState, UpdateMetrics]]:
+) -> Callable[[ScheduleLengths, Variation, TrainState, Segments], tuple[TrainState, UpdateMetrics]]:
     """Returns a function that makes S updates of each of n members.
 
     Up to rounding, each member's updates are the same as with `make_train_step` and the member's
     values.
 
-    The function takes the members' values, states with a leading axis n and segments [n, S, B, L].
-    It returns the states and metrics [n, S].
+    The function takes the schedule's lengths, which members share, the members' values, states with
+    a leading axis n and segments [n, S, B, L]. It returns the states and metrics [n, S].
     """
 
     def member_updates(
-        variation: Variation, state: TrainState, segments: Segments
+        lengths: ScheduleLengths, variation: Variation, state: TrainState, segments: Segments
     ) -> tuple[TrainState, UpdateMetrics]:
-        # Below vmap, each of these values is one member's scalar.
+        # Below vmap, each value of the variation is one member's scalar.
         member_model = with_rates(model, variation.dropout) if variation.dropout else model
+        peak = variation.learning_rate
         train_step = make_train_step(
             member_model,
-            make_optimizer(base, peak=variation.learning_rate),
-            learning_rate(base, peak=variation.learning_rate),
+            make_optimizer(base, peak=peak, lengths=lengths),
+            learning_rate(base, peak=peak, lengths=lengths),
             base,
             seed=variation.seed,
         )
         return train_step(state, segments)
 
-    return jax.vmap(member_updates)
+    return jax.vmap(member_updates, in_axes=(None, 0, 0, 0))

@@ -1,0 +1,75 @@
+"""Tests how often a run compiles its training step: once, whatever the lengths of its schedule.
+
+That the program's text does not depend on them: tests/training/test_schedule_lengths.py.
+"""
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from support import runs, tiny
+from support.runs import stop_after
+from txl_jax.cli import plans
+from txl_jax.cli.job import Job
+from txl_jax.runs import time_budget
+from txl_jax.runs.run import Run
+
+MORE = 36
+# Lines of JAX's log of compilations. The first has also what is read from the persistent cache.
+COMPILED = "Finished XLA compilation of jit(step) "
+CACHE_HIT = "Persistent compilation cache hit for 'jit_step' "
+
+
+@pytest.fixture
+def empty_cache(tmp_path):
+    """JAX's persistent cache in a new directory, for this test."""
+    usual = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", usual)
+    compilation_cache.reset_cache()
+
+
+def fit(minutes, config, corpus, run):
+    """The config and the compiled step that a plan with --minutes trains with."""
+    plan = plans.TimedPlan(minutes=minutes)
+    return plan.fit_steps(config, corpus, Job(plan, config, [], {}, None), run)
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_the_step_is_compiled_once_for_minutes_and_for_more_steps(
+    config, corpus, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(time_budget, "_SECONDS_TO_TIME", 0)
+
+    def count(line):
+        return sum(message.startswith(line) for message in caplog.messages)
+
+    with jax.log_compiles():
+        with Run.open(tmp_path / "run") as run:
+            fitted, timed_step = fit(10.0, config, corpus, run)
+            # Another warm-up and other steps than those of the program that was timed.
+            assert fitted.train.steps > MORE
+            fitted = tiny.changed(fitted, optimizer__warmup_steps=1)
+            outcome = runs.train(
+                fitted, corpus, run, compiled_step=timed_step, stop_requested=stop_after(2)
+            )
+        assert not outcome.finished and outcome.step > 0
+        assert (count(COMPILED), count(CACHE_HIT)) == (1, 0)
+
+        # A start without the step of the timing, as in another process.
+        more = tiny.changed(fitted, train__steps=fitted.train.steps + MORE)
+        assert runs.train(more, corpus, run, stop_requested=stop_after(2)).step > outcome.step
+        assert (count(COMPILED), count(CACHE_HIT)) == (2, 1)
+
+
+@pytest.mark.parametrize(("steps", "n_note"), [(20, 2), (30, 1)])
+def test_few_steps_are_noted_before_training(config, corpus, tmp_path, monkeypatch, steps, n_note):
+    fitting = time_budget.FittingSteps(steps, 0.25, 30, 7, compilation=None)
+    monkeypatch.setattr(plans, "steps_in", lambda seconds, *rest: fitting)
+    run = Run(tmp_path)
+    fitted, _ = fit(0.5, config, corpus, run)
+    assert fitted.train.steps == steps and len(run.notes) == n_note
+    numbers = {"20 steps", "30 steps", "7 minutes", "--train.steps"}
+    assert all(text in run.notes[-1] for text in numbers) is (n_note == 2)
