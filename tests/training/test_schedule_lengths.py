@@ -48,11 +48,17 @@ def constant_rate(config, peak):
     )
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["float32", "float64"])
 @pytest.mark.parametrize("decay_steps", [None, 777])
 @pytest.mark.parametrize("offset", ScheduleOffset)
 @pytest.mark.parametrize("schedule", Schedule)
-def test_rates_have_the_bits_of_a_schedule_of_constants(schedule, offset, decay_steps):
+def test_rates_have_the_bits_of_a_schedule_of_constants(schedule, offset, decay_steps, wide):
     """Of lengths whose inverses are rounded, with a peak of the config and with a traced one."""
+    with tiny.enable_x64(wide):
+        compare_rates(schedule, offset, decay_steps)
+
+
+def compare_rates(schedule, offset, decay_steps):
     config = ExperimentConfig(
         optimizer=OptimizerConfig(
             learning_rate=PEAK,
@@ -77,7 +83,9 @@ def test_rates_have_the_bits_of_a_schedule_of_constants(schedule, offset, decay_
             return jax.vmap(constant_rate(config, PEAK if peak is None else peak))(counts)
 
         found = as_data(lengths, traced, counts)
-        np.testing.assert_array_equal(found, as_constants(traced, counts))
+        expected = as_constants(traced, counts)
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
         assert found.max() <= PEAK and len(np.unique(found)) > 700
 
 

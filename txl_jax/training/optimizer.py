@@ -126,12 +126,15 @@ def learning_rate(
                 remaining = 0.5 * (1 + cosine)
                 return peak * ((1 - lowest_ratio) * remaining + lowest_ratio)
             case Schedule.LINEAR:
-                remaining = 1 - done * lengths.decay_inverse
+                # The quotient of two int32 is float32, also where the default is float64.
+                remaining = 1 - done * lengths.decay_inverse.astype(jnp.float32)
                 lowest = peak * lowest_ratio
                 return (peak - lowest) * remaining + lowest
 
     def rate(count: jax.Array) -> jax.Array:
-        unscaled = jnp.where(count < lengths.warmup, warm_up(count), decay(count))
+        falling = decay(count)
+        rising = warm_up(count).astype(falling.dtype)
+        unscaled = jnp.where(count < lengths.warmup, rising, falling)
         if average.lr_scale == 1 or average.start_step is None:
             return unscaled
         return jnp.where(count < average.start_step, 1, average.lr_scale) * unscaled
