@@ -152,11 +152,34 @@ class DynamicModel:
                 )
 
 
-def built_with_rule(built: Built) -> Built:
-    """Returns a model built for `dynamic.training_config`, with the rule as its optimizer."""
-    settings = built.config.eval.dynamic
-    return dataclasses.replace(
-        built,
-        optimizer=dynamic.make_rule(settings),
-        schedule=optax.constant_schedule(settings.learning_rate),
+@dataclasses.dataclass(frozen=True)
+class BuiltToLearn(Built):
+    """A model that is built for dynamic evaluation, with another optimizer than that of training.
+
+    Its config is the one of `dynamic.training_config`.
+    """
+
+    # Turns gradients into updates.
+    rule: optax.GradientTransformation = dataclasses.field(kw_only=True)
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The rule."""
+        return self.rule
+
+
+def built_with_rule(built: Built, rule: optax.GradientTransformation | None = None) -> Built:
+    """Returns a model built for `dynamic.training_config`, with a rule as its optimizer.
+
+    None means the rule of its settings.
+    """
+    if rule is None:
+        rule = dynamic.make_rule(built.config.eval.dynamic)
+    return BuiltToLearn(
+        config=built.config,
+        model=built.model,
+        mesh=built.mesh,
+        attention=built.attention,
+        remat=built.remat,
+        rule=rule,
     )
