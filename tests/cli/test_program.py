@@ -31,7 +31,7 @@ from txl_jax.config import (
     config_tree,
 )
 from txl_jax.config.config_tree import require
-from txl_jax.config.experiment import apply_preset, preset, preset_names
+from txl_jax.config.experiment import apply_preset, evaluation_preset_names, preset, preset_names
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.published import default_data
@@ -747,7 +747,7 @@ def test_help_has_the_flags_that_a_program_reads_once_each_in_groups_and_the_fla
     assert headings(out)[-2:] == ["model", "eval"] and "--helpfull" in out and "--seed=" not in out
     code, out, err = programs.run("experiments.enwik8", "--help")
     assert code == 0 and not err
-    for words in ("python -m experiments.enwik8", *preset_names()):
+    for words in ("python -m experiments.enwik8", *preset_names(), *evaluation_preset_names()):
         assert words in out
     usages = re.findall(r"(?m)^  --([\w.]+)=(\S*)", out)
     defaults = dict(usages)

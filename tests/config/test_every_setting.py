@@ -17,19 +17,24 @@ import pytest
 from support import drawn_run, hf_tokenizers, miniature, runs
 from support.cases import nightly_but
 from txl_jax.cli.flag_tree import SettingParser
-from txl_jax.config import CorpusName, ExperimentConfig, InitVocabulary, config_tree
+from txl_jax.config import (
+    CorpusName,
+    DynamicConfig,
+    DynamicRule,
+    ExperimentConfig,
+    InitVocabulary,
+    config_tree,
+)
 from txl_jax.data import published
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.data.vocabulary import dumps
-from txl_jax.evaluation import dynamic
-from txl_jax.evaluation.dynamic import make_dynamic_step
 from txl_jax.runs import score, warm_start
 from txl_jax.runs.build import build, build_for
-from txl_jax.runs.dynamic import built_with_rule
 from txl_jax.runs.generate import read_prompt, read_stop
 from txl_jax.runs.run import Run
+from txl_jax.runs.trained import TrainedModel
 from txl_jax.runs.trainer import training_reader
 from txl_jax.runtime.log import read_metrics
 from txl_jax.training.step import init_params, init_state, make_train_step
@@ -118,16 +123,6 @@ def eval_step(config):
     return parts.eval_step.lower(weights, memory, segments).as_text()
 
 
-def dynamic_step(config):
-    """The lowered step of dynamic evaluation, or None if there is none."""
-    if config.eval.dynamic.rule is None:
-        return None
-    parts = built_with_rule(parts_of(dynamic.training_config(config)))
-    step = make_dynamic_step(parts.model, parts.optimizer, parts.config)
-    segments = readers(config)[1].segments(0, 1)
-    return jax.jit(step).lower(None, parts.abstract_state, segments).as_text()
-
-
 def batch(config):
     training, evaluation = readers(config)
     calls = (training.segments(0, config.train.segments_per_call), evaluation.segments(0, 2))
@@ -181,6 +176,32 @@ def scored(config):
     return score.evaluate_splits(config, corpus, Run.read(folder))["test"]
 
 
+def learned(config):
+    """The test score of a model that learns while it reads, or does not."""
+    folder = f"learned-{hash(config)}"
+    corpus = _train_without_dynamic(config, folder)
+    results = score.evaluate_splits(config, corpus, Run.read(folder))
+    return results.get("dynamic", results)["test"]
+
+
+def documents(config):
+    """The scores of two documents."""
+    folder = f"documents-{hash(config)}"
+    _train_without_dynamic(config, folder)
+    trained = TrainedModel.of(Run.read(folder), config)
+    lines = []
+    texts = iter([(1, b"one two one two one two"), (2, b"two one two one two one")])
+    score.score_documents(trained, texts, name="texts", per_token=False, write=lines.append)
+    return lines
+
+
+def _train_without_dynamic(config, folder):
+    trained = config_tree.replace(config, {"eval.dynamic": DynamicConfig()})
+    corpus = read_corpus(config.data, ".")
+    runs.train(trained, corpus, folder)
+    return corpus
+
+
 def prompt(config):
     return read_prompt(config.generate)
 
@@ -204,7 +225,6 @@ PROBES = (
     first_weights,
     train_step,
     eval_step,
-    dynamic_step,
     batch,
     corpus,
     end_token,
@@ -212,6 +232,8 @@ PROBES = (
     devices,
     files,
     scored,
+    learned,
+    documents,
 )
 PROBES = {probe.__name__: functools.cache(probe) for probe in (*PROBES, prompt, text)}
 
@@ -255,7 +277,8 @@ eval_step eval mem_len=8 clamp_len=5 same_length=false cache_dtype=bfloat16 weig
 eval_step eval temperature=1.1
 files eval stride=2 warmup_tokens=4 valid_tokens=20
 scored eval average_checkpoints=2
-dynamic_step eval dynamic.rule=sgd dynamic.learning_rate=0.1 dynamic.decay=0.1 dynamic.epsilon=0.1
+learned eval.dynamic rule=sgd learning_rate=0.01 decay=0.5 epsilon=0.1 statistics_segments=5
+documents eval.dynamic shared=true
 prompt generate prompt=one prompt_file=prompt.txt
 text generate length=5 stop=Q samples=3 temperature=0.1 top_k=2 top_p=0.05 seed=3
 """
@@ -295,8 +318,13 @@ BESIDE = {
     "data.order": WORDS,
     "eval.warmup_tokens": {"eval.valid_tokens": 20},
     **{
-        f"eval.dynamic.{name}": {"eval.dynamic.rule": "rmsprop"}
-        for name in ("learning_rate", "decay", "epsilon")
+        f"eval.dynamic.{name}": {"eval.dynamic.rule": DynamicRule.SGD}
+        for name in ("learning_rate", "decay", "shared")
+    },
+    "eval.dynamic.epsilon": {"eval.dynamic.rule": DynamicRule.RMSPROP},
+    "eval.dynamic.statistics_segments": {
+        "eval.dynamic.rule": DynamicRule.RMS,
+        "eval.dynamic.epsilon": 0.1,
     },
     **dict.fromkeys(SPLITS, SPLITS | {"data.file": None}),
 }

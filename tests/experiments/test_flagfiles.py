@@ -16,11 +16,18 @@ import pytest
 
 import txl_jax
 from experiments import ptb
-from support import ROOT, programs
+from support import ROOT, drawn_run, programs
 from support.cases import full_but
 from txl_jax.cli import flag_tree
-from txl_jax.config import config_tree
-from txl_jax.config.experiment import preset_names
+from txl_jax.cli.precedence import config_of_words
+from txl_jax.config import (
+    DynamicConfig,
+    DynamicRule,
+    EvalConfig,
+    ExperimentConfig,
+    config_tree,
+)
+from txl_jax.config.experiment import evaluation_preset, evaluation_preset_names, preset_names
 from txl_jax.runs.build import build
 from txl_jax.training.step import make_train_step
 
@@ -66,6 +73,13 @@ FLAGFILES = {
     "own_words": Row("text", 10_000, 5_988_112),
 }
 
+# Flagfiles of evaluation, with --mode=eval over a trained run: L, M, learning rate, decay, epsilon.
+EVALUATIONS = {
+    "enwik8_24l_dynamic": (128, 3800, 1.2e-5, 24.0, 1e-4),
+    "text8_24l_dynamic": (128, 3800, 1.5e-5, 24.0, 1e-4),
+    "wt103_large_dynamic": (128, 1600, 2e-6, 0.0, 1e-5),
+}
+
 # With u and v per layer, --model.untie_r.
 UNTIED = {"wt103_base": 151_119_838, "wt103_large": 285_205_322}
 
@@ -89,9 +103,75 @@ def golden_text(name):
     return json.dumps(config_tree.to_dict(resolved(name)), indent=1) + "\n"
 
 
+def evaluation_settings(name):
+    """The settings that a flagfile of evaluation sets, as JSON has them."""
+    path = flag_tree.FLAGFILE_DIR / f"{name}.flags"
+    lines = [line for line in path.read_text().splitlines() if line.startswith("--")]
+    names = [line.removeprefix("--").partition("=")[0] for line in lines]
+    values = config_tree.to_dict(programs.config_of(ExperimentConfig(), f"--flagfile={name}"))
+    return {name: values[name] for name in names}
+
+
+def evaluation_text(name):
+    return json.dumps(evaluation_settings(name), indent=1) + "\n"
+
+
 def test_every_flagfile_is_in_the_table_and_has_a_preset():
-    assert sorted(FLAGFILES) == sorted(path.stem for path in flag_tree.FLAGFILE_DIR.glob("*.flags"))
+    names = sorted(path.stem for path in flag_tree.FLAGFILE_DIR.glob("*.flags"))
+    assert sorted([*FLAGFILES, *EVALUATIONS]) == names
     assert sorted(FLAGFILES) == preset_names()
+    assert sorted(EVALUATIONS) == evaluation_preset_names()
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_a_flagfile_of_evaluation_has_the_published_numbers(name):
+    segment_len, mem_len, learning_rate, decay, epsilon = EVALUATIONS[name]
+    static = resolved(name.removesuffix("_dynamic"))
+    evaluation = config_tree.replace(static, evaluation_preset(name)).eval
+    assert evaluation == EvalConfig(
+        batch_size=1,
+        segment_len=segment_len,
+        mem_len=mem_len,
+        clamp_len=1000,
+        same_length=True,
+        dynamic=DynamicConfig(
+            rule=DynamicRule.RMS, learning_rate=learning_rate, decay=decay, epsilon=epsilon
+        ),
+    )
+    # It differs from the static evaluation only in what it learns.
+    assert dataclasses.replace(evaluation, dynamic=DynamicConfig()) == static.eval
+    assert evaluation_text(name) == (PRESETS / "evaluation" / f"{name}.json").read_text()
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_a_flagfile_of_evaluation_changes_nothing_else_of_a_run(name, monkeypatch, tmp_path):
+    recorded = txl_jax.preset("small")
+    expected = config_tree.replace(recorded, evaluation_preset(name))
+    words = ["text", f"--flagfile={name}"]
+    assert config_of_words(ExperimentConfig(), words, recorded=recorded) == expected
+    # Outside of a clone there is the preset instead of the file.
+    monkeypatch.setattr(flag_tree, "FLAGFILE_DIR", tmp_path)
+    assert config_of_words(ExperimentConfig(), words, recorded=recorded) == expected
+
+
+def test_a_flagfile_of_evaluation_is_applied_to_a_trained_run_and_trains_none(tmp_path):
+    run = drawn_run.of_words(tmp_path / "run")
+    words = ["--flagfile=enwik8_24l_dynamic", f"--workdir={run.path}"]
+    settings = ["--eval.mem_len=9", "--eval.segment_len=5"]
+
+    code, _, err = programs.run("experiments.enwik8", "--mode=eval", *words, *settings)
+
+    assert code == 0, err
+    recorded = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    expected = evaluation_settings("enwik8_24l_dynamic")
+    expected |= {"eval.mem_len": 9, "eval.segment_len": 5}
+    assert expected.items() <= {f"eval.{k}": v for k, v in recorded["eval"].items()}.items()
+    assert recorded["dynamic"]["test"]["loss"] != recorded["static"]["test"]["loss"]
+
+    other = f"--workdir={tmp_path / 'new'}"
+    code, _, err = programs.run("experiments.enwik8", words[0], other)
+    assert code == 1 and "--mode=eval" in err
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("name", FLAGFILES)
@@ -149,3 +229,6 @@ if __name__ == "__main__":
     PRESETS.mkdir(exist_ok=True)
     for flagfile in FLAGFILES:
         (PRESETS / f"{flagfile}.json").write_text(golden_text(flagfile))
+    (PRESETS / "evaluation").mkdir(exist_ok=True)
+    for flagfile in EVALUATIONS:
+        (PRESETS / "evaluation" / f"{flagfile}.json").write_text(evaluation_text(flagfile))

@@ -21,7 +21,13 @@ from absl import flags
 
 from txl_jax.config import COMPAT_PRESETS, CorpusName, ExperimentConfig, config_tree
 from txl_jax.config.config_tree import FieldType, NamedSetting, did_you_mean, format_value
-from txl_jax.config.experiment import apply_preset, preset, preset_names
+from txl_jax.config.experiment import (
+    apply_preset,
+    evaluation_preset,
+    evaluation_preset_names,
+    preset,
+    preset_names,
+)
 from txl_jax.data.published import default_data
 from txl_jax.errors import UserError
 from txl_jax.runtime import storage
@@ -354,13 +360,20 @@ def _flagfile_words(path: Path, where: str) -> Iterator[_Word]:
 def _preset_words(name: str, where: str) -> Iterator[_Word]:
     """Yields the flags by which a preset differs from the defaults, as its flagfile lists them.
 
+    A preset of an evaluation has only settings of evaluation, and yields them all.
+
     Settings in which the preset does not differ are not flags, as in a flagfile, so that a
     command's corpus, a record and a warm start keep theirs.
 
     Raises:
       UserError: If no preset has the name. The message lists all names.
     """
-    known = preset_names()
+    if name in evaluation_preset_names():
+        for setting_name, value in evaluation_preset(name).items():
+            yield _Word(f"--{setting_name}={format_value(value)}", f"preset {name}: ")
+        return
+
+    known = preset_names() + evaluation_preset_names()
     if name not in known:
         raise UserError(
             f"{where}the flagfile must be a path or one of {', '.join(known)}, got {name!r}"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from absl import flags
 
 from txl_jax.cli import flag_tree, other_hosts
-from txl_jax.config.experiment import preset_names
+from txl_jax.config.experiment import evaluation_preset_names, preset_names
 
 # The help of a longer `--name=default` starts on the next line.
 _WIDEST = 36
@@ -76,6 +76,8 @@ def help_text(
     if has_config:
         configurations = f"Configurations: {', '.join(preset_names())}"
         lines += ["", *textwrap.wrap(configurations, width, subsequent_indent="  ")]
+        evaluations = f"With --mode=eval: {', '.join(evaluation_preset_names())}"
+        lines += textwrap.wrap(evaluations, width, subsequent_indent="  ")
     return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ from txl_jax.cli.job import Job
 from txl_jax.cli.plans import TextPlan, TimedPlan, WatchPlan
 from txl_jax.config import CorpusName, DataConfig, ExperimentConfig, config_tree
 from txl_jax.config.config_tree import setting
+from txl_jax.config.experiment import evaluation_preset_names
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import refuse_packed
 from txl_jax.data.published import program_of
@@ -107,6 +108,12 @@ def _train(plan: TrainPlan, job: Job) -> int | None:
     if plan.out is not None:
         raise UserError(
             f"--out must not be set with --mode=train, which writes to the workdir, got {plan.out}"
+        )
+    if job.flagfile in evaluation_preset_names():
+        raise UserError(
+            f"--mode must be eval or score with --flagfile={job.flagfile}, which has settings of "
+            f"evaluation only, got {plan.mode}. Pass --mode=eval and the --workdir of a trained "
+            "run."
         )
     if plan.ensemble_member is not None:
         raise UserError(

@@ -21,6 +21,7 @@ from txl_jax.config.config_tree import (
     replace,
     require,
     setting,
+    to_dict,
 )
 from txl_jax.config.data import DataConfig
 from txl_jax.config.evaluation import EvalConfig, GenerateConfig
@@ -65,6 +66,8 @@ COMPAT_PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 _PRESETS = Path(__file__).parents[1] / "presets"
+# Settings of published evaluations, which are applied to a trained run.
+_EVALUATION_PRESETS = _PRESETS / "evaluation"
 
 
 class InitVocabulary(enum.StrEnum):
@@ -246,3 +249,22 @@ def preset(name: str) -> ExperimentConfig:
         )
     values = json.loads((_PRESETS / f"{name}.json").read_text())
     return from_dict(ExperimentConfig, values)
+
+
+def evaluation_preset_names() -> list[str]:
+    """Returns the names that `evaluation_preset` takes."""
+    return sorted(path.stem for path in _EVALUATION_PRESETS.glob("*.json"))
+
+
+def evaluation_preset(name: str) -> dict[str, Any]:
+    """Returns the settings of a published evaluation by dotted name, for `config_tree.replace`.
+
+    They are the settings of `experiments/flags/NAME.flags`, which cites its sources.
+
+    >>> evaluation_preset("enwik8_24l_dynamic")["eval.mem_len"]
+    3800
+    """
+    values: dict[str, Any] = json.loads((_EVALUATION_PRESETS / f"{name}.json").read_text())
+    # The values as the settings have them, such as a rule from its text.
+    config = from_dict(ExperimentConfig, to_dict(ExperimentConfig()) | values)
+    return {setting_name: get(config, setting_name) for setting_name in values}

@@ -1,5 +1,6 @@
 """Arrays by name, read one at a time, so that a conversion needs memory for only one of them."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import flax.traverse_util
 import numpy as np
 
 from txl_jax.errors import reading
+from txl_jax.runtime import distributed
 
 
 class Leaf(NamedTuple):
@@ -30,9 +32,14 @@ Leaves = Mapping[str, Leaf]
 
 
 def leaf_of(array: Any) -> Leaf:
-    """Returns an array in memory as a leaf."""
+    """Returns an array in memory as a leaf.
+
+    If the array is sharded over multiple processes, each read of it is a collective.
+    """
     return Leaf(
-        tuple(np.shape(array)), np.dtype(array.dtype), lambda index: np.asarray(array)[index]
+        tuple(np.shape(array)),
+        np.dtype(array.dtype),
+        lambda index: distributed.to_host(array)[index],
     )
 
 
@@ -71,3 +78,16 @@ def as_type(leaves: Leaves, dtype: np.dtype) -> dict[str, Leaf]:
         )
 
     return {path: converted(leaf) for path, leaf in leaves.items()}
+
+
+def digest(leaves: Leaves) -> str:
+    """Returns the sha256 of names, dtypes, shapes and values, in hexadecimal.
+
+    One array at a time is read, in the order of the names.
+    """
+    total = hashlib.sha256()
+    for name in sorted(leaves):
+        values = np.ascontiguousarray(leaves[name].read())
+        total.update(f"{name} {values.dtype} {values.shape}\n".encode())
+        total.update(values.reshape(-1).view(np.uint8).data)
+    return total.hexdigest()

@@ -8,6 +8,9 @@ model.safetensors   the parameters, float32, by their paths: "stack.layers.atten
 vocabulary.txt      the tokens by id
 tokenizer.json      a subword vocabulary once more, for other programs
 README.md           the model card, which you can edit
+
+dynamic_statistics.safetensors, if the run has it, is for dynamic evaluation
+(`runs.dynamic_statistics`).
 """
 
 import dataclasses

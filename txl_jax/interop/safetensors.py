@@ -12,7 +12,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -33,10 +33,22 @@ _DTYPES = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
-def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str, Leaf]:
-    """Returns a file's tensors by name, read-only.
+class Contents(NamedTuple):
+    """What a file contains."""
 
-    Each read maps it again, so that pages of a dropped array are freed.
+    # By name, read-only. Each read maps the file again, so that pages of a dropped array are freed.
+    tensors: dict[str, Leaf]
+    # What `write` was given as metadata. A stranger's file may have any text here.
+    metadata: dict[str, str]
+
+
+def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str, Leaf]:
+    """Returns the tensors of `read_contents`."""
+    return read_contents(path, sha256=sha256).tensors
+
+
+def read_contents(path: str | os.PathLike[str], *, sha256: str | None = None) -> Contents:
+    """Returns a file's tensors by name, and its metadata.
 
     Raises `CheckpointError` if the file is corrupted, has a dtype unknown to numpy, or another
     `sha256`.
@@ -63,15 +75,16 @@ def read(path: str | os.PathLike[str], *, sha256: str | None = None) -> dict[str
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length), object_pairs_hook=_distinct)
             start = file.tell()
-        header.pop(_METADATA, None)
+        metadata = dict(header.pop(_METADATA, None) or {})
         if unknown := {entry["dtype"] for entry in header.values()} - _DTYPES.keys():
             raise ValueError(
                 f"its dtypes must be one of {', '.join(_DTYPES)}, got {', '.join(sorted(unknown))}"
             )
-    return {
+    tensors = {
         name: Leaf(tuple(entry["shape"]), _DTYPES[entry["dtype"]], functools.partial(part, entry))
         for name, entry in header.items()
     }
+    return Contents(tensors, metadata)
 
 
 def write(

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from txl_jax.interop.formats import Model
 from txl_jax.interop.leaves import Leaves
 from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
+from txl_jax.runs import dynamic_statistics
 from txl_jax.runs.build import Built, build
 from txl_jax.runs.run import Run, read_results
 from txl_jax.runs.trained import holds_other_weights, open_weights
@@ -90,13 +91,18 @@ def convert(
         not f"{target}/".startswith(f"{source}/"),
         f"--to={target} must be outside --from={source}. Pass another directory.",
     )
-    model = _read(source, member, log)
+    model, statistics = _read(source, member, log)
     _describe(model, log)
     other_format = _OTHERS.get(to_format)
     if other_format is not None:
         original.check_exportable(model.info.config.model, other_format)
 
     with storage.new_folder(target) as folder:
+        if to_format is TargetFormat.NATIVE and statistics is not None:
+            # Before the other files, of which config.json is to be the last.
+            line = dynamic_statistics.copy(statistics, folder, model.leaves)
+            if line is not None:
+                log(line)
         for note in _WRITE[to_format](folder, model.info, model.leaves) or []:
             log(f"note      {note}")
         if other_format is not None:
@@ -121,7 +127,16 @@ def convert(
     log(f"to        {to_format}: {target}")
 
 
-def _read(source: str, member: str | None, log: Callable[[str], None]) -> Model:
+class _Source(NamedTuple):
+    """What is converted."""
+
+    model: Model
+    # Path of the statistics of dynamic evaluation, which may be missing, or None for a model of
+    # another implementation.
+    statistics: str | None = None
+
+
+def _read(source: str, member: str | None, log: Callable[[str], None]) -> _Source:
     """Reads a model of any implementation. The arrays of files are read later, one by one."""
     if holds_other_weights(source) and not portable.is_portable(source):
         require(
@@ -133,11 +148,13 @@ def _read(source: str, member: str | None, log: Callable[[str], None]) -> Model:
             f"{source} must be a local path, because other implementations' weights need random "
             "access. Copy it first.",
         )
-        return formats.read(source)
+        return _Source(formats.read(source))
 
     trained = open_weights(source, member=member)
+    statistics = dynamic_statistics.path_of(trained)
     if not isinstance(trained.source, Run):
-        return Model(TargetFormat.NATIVE, trained.source, portable.read_leaves(source), [])
+        model = Model(TargetFormat.NATIVE, trained.source, portable.read_leaves(source), [])
+        return _Source(model, statistics)
 
     step, params = trained.params(trained.build(log=log), log=log)
     scores: dict[str, Any] = {}
@@ -152,7 +169,7 @@ def _read(source: str, member: str | None, log: Callable[[str], None]) -> Model:
         description=f"{trained.description.partition(', ')[2]}, after {step:,} updates",
         scores=scores,
     )
-    return Model("run", info, leaves.from_tree(params), [])
+    return _Source(Model("run", info, leaves.from_tree(params), []), statistics)
 
 
 def _scores(run: Run, step: int) -> dict[str, Any]:

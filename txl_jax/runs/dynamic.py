@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from txl_jax.config import DynamicConfig
+from txl_jax.config import DynamicConfig, DynamicRule
+from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.errors import NonFiniteError
 from txl_jax.evaluation import dynamic
@@ -24,6 +25,7 @@ from txl_jax.metrics import Measure, Totals
 from txl_jax.runs.build import Built, shardings_of
 from txl_jax.runs.scoring_progress import Interrupted, progress_bar
 from txl_jax.runs.trained import TrainedModel
+from txl_jax.runtime.output import say
 from txl_jax.training.step import TrainState
 
 
@@ -40,19 +42,46 @@ class DynamicModel:
     statistics: Any = None
 
     @classmethod
-    def of(cls, trained: TrainedModel, params: Any) -> "DynamicModel":
+    def of(
+        cls,
+        trained: TrainedModel,
+        params: Any,
+        *,
+        corpus: Corpus | None = None,
+        folder: str | None = None,
+        stop_requested: Callable[[], Any] = lambda: False,
+        log: Callable[[str], None] = say,
+    ) -> "DynamicModel":
         """Builds a model for the rule and the lengths of its config. All processes call it.
+
+        The rule RMS needs statistics of training text (`runs.dynamic_statistics`).
 
         Args:
           trained: The model, with `eval.dynamic.rule` set.
           params: Its parameters on the devices of its config's mesh.
+          corpus: The text that is scored, from which the statistics are computed if it is the
+            run's own. None means that they must be in a file.
+          folder: The directory in which computed statistics are kept, or None to keep none.
+          stop_requested: Is asked while statistics are computed.
+          log: Takes a line about the statistics.
 
         Raises:
-          UserError: If settings do not match the devices.
+          UserError: If settings do not match the devices, or statistics are missing.
+          Interrupted: If a stop was requested.
         """
         config = dynamic.training_config(trained.config)
         built = TrainedModel.of(trained, config).build(uses=["training"])
-        return cls(built_with_rule(built), params)
+        model = cls(built_with_rule(built), params)
+        if model.settings.rule is not DynamicRule.RMS:
+            return model
+
+        # That module computes with this class.
+        from txl_jax.runs import dynamic_statistics
+
+        statistics = dynamic_statistics.find_or_make(
+            model, trained, corpus=corpus, folder=folder, stop_requested=stop_requested, log=log
+        )
+        return dataclasses.replace(model, statistics=statistics)
 
     @property
     def settings(self) -> DynamicConfig:

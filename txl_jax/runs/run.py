@@ -210,11 +210,15 @@ class Run(contextlib.AbstractContextManager["Run"]):
     @property
     def outputs(self) -> str:
         """Directory for scores and samples: the run's, or the member's in it. Made if missing."""
-        folder = self.path
+        storage.make_folder(self.outputs_path)
+        return self.outputs_path
+
+    @property
+    def outputs_path(self) -> str:
+        """The path of `outputs`, which may be missing."""
         if self.member:
-            folder = os.path.join(self.path, "members", self.member)
-        storage.make_folder(folder)
-        return folder
+            return os.path.join(self.path, "members", self.member)
+        return self.path
 
     @property
     def member_names(self) -> tuple[str, ...]:

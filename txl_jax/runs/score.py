@@ -220,7 +220,9 @@ def evaluate_splits(
         results |= results_of(static, None)
     else:
         # Before the first score, because a text that cannot be learned from is an error.
-        dynamic_model = DynamicModel.of(trained, params)
+        dynamic_model = DynamicModel.of(
+            trained, params, corpus=corpus, folder=folder, stop_requested=stop_requested
+        )
         results[Kind.STATIC] = results_of(static, Kind.STATIC)
         results[Kind.DYNAMIC] = results_of(dynamic_model.score, Kind.DYNAMIC)
 
@@ -275,7 +277,10 @@ def score_tokens(
         score_text: Callable[..., Totals] = functools.partial(score, built, params)
     else:
         kind = Kind.DYNAMIC
-        score_text = DynamicModel.of(trained, params).score
+        dynamic_model = DynamicModel.of(
+            trained, params, corpus=corpus, folder=folder, stop_requested=stop_requested
+        )
+        score_text = dynamic_model.score
 
     # Each file is written before the next split is scored.
     scored_splits = _score_splits(

@@ -6,11 +6,9 @@ command resume without them. The settings that determine the parameters come fro
 unless a flag sets them.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from txl_jax.config import (
@@ -26,6 +24,7 @@ from txl_jax.data import corpus as corpus_lib
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import CheckpointError, UserError, rephrased
+from txl_jax.interop import leaves as leaves_lib
 from txl_jax.runs.build import Built, build_for, shardings_of
 from txl_jax.runs.run import Run
 from txl_jax.runs.trained import TrainedModel, open_weights
@@ -220,13 +219,7 @@ def digest(params: Any) -> str:
 
     The digest covers names, dtypes, shapes and values. All processes call this function.
     """
-    sha256 = hashlib.sha256()
-    for path, leaf in jax.tree.leaves_with_path(params):
-        values = np.ascontiguousarray(distributed.to_host(leaf))
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        sha256.update(f"{name} {values.dtype} {values.shape}\n".encode())
-        sha256.update(values.data)
-    return sha256.hexdigest()
+    return leaves_lib.digest(leaves_lib.from_tree(params))
 
 
 def _open(path: str) -> TrainedModel:

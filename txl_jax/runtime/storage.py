@@ -285,6 +285,12 @@ def write_lines(path: AnyPath, lines: Iterable[str]) -> None:
         file.writelines(lines)
 
 
+def write_file(path: AnyPath, make: Callable[[Path], Any]) -> None:
+    """Replaces a file by the one that `make` makes at a temporary path, like `write`."""
+    with _replacing(path) as temporary:
+        make(temporary)
+
+
 def write_json(path: AnyPath, value: Any) -> None:
     """Replaces a file by a value as JSON, like `write`.
 
