@@ -42,7 +42,7 @@ with atheris.instrument_imports(
     from txl_jax.data.ready_ids import IdVocabulary
     from txl_jax.errors import UserError
     from txl_jax.interop import exported, foreign_vocabulary, formats, portable, safetensors
-    from txl_jax.runs import run_tables, trained
+    from txl_jax.runs import dynamic_statistics, run_tables, trained
     from txl_jax.runs.run import Run, recorded_folders
     from txl_jax.runtime import checkpoint
     from txl_jax.runtime.checkpoint import Checkpointer
@@ -79,6 +79,13 @@ def read_tensors(path: Path) -> None:
     for leaf in found.values():
         assert leaf.read().shape == leaf.shape
     read_model(path)
+
+
+def read_statistics(path: Path) -> None:
+    """Reads the statistics of dynamic evaluation of a model with the arrays of `headers`."""
+    file = dynamic_statistics._read(str(path))
+    dynamic_statistics._mismatch(file, {"eval.mem_len": "3"})
+    dynamic_statistics._check(file, {"a": (2,), "b/c": (3, 5)})
 
 
 def use(found: vocabulary.Vocabulary) -> None:
@@ -192,7 +199,11 @@ def headers(folder: Path) -> list[Seed]:
     found = formats.read(theirs)
     convert_quietly(theirs, folder / "original", to_format=TargetFormat.ORIGINAL)
     safetensors.write(theirs / "model.safetensors", found.leaves)
+    statistics = folder / dynamic_statistics.NAME
+    sums = {"a": np.ones(2, np.float32), "b": {"c": np.ones((3, 5), np.float32)}}
+    dynamic_statistics._write(str(statistics), sums, {"eval.mem_len": "3"})
     return [
+        (statistics, read_statistics),
         (theirs / "model.safetensors", read_tensors),
         (folder / "original" / "model.safetensors", read_tensors),
     ]
