@@ -107,6 +107,19 @@ def test_one_program_serves_all_lengths_and_numbers(compiled):
     assert compiled == []
 
 
+def test_one_program_learns_from_all_lengths_and_numbers(compiled):
+    model = tiny_model.make()
+    rule = txl_jax.DynamicConfig(rule="sgd", learning_rate=0.1)
+    model.score(tiny_model.documents([4]), dynamic=rule)
+    assert compiled
+    compiled.clear()
+    documents = tiny_model.documents([70, 1, 33, 0, 2, 9])
+    # An equal rule is the same one.
+    again = dataclasses.replace(rule)
+    assert len(model.score(documents, dynamic=again, batch_size=3, per_token=True)) == 6
+    assert compiled == []
+
+
 @pytest.mark.full
 def test_an_endless_stream_is_read_in_order_and_few_documents_ahead():
     model, given = tiny_model.make(), []

@@ -13,19 +13,21 @@ from typing import Any, Literal, NamedTuple, overload
 import jax
 import numpy as np
 
-from txl_jax.config import ExperimentConfig, GenerateConfig
+from txl_jax.config import DynamicConfig, ExperimentConfig, GenerateConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.data import ready_ids
 from txl_jax.data.ready_ids import Document, Token, refuse_single_text
 from txl_jax.data.vocabulary import Vocabulary, check_ids
 from txl_jax.errors import UserError, rephrased
+from txl_jax.evaluation.dynamic import training_config
 from txl_jax.inference.generate import Generator
 from txl_jax.memory import Memory
 from txl_jax.metrics import Totals
-from txl_jax.runs.build import Built
+from txl_jax.runs.build import Built, build_for
+from txl_jax.runs.dynamic import DynamicModel, NamedDocument, built_with_rule, document_config
 from txl_jax.runs.generate import check_can_generate, or_start, read_stop
 from txl_jax.runs.score import DocumentReader, check_batch_size, read_all, takes_embeddings
-from txl_jax.runs.trained import open_weights
+from txl_jax.runs.trained import TrainedModel, open_weights
 from txl_jax.runtime import distributed
 
 Documents = Iterable[Document]
@@ -66,7 +68,7 @@ def load(
     trained = open_weights(path, member=member, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
     built = trained.build()
     step, params = trained.params(built)
-    return LanguageModel(built, trained.vocabulary, params, step, trained.description)
+    return LanguageModel(built, trained.vocabulary, params, step, trained.description, trained)
 
 
 class Continuation(NamedTuple):
@@ -101,6 +103,8 @@ class LanguageModel:
     step: int
     # The directory that the parameters were loaded from, and what they were trained on, or empty.
     source: str = ""
+    # The run or portable checkpoint that it was loaded from, or None if it was made in memory.
+    trained: TrainedModel | None = None
 
     def __repr__(self) -> str:
         """Returns one line: kind, sizes, parameters, vocabulary and the source of the weights."""
@@ -122,7 +126,12 @@ class LanguageModel:
 
     @overload
     def score(
-        self, documents: Documents, *, first: Token | None = ..., batch_size: int = ...
+        self,
+        documents: Documents,
+        *,
+        first: Token | None = ...,
+        batch_size: int = ...,
+        dynamic: DynamicConfig | None = ...,
     ) -> list[Totals]: ...
 
     @overload
@@ -133,6 +142,7 @@ class LanguageModel:
         per_token: Literal[True],
         first: Token | None = ...,
         batch_size: int = ...,
+        dynamic: DynamicConfig | None = ...,
     ) -> list[np.ndarray]: ...
 
     def score(
@@ -142,15 +152,25 @@ class LanguageModel:
         per_token: bool = False,
         first: Token | None = None,
         batch_size: int = _BATCH_SIZE,
+        dynamic: DynamicConfig | None = None,
     ) -> list[Totals] | list[np.ndarray]:
         """Computes the loss in nats, minus the logprob, of each document.
+
+        With `dynamic` the model learns while it reads: each segment of a document is scored first,
+        and then one gradient step changes the parameters (`txl_jax.evaluation.dynamic`). A document
+        begins with the trained parameters or, with `DynamicConfig(shared=True)`, with those that
+        the document before it left, and always with an empty memory. `params` stay the same.
 
         Args:
           documents: Texts or token ids, of any lengths. They may be empty.
           per_token: Whether to return the losses of single tokens instead of sums.
           first: The token before each document, an id or the text of one token, so that all T
             tokens are scored, or None to score T - 1 tokens, all but the first.
-          batch_size: Number of documents that are read side by side.
+          batch_size: Number of documents that are read side by side. With `dynamic` it has no
+            effect, because documents are read one after the other.
+          dynamic: The rule to learn by, such as `DynamicConfig(rule="rmsprop",
+            learning_rate=1e-3)`, or None for fixed parameters, also if `config.eval.dynamic` has a
+            rule. One function is compiled for each rule with its numbers.
 
         Returns:
           Per document the summed nats and the number of scored tokens and of their bytes, if the
@@ -159,10 +179,16 @@ class LanguageModel:
         Raises:
           UserError: If a text cannot be encoded, ids are outside the vocabulary (also negative
             ones, which are no padding: documents may have any lengths), or `documents` is a single
-            text.
+            text. Also if `dynamic` is not valid, or if the model was loaded with a dtype of weights
+            or cache that does not allow it.
+          NonFiniteError: If a loss is nan or infinite with `dynamic`.
         """
         ids = self._with_first(documents, first)
-        read = self._score_function(batch_size, per_token=per_token)
+        read = self._score_function(batch_size, per_token=per_token, dynamic=dynamic)
+        if dynamic is not None:
+            # In their own order, as each may begin with what the one before left. All are encoded
+            # before the first is read, so that a mistake is found at once.
+            return list(read(iter(list(ids))))
         return read_all(ids, read)
 
     def score_stream(
@@ -172,29 +198,52 @@ class LanguageModel:
         per_token: bool = False,
         first: Token | None = None,
         batch_size: int = _BATCH_SIZE,
+        dynamic: DynamicConfig | None = None,
     ) -> Iterator[Totals | np.ndarray]:
         """Yields what `score` returns, in the order of the documents, which may never end.
 
         At most 16 documents per row are held. If one cannot be encoded, the results before it come
-        first.
+        first. With `dynamic` a result comes before the next document is asked for.
         """
-        read = self._score_function(batch_size, per_token=per_token)
+        read = self._score_function(batch_size, per_token=per_token, dynamic=dynamic)
         return read(self._with_first(documents, first))
 
     def _score_function(
-        self, batch_size: int, *, per_token: bool
+        self, batch_size: int, *, per_token: bool, dynamic: DynamicConfig | None
     ) -> Callable[[Iterable[np.ndarray]], Iterator[Any]]:
-        """Returns a function that yields the nats of each document, ids [T], or its totals."""
-        reader = self._reader(batch_size)
-        if per_token:
-            return reader.nats
-        return functools.partial(self._totals, reader)
+        """Returns a function that yields the nats of each document, ids [T], or its totals.
 
-    def _totals(self, reader: DocumentReader, documents: Iterable[np.ndarray]) -> Iterator[Totals]:
-        """Yields the totals of each document, ids [T]."""
+        Raises:
+          UserError: If an argument is not valid.
+        """
+        if dynamic is not None and not isinstance(dynamic, DynamicConfig):
+            raise UserError(
+                "dynamic must be a DynamicConfig, such as "
+                f'txl_jax.DynamicConfig(rule="rmsprop"), got {dynamic!r}'
+            )
+        dynamic_model = None
+        if dynamic is not None:
+            dynamic_model = self._dynamic_model(dynamic)
+        nats_of: Callable[[Iterable[np.ndarray]], Iterator[np.ndarray]]
+        if dynamic_model is None:
+            nats_of = self._reader(batch_size).nats
+        else:
+            check_batch_size(batch_size)
+            nats_of = functools.partial(_nats_before_learning, dynamic_model)
+
+        if per_token:
+            return nats_of
+        return functools.partial(self._totals, nats_of)
+
+    def _totals(
+        self,
+        nats_of: Callable[[Iterable[np.ndarray]], Iterator[np.ndarray]],
+        documents: Iterable[np.ndarray],
+    ) -> Iterator[Totals]:
+        """Yields the totals of each document, ids [T], from the function of their nats."""
         # The ids are needed again when their nats arrive.
         documents, scored_documents = itertools.tee(documents)
-        for nats, ids in zip(reader.nats(documents), scored_documents, strict=True):
+        for nats, ids in zip(nats_of(documents), scored_documents, strict=True):
             n_bytes = self.vocabulary.count_bytes(ids[1:])
             yield dataclasses.replace(Totals.of(nats), bytes=n_bytes)
 
@@ -486,6 +535,26 @@ class LanguageModel:
     def _reader(self, batch_size: int) -> DocumentReader:
         return DocumentReader(self.components, self._prepared, batch_size=batch_size)
 
+    @functools.lru_cache(maxsize=4)  # noqa: B019 (a model lives as long as its compiled programs)
+    def _dynamic_model(self, dynamic: DynamicConfig) -> DynamicModel | None:
+        """Returns the model that learns from documents by a rule, or None if there is no rule.
+
+        Raises:
+          UserError: If these settings are not valid, or the model's others do not allow them.
+        """
+        config = config_tree.replace(self.config, {"eval.dynamic": dynamic})
+        config.validate()
+        if dynamic.rule is None:
+            return None
+
+        config = document_config(config)
+        if self.trained is not None:
+            return DynamicModel.of(TrainedModel.of(self.trained, config), self.params)
+        built = build_for(
+            training_config(config), self.vocabulary, mesh=self.components.mesh, uses=["training"]
+        )
+        return DynamicModel(built_with_rule(built), self.params)
+
     @functools.cached_property
     def _generator(self) -> Generator:
         return self.components.generator(self._prepared)
@@ -500,6 +569,16 @@ class LanguageModel:
 
     def _ids(self, document: Document) -> np.ndarray:
         return ready_ids.token_ids(self.vocabulary, document)
+
+
+def _nats_before_learning(
+    model: DynamicModel, documents: Iterable[np.ndarray]
+) -> Iterator[np.ndarray]:
+    """Yields the nats [T - 1] of each document, ids [T], each segment's before it is learned."""
+    named_documents = (
+        NamedDocument(f"documents[{number}]", ids) for number, ids in enumerate(documents)
+    )
+    return model.score_documents(named_documents)
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:

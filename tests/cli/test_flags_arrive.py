@@ -448,3 +448,49 @@ def test_typed_settings_win_for_documents_of_a_file(recorded, calls, tmp_path, m
     (weights, _), _ = calls[function]
     expected = config_tree.replace(recorded, absolute(ExperimentConfig, typed))
     assert_same(weights.config, expected)
+
+
+LEARNING_NOTES = [
+    # Mode, typed flags, and those without effect.
+    ("train", {"rule": "sgd", "decay": "0.5"}, {"rule", "decay"}),
+    ("generate", {"rule": "sgd"}, {"rule"}),
+    ("generate --input=in", {"rule": "sgd"}, {"rule"}),
+    ("eval", {"rule": "sgd", "shared": "true"}, {"shared"}),
+    ("score", {"rule": "sgd", "shared": "true"}, {"shared"}),
+    ("score --input=in", {"rule": "sgd", "shared": "true"}, set()),
+]
+
+
+@pytest.mark.parametrize(("mode", "typed", "unread"), LEARNING_NOTES)
+def test_flags_of_learning_have_no_effect_where_nothing_is_scored(
+    calls, compiled_in, tmp_path, mode, typed, unread
+):
+    text = TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes())
+    runs.record(tmp_path / "run", ExperimentConfig(), text)
+    (tmp_path / "in").write_text("")
+    words = [f"--eval.dynamic.{name}={value}" for name, value in typed.items()]
+
+    code, out, err = programs.run(
+        "experiments.text", "--workdir=run", *f"--mode={mode}".split(), *words
+    )
+
+    assert code == 0, err
+    notes = re.findall(r"(?m)^note +no effect with .*", out + err)
+    assert set(re.findall(r"--eval\.dynamic\.(\w+)", "".join(notes))) == unread
+
+
+@pytest.mark.parametrize(("rule", "unread"), [("none", False), ("sgd", True)])
+def test_the_batch_has_no_effect_on_documents_that_are_learned(
+    calls, compiled_in, tmp_path, rule, unread
+):
+    text = TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes())
+    runs.record(tmp_path / "run", ExperimentConfig(), text)
+    (tmp_path / "in").write_text("")
+    words = [f"--eval.dynamic.rule={rule}", "--eval.batch_size=4"]
+
+    code, out, err = programs.run(
+        "experiments.text", "--workdir=run", "--mode=score", "--input=in", *words
+    )
+
+    assert code == 0, err
+    assert bool(re.search(r"(?m)^note +no effect with .*--eval\.batch_size", out + err)) == unread

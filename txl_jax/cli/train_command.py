@@ -55,6 +55,9 @@ _OF_TRAINING = (
     "wandb_",
 )
 
+# How the names of settings begin that only scoring reads.
+_OF_LEARNING = "eval.dynamic."
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainPlan(WatchPlan, TimedPlan, TextPlan):
@@ -130,7 +133,8 @@ def _train(plan: TrainPlan, job: Job) -> int | None:
     with Run.open(workdir) as run:
         sinks_and_profile = plan.watch(run)
         config = job.config(run)
-        # Training reads the whole config, so this notes only flags of the command itself.
+        # Training reads the whole config except `eval.dynamic`, so this notes only such flags, and
+        # flags of the command itself.
         _note_unread(plan, job, config, config)
         check_program(job.defaults, config)
         # With --minutes, a run that has started keeps its steps. A new one gets as many as fit into
@@ -348,14 +352,22 @@ def _note_unread(
     # How the names of settings begin that this mode does not read.
     unread: list[str] = []
     if plan.input is None:
-        unread += ["input_format", "per_token"]
+        unread += ["input_format", "per_token", "eval.dynamic.shared"]
     else:
         unread += ["data.", "generate.prompt"]
+        if plan.mode is Mode.SCORE and config.eval.dynamic.rule is not None:
+            # Documents that are learned from are read one after the other.
+            unread.append("eval.batch_size")
     if plan.mode is not Mode.TRAIN:
         unread += _OF_TRAINING
         unread.append("data." if plan.mode is Mode.GENERATE else "generate.")
+    if plan.mode in (Mode.TRAIN, Mode.GENERATE):
+        unread.append(_OF_LEARNING)
 
     changed = {leaf.name for leaf, _, _ in config_tree.differences(trained, config)}
+    if plan.mode is Mode.TRAIN:
+        # There is no other config to compare with.
+        changed |= {name for name in job.places if name.startswith(_OF_LEARNING)}
     changed |= flag_tree.passed_settings(cls=TrainPlan).keys()
     # --input is read by data.json_field, the only setting of `data` that has an effect there.
     changed.discard("data.json_field")

@@ -1,32 +1,42 @@
 """Dynamic evaluation of a trained model: scores of a text that it learns from while it reads.
 
 `evaluation.dynamic` has the update. Here a trained model is built for it, and its parameters are
-copied for each text, so that each begins with the trained ones and nothing of the run changes.
+copied for each text or document, so that each begins with the trained ones and nothing of the run
+changes.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from txl_jax.config import DynamicConfig, DynamicRule
+from txl_jax.config import DynamicConfig, DynamicRule, ExperimentConfig, config_tree
+from txl_jax.config.config_tree import require
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.errors import NonFiniteError
 from txl_jax.evaluation import dynamic
-from txl_jax.evaluation.streaming import EvalStep, evaluate
+from txl_jax.evaluation.streaming import EvalStep, SegmentLosses, evaluate
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs.build import Built, shardings_of
 from txl_jax.runs.scoring_progress import Interrupted, progress_bar
 from txl_jax.runs.trained import TrainedModel
+from txl_jax.runtime import distributed
 from txl_jax.runtime.output import say
 from txl_jax.training.step import TrainState
+
+
+class NamedDocument(NamedTuple):
+    """A document and its name in errors."""
+
+    name: str
+    ids: np.ndarray  # Integers [T].
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +50,15 @@ class DynamicModel:
     params: Any
     # The sum of squared gradients of training text, for the rule RMS, or None.
     statistics: Any = None
+
+    def __post_init__(self) -> None:
+        """Raises `UserError` if the rule RMS lacks its statistics."""
+        require(
+            self.settings.rule is not DynamicRule.RMS or self.statistics is not None,
+            "eval.dynamic.rule=rms divides by the squared gradients of training text, which are "
+            "not available for this model. Pass --eval.dynamic.rule=rmsprop, which takes them from "
+            "the text that it reads.",
+        )
 
     @classmethod
     def of(
@@ -163,6 +182,70 @@ class DynamicModel:
                 token_nats=token_nats,
             )
 
+    def score_documents(self, documents: Iterable[NamedDocument]) -> Iterator[np.ndarray]:
+        """Yields the losses of each document in nats [T - 1], each segment's before it is learned.
+
+        Each document begins with an empty memory. It also begins with the trained parameters or,
+        with `eval.dynamic.shared`, with the parameters and the rule's state that the document
+        before it left.
+
+        The model must be built for the lengths of `document_config`. One compiled function reads a
+        segment of any document. A document's losses are yielded before the next document is asked
+        for.
+
+        Raises:
+          NonFiniteError: If the loss of a segment is nan or infinite. The losses of the documents
+            before it were yielded.
+        """
+        config = self.built.config
+        dtype = np.dtype(jnp.promote_types(jnp.float32, config.model.dtype))
+        # What the document before left, or None if the next one begins with trained parameters.
+        left: TrainState | None = None
+        for document in documents:
+            # The first token is not scored, so there may be nothing to read.
+            nats = np.zeros(max(len(document.ids) - 1, 0), dtype)
+            if len(nats):
+                state = self.start() if left is None else left
+                left = self._read_document(state, document, nats)
+                if not self.settings.shared:
+                    left = None
+            yield nats
+
+    def _read_document(
+        self, state: TrainState, document: NamedDocument, nats: np.ndarray
+    ) -> TrainState:
+        """Scores and learns a document. Returns the state after it.
+
+        Args:
+          state: The state to begin with, which is donated. Its memory is emptied.
+          document: At least two tokens.
+          nats: Floats [T - 1], which receive the losses.
+
+        Raises:
+          NonFiniteError: If the loss of a segment is nan or infinite.
+        """
+        segment_len = self.built.config.eval.segment_len
+        reader = evaluation_segments(document.ids, batch_size=1, segment_len=segment_len)
+
+        def fetch(number: int, losses: SegmentLosses) -> None:
+            self._check_finite(document.name, number, distributed.to_host(losses.nats))
+            first = number * segment_len
+            n_scored = len(nats[first : first + segment_len])
+            nats[first : first + n_scored] = distributed.to_host(losses.nll)[0, 0, :n_scored]
+
+        # One segment per call, so that a short document costs no gradients of padding.
+        running: SegmentLosses | None = None
+        for number in range(reader.n_segments):
+            segment = self.built.place(reader.segments(number, 1), batch_size=1)
+            state, losses = self.step(None, state, segment)
+            # Losses are fetched one call late, so that the device never waits for the host.
+            if running is not None:
+                fetch(number - 1, running)
+            running = losses
+        assert running is not None, "a document of two tokens has a segment"
+        fetch(reader.n_segments - 1, running)
+        return state
+
     def _check_finite(self, name: str, first_segment: int, nats: np.ndarray) -> None:
         """Raises `NonFiniteError` if the loss of a segment is nan or infinite.
 
@@ -179,6 +262,14 @@ class DynamicModel:
                     f"eval.dynamic.learning_rate={self.settings.learning_rate:g}. "
                     "Lower --eval.dynamic.learning_rate."
                 )
+
+
+def document_config(config: ExperimentConfig) -> ExperimentConfig:
+    """Returns a config with the lengths at which `DynamicModel.score_documents` reads documents.
+
+    They are those of `eval`, for one document at a time and without warm-up.
+    """
+    return config_tree.replace(config, {"eval.batch_size": 1, "eval.warmup_tokens": 0})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import sampling
 from txl_jax.recurrence import Segments
 from txl_jax.runs.build import Built
-from txl_jax.runs.dynamic import DynamicModel
+from txl_jax.runs.dynamic import DynamicModel, NamedDocument, document_config
 from txl_jax.runs.run import Run
 from txl_jax.runs.scoring_progress import check_finite, progress_bar
 from txl_jax.runs.trained import TrainedModel, load_to_score
@@ -682,11 +682,13 @@ def score_documents(
 
         {"index": 0, "position": 1, "token": "h", "nats": 2.3841858}
 
-    `index` counts the documents, which are read as by `DocumentReader`. The first token of each is
-    not scored. `bytes` is missing if the vocabulary does not know the bytes of its tokens. `token`
-    is its name in the vocabulary, with \xNN for a byte that is not a whole character. `nats` is
-    minus the logprob, and reads back as exactly the number that was computed. At the end a note is
-    printed if more than one in a thousand tokens are unknown.
+    `index` counts the documents, which are read as by `DocumentReader`. With `eval.dynamic.rule`
+    they are read one after the other as by `DynamicModel.score_documents`, and each loss is the one
+    before it was learned. The first token of each is not scored. `bytes` is missing if the
+    vocabulary does not know the bytes of its tokens. `token` is its name in the vocabulary, with
+    \xNN for a byte that is not a whole character. `nats` is minus the logprob, and reads back as
+    exactly the number that was computed. At the end a note is printed if more than one in a
+    thousand tokens are unknown.
 
     Args:
       model: The trained model.
@@ -701,17 +703,13 @@ def score_documents(
       NonFiniteError: If the loss of a document is nan or infinite.
     """
     vocabulary = model.vocabulary
-    built = model.build(log=say)
-    _, params = model.params(built, log=say)
-    prepared = built.prepare_params(params)
-    reader = DocumentReader(built, prepared, batch_size=built.config.eval.batch_size)
+    # The second iterator stores only the documents that are being read.
+    to_read, to_report = itertools.tee(_encoded(texts, vocabulary, name=name))
+    losses = _document_losses(model, to_read, name=name)
     token_names: list[str] = []
     if per_token:
         token_names = [token.decode(errors="backslashreplace") for token in vocabulary.names()]
 
-    # The second iterator stores only the documents that are being read.
-    to_read, to_report = itertools.tee(_encoded(texts, vocabulary, name=name))
-    losses = reader.nats(document.ids for document in to_read)
     n_unknown = 0
     n_token = 0
     for index, (nats, document) in enumerate(zip(losses, to_report, strict=True)):
@@ -731,6 +729,31 @@ def score_documents(
         n_token,
         "which makes them look likely. Check that the text is of the model's kind.",
     )
+
+
+def _document_losses(
+    model: TrainedModel, documents: Iterable["_Document"], *, name: str
+) -> Iterator[np.ndarray]:
+    """Loads the model, and returns an iterator of each document's nats [T - 1].
+
+    Errors name the input `name` and the line.
+    """
+    built = model.build(log=say)
+    lengths = built.config.eval
+    if lengths.dynamic.rule is None:
+        _, params = model.params(built, log=say)
+        prepared = built.prepare_params(params)
+        reader = DocumentReader(built, prepared, batch_size=lengths.batch_size)
+        return reader.nats(document.ids for document in documents)
+
+    _check_dynamic(model)
+    _, params = model.params(built, log=say)
+    at_document_lengths = TrainedModel.of(model, document_config(model.config))
+    dynamic_model = DynamicModel.of(at_document_lengths, params)
+    named_documents = (
+        NamedDocument(f"line {document.line} of {name}", document.ids) for document in documents
+    )
+    return dynamic_model.score_documents(named_documents)
 
 
 class _Document(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from txl_jax.config import ExperimentConfig, config_tree
+from txl_jax.config import DynamicConfig, ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.vocabulary import Vocabulary
@@ -173,7 +173,8 @@ def open_weights(
       path: The directory.
       member: The ensemble member, if the directory contains an ensemble.
       weight_dtype: `eval.weight_dtype`, or None for the model's own setting.
-      cache_dtype: `eval.cache_dtype`, or None for the model's own setting.
+      cache_dtype: `eval.cache_dtype`, or None for the model's own setting. With either dtype the
+        model has no `eval.dynamic`.
 
     Raises:
       UserError: If the run or member does not exist, its files cannot be read, or the model cannot
@@ -194,7 +195,10 @@ def open_weights(
         dtypes["eval.cache_dtype"] = cache_dtype
     if not dtypes:
         return trained
-    config = config_tree.replace(trained.config, dtypes)
+    # Who asks for one of these dtypes reads with fixed weights, also if the run's own evaluations
+    # learn, which these dtypes do not allow.
+    changes = dtypes | {"eval.dynamic": DynamicConfig()}
+    config = config_tree.replace(trained.config, changes)
     config.validate()
     return dataclasses.replace(trained, config=config)
 

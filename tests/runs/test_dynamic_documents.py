@@ -1,0 +1,285 @@
+"""Tests documents that the model learns from while it reads them, in Python and from a file.
+
+`DynamicModel.score` of a single text is held equal to a plain loop in
+tests/evaluation/test_dynamic.py. Here it is what each document must equal.
+"""
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import txl_jax
+from support import drawn_run, tiny_model
+from support.cases import full_but
+from txl_jax.config import DType, DynamicConfig, ExperimentConfig, config_tree
+from txl_jax.data.segments import evaluation_segments
+from txl_jax.errors import NonFiniteError, UserError
+from txl_jax.evaluation import dynamic
+from txl_jax.recurrence import Segments
+from txl_jax.runs import score as score_job
+from txl_jax.runs.build import build_for
+from txl_jax.runs.dynamic import DynamicModel, built_with_rule
+from txl_jax.runs.trained import TrainedModel
+
+# With the pull, the parameters at the start of each document matter too.
+RULE = DynamicConfig(rule="rmsprop", learning_rate=0.02, decay=0.05)
+SHARED = dataclasses.replace(RULE, shared=True)
+# L = 5, M = 9: empty, one token, parts of a segment, past the memory. Sorted they differ.
+LENGTHS = [0, 7, 1, 2, 40, 6, 0, 23]
+FLOAT64: dict[str, Any] = {"model__dtype": DType.FLOAT64}
+
+
+def learning(config: ExperimentConfig, params: Any, rule: DynamicConfig) -> DynamicModel:
+    """A model at the lengths of `config`, built apart from the one that is tested."""
+    config = config_tree.replace(config, {"eval.dynamic": rule})
+    built = build_for(dynamic.training_config(config), tiny_model.VOCABULARY, uses=["training"])
+    return DynamicModel(built_with_rule(built), jax.tree.map(jnp.asarray, params))
+
+
+def alone(model: DynamicModel, ids: np.ndarray) -> np.ndarray:
+    """The nats [T - 1] of a single text."""
+    if len(ids) < 2:
+        return np.zeros(0)
+    nats = np.zeros(len(ids))
+    model.score(ids, name="text", log=print, token_nats=nats)
+    return nats[1:]
+
+
+def one_pass(model: DynamicModel, documents: list[np.ndarray]) -> list[np.ndarray]:
+    """The nats of documents that are learned one after the other, all by one call of the step."""
+    segment_len = model.built.config.eval.segment_len
+    blocks = []
+    for ids in documents:
+        if len(ids) > 1:
+            reader = evaluation_segments(ids, batch_size=1, segment_len=segment_len)
+            blocks.append(reader.segments(0, reader.n_segments))
+    segments = Segments(*map(np.concatenate, zip(*blocks, strict=True)))
+    assert segments.reset.sum() == len(blocks), "each begins with an empty memory"
+    _, losses = model.step(None, model.start(), model.built.place(segments))
+
+    scored = np.asarray(losses.nll)[segments.weights > 0]
+    ends = np.cumsum([max(len(ids) - 1, 0) for ids in documents])
+    return np.split(scored, ends[:-1])
+
+
+def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for nats, expected_nats in zip(found, expected, strict=True):
+        np.testing.assert_allclose(nats, expected_nats, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("network", full_but(["transformer_xl"], ["transformer_xl", "lstm"]))
+@pytest.mark.usefixtures("x64")
+def test_each_document_is_learned_as_if_it_were_the_only_one(network):
+    # Lengths of a batch have no effect.
+    lengths = {"eval__batch_size": 3, "eval__warmup_tokens": 10}
+    model = tiny_model.make(model__network=network, **FLOAT64, **lengths)
+    before = jax.tree.map(np.array, model.params)
+    documents = tiny_model.documents(LENGTHS)
+
+    found = model.score(documents, per_token=True, dynamic=RULE)
+
+    single = config_tree.replace(model.config, {"eval.batch_size": 1, "eval.warmup_tokens": 0})
+    apart = learning(single, model.params, RULE)
+    assert_same(found, [alone(apart, ids) for ids in documents])
+    assert {nats.dtype for nats in found} == {np.dtype(np.float64)}
+
+    # The order and the other documents are not seen, and nothing was learned for good.
+    again = model.score(documents[::-1], dynamic=RULE, batch_size=5)[::-1]
+    assert [total.nats for total in again] == [nats.sum() for nats in found]
+    assert [total.tokens for total in again] == [len(nats) for nats in found]
+    assert [total.bytes for total in again] == [len(nats) for nats in found]
+    jax.tree.map(np.testing.assert_array_equal, model.params, before)
+
+
+@pytest.mark.usefixtures("x64")
+def test_documents_that_share_parameters_are_one_pass_with_an_empty_memory_for_each():
+    model = tiny_model.make(**FLOAT64)
+    documents = tiny_model.documents(LENGTHS)
+
+    found = model.score(documents, per_token=True, dynamic=SHARED)
+
+    apart = learning(model.config, model.params, SHARED)
+    assert_same(found, one_pass(apart, documents))
+    # A second call begins with the trained parameters.
+    again = list(model.score_stream(documents, per_token=True, dynamic=SHARED))
+    assert_same(again, found)
+    assert np.abs(found[4] - alone(apart, documents[4])).max() > 1e-3
+
+
+def test_a_token_before_each_document_is_learned_with_it():
+    model = tiny_model.make()
+
+    [found, empty] = model.score(["abba cab", ""], per_token=True, first="\n", dynamic=RULE)
+
+    [expected] = model.score(["\nabba cab"], per_token=True, dynamic=RULE)
+    np.testing.assert_array_equal(found, expected)
+    assert empty.shape == (0,)
+
+
+def test_a_result_comes_before_the_next_document_is_asked_for():
+    model = tiny_model.make()
+    asked = []
+
+    def endless():
+        for length in itertools.cycle([8, 0, 17]):
+            asked.append(length)
+            yield tiny_model.documents([length])[0]
+
+    stream = model.score_stream(endless(), dynamic=RULE)
+    for number, total in enumerate(itertools.islice(stream, 7), start=1):
+        assert len(asked) == number
+        assert total.tokens == max(asked[-1] - 1, 0)
+
+
+def test_a_mistake_of_the_iterator_comes_after_the_results_before_it():
+    model = tiny_model.make()
+
+    stream = model.score_stream(["abba", "cab", "Z"], dynamic=RULE)
+
+    assert [next(stream).tokens, next(stream).tokens] == [3, 2]
+    with pytest.raises(UserError, match=r"\b90\b"):
+        next(stream)
+
+
+def test_a_loss_that_is_not_finite_names_document_segment_and_rate():
+    model = tiny_model.make()
+    rule = DynamicConfig(rule="sgd", learning_rate=1e30)
+
+    stream = model.score_stream(["abba", "abba cab " * 3, "a"], dynamic=rule)
+
+    assert next(stream).tokens == 3
+    with pytest.raises(NonFiniteError, match=r"documents\[1\].*segment 1 .*1e\+30"):
+        next(stream)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"eval__weight_dtype": "int8"}, r"eval\.weight_dtype.*rule=rmsprop.*int8"),
+        ({"eval__cache_dtype": "bfloat16"}, r"eval\.cache_dtype.*rule=rmsprop.*bfloat16"),
+        (
+            {"eval__stride": 2, "eval__mem_len": 0, "eval__same_length": False},
+            r"eval\.stride.*rule=rmsprop.*2",
+        ),
+    ],
+)
+def test_models_that_cannot_learn_are_refused_by_name(changes, words):
+    model = tiny_model.make(**changes)
+    for score in (model.score, model.score_stream):
+        with pytest.raises(UserError, match=words):
+            score(["abba"], dynamic=RULE)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"rule": "sgd"}, r"DynamicConfig.*'sgd'"),
+        (DynamicConfig(shared=True), r"eval\.dynamic\.shared"),
+        (DynamicConfig(rule="rms"), r"eval\.dynamic\.rule=rms\b"),
+    ],
+    ids=["a dict", "without a rule", "without statistics"],
+)
+def test_mistakes_in_the_rule_are_refused(rule, words):
+    with pytest.raises(UserError, match=words):
+        tiny_model.make().score(["abba"], dynamic=rule)
+
+
+def test_without_a_rule_nothing_is_learned():
+    # Also if the record of the run has one.
+    recorded = tiny_model.make(eval__dynamic=DynamicConfig(rule="sgd", learning_rate=0.5))
+    texts = ["abba cab", "dab " * 5]
+
+    expected = tiny_model.make().score(texts)
+
+    assert recorded.score(texts) == expected
+    assert recorded.score(texts, dynamic=DynamicConfig()) == expected
+    assert recorded.score(texts, dynamic=recorded.config.eval.dynamic) != expected
+
+
+# A run
+
+
+LINES = ["the cat sat on the mat", "", "t", "and the dog ran away", "the cat"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run whose recorded evaluations learn, with documents read in three rows."""
+    folder = tmp_path_factory.mktemp("run")
+    changes = {"eval__dynamic": RULE, "eval__batch_size": 3}
+    config, corpus = drawn_run.on_text(folder, bytes(range(256)) * 5, **changes)
+    return drawn_run.make(folder / "run", config, corpus)[0]
+
+
+def records(run, lines, rule: DynamicConfig, *, per_token=False, written=None):
+    """The records of documents, of which `written` gets those before a mistake too."""
+    written = [] if written is None else written
+    config = config_tree.replace(run.config, {"eval.dynamic": rule})
+    texts = ((number, line.encode()) for number, line in enumerate(lines, start=11))
+    score_job.score_documents(
+        TrainedModel.of(run, config),
+        texts,
+        name="book.txt",
+        per_token=per_token,
+        write=written.append,
+    )
+    return list(map(json.loads, "".join(written).splitlines()))
+
+
+@pytest.mark.parametrize("rule", [RULE, SHARED], ids=["each", "shared"])
+def test_the_documents_of_a_file_have_the_losses_of_score(run, rule):
+    model = txl_jax.load(run.path)
+
+    per_document = records(run, LINES, rule)
+
+    expected = model.score(LINES, dynamic=rule)
+    assert [record["nats"] for record in per_document] == [total.nats for total in expected]
+    assert [record["tokens"] for record in per_document] == [21, 0, 0, 19, 6]
+    assert [record.get("bytes", 0) for record in per_document] == [21, 0, 0, 19, 6]
+
+
+def test_the_tokens_of_a_file_have_the_losses_before_they_are_learned(run):
+    per_token = records(run, LINES, RULE, per_token=True)
+
+    nats = txl_jax.load(run.path).score(LINES, per_token=True, dynamic=RULE)
+    found = np.array([record["nats"] for record in per_token], np.float32)
+    np.testing.assert_array_equal(found, np.concatenate(nats))
+    text = "".join(line[1:] for line in LINES)
+    assert "".join(record["token"] for record in per_token) == text
+
+
+def test_a_loss_that_is_not_finite_names_line_segment_and_rate_after_the_records_before(run):
+    rule = DynamicConfig(rule="sgd", learning_rate=1e30)
+    written: list[str] = []
+
+    with pytest.raises(NonFiniteError, match=r"line 12 of book\.txt.*segment 1 .*1e\+30"):
+        records(run, ["the c", "the cat " * 3, "the"], rule, written=written)
+
+    assert [json.loads(line)["tokens"] for line in written] == [4]
+
+
+def test_a_run_whose_evaluations_learn_is_quantized_and_generates_as_ever(run, tmp_path):
+    # A server has only these dtypes to set, not the rule of the record.
+    for dtypes in ({"weight_dtype": "int8"}, {"cache_dtype": "bfloat16"}):
+        quantized = txl_jax.load(run.path, **dtypes)
+        assert quantized.config.eval.dynamic.rule is None
+
+    learns = txl_jax.load(run.path)
+    assert learns.config.eval.dynamic == RULE
+    static = dataclasses.replace(
+        learns,
+        components=dataclasses.replace(
+            learns.components,
+            config=config_tree.replace(learns.config, {"eval.dynamic": DynamicConfig()}),
+        ),
+    )
+    settings = txl_jax.GenerateConfig(length=20, seed=3)
+    assert learns.generate(["the "], settings) == static.generate(["the "], settings)
+    pairs = [("the cat", " sat")]
+    assert learns.score_continuations(pairs) == static.score_continuations(pairs)
