@@ -450,6 +450,15 @@ def test_typed_settings_win_for_documents_of_a_file(recorded, calls, tmp_path, m
     assert_same(weights.config, expected)
 
 
+@pytest.fixture
+def own_run(compiled_in, tmp_path):
+    """A recorded run in the directory "run", and the empty file "in"."""
+    own = {"data.corpus": CorpusName.TEXT, "data.file": str(tmp_path / "book")}
+    text = TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes())
+    runs.record(tmp_path / "run", config_tree.replace(ExperimentConfig(), own), text)
+    (tmp_path / "in").write_text("")
+
+
 LEARNING_NOTES = [
     # Mode, typed flags, and those without effect.
     ("train", {"rule": "sgd", "decay": "0.5"}, {"rule", "decay"}),
@@ -462,12 +471,8 @@ LEARNING_NOTES = [
 
 
 @pytest.mark.parametrize(("mode", "typed", "unread"), LEARNING_NOTES)
-def test_flags_of_learning_have_no_effect_where_nothing_is_scored(
-    calls, compiled_in, tmp_path, mode, typed, unread
-):
-    text = TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes())
-    runs.record(tmp_path / "run", ExperimentConfig(), text)
-    (tmp_path / "in").write_text("")
+@pytest.mark.usefixtures("own_run", "calls")
+def test_flags_of_learning_have_no_effect_where_nothing_is_scored(mode, typed, unread):
     words = [f"--eval.dynamic.{name}={value}" for name, value in typed.items()]
 
     code, out, err = programs.run(
@@ -480,12 +485,8 @@ def test_flags_of_learning_have_no_effect_where_nothing_is_scored(
 
 
 @pytest.mark.parametrize(("rule", "unread"), [("none", False), ("sgd", True)])
-def test_the_batch_has_no_effect_on_documents_that_are_learned(
-    calls, compiled_in, tmp_path, rule, unread
-):
-    text = TextInfo("text", "own text", "d" * 64, ByteVocabulary.all_bytes())
-    runs.record(tmp_path / "run", ExperimentConfig(), text)
-    (tmp_path / "in").write_text("")
+@pytest.mark.usefixtures("own_run", "calls")
+def test_the_batch_has_no_effect_on_documents_that_are_learned(rule, unread):
     words = [f"--eval.dynamic.rule={rule}", "--eval.batch_size=4"]
 
     code, out, err = programs.run(

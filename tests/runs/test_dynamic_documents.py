@@ -235,6 +235,8 @@ def records(run, lines, rule: DynamicConfig, *, per_token=False, written=None):
 @pytest.mark.parametrize("rule", [RULE, SHARED], ids=["each", "shared"])
 def test_the_documents_of_a_file_have_the_losses_of_score(run, rule):
     model = txl_jax.load(run.path)
+    assert model.trained is not None
+    assert model.trained.path == run.path
 
     per_document = records(run, LINES, rule)
 

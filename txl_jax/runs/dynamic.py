@@ -51,15 +51,6 @@ class DynamicModel:
     # The sum of squared gradients of training text, for the rule RMS, or None.
     statistics: Any = None
 
-    def __post_init__(self) -> None:
-        """Raises `UserError` if the rule RMS lacks its statistics."""
-        require(
-            self.settings.rule is not DynamicRule.RMS or self.statistics is not None,
-            "eval.dynamic.rule=rms divides by the squared gradients of training text, which are "
-            "not available for this model. Pass --eval.dynamic.rule=rmsprop, which takes them from "
-            "the text that it reads.",
-        )
-
     @classmethod
     def of(
         cls,
@@ -194,9 +185,15 @@ class DynamicModel:
         for.
 
         Raises:
+          UserError: If the rule RMS has no statistics.
           NonFiniteError: If the loss of a segment is nan or infinite. The losses of the documents
             before it were yielded.
         """
+        require(
+            self.settings.rule is not DynamicRule.RMS or self.statistics is not None,
+            "eval.dynamic.rule=rms divides by squared gradients of training text, which this model "
+            "lacks. Use eval.dynamic.rule=rmsprop, which takes them from the text that it reads.",
+        )
         config = self.built.config
         dtype = np.dtype(jnp.promote_types(jnp.float32, config.model.dtype))
         # What the document before left, or None if the next one begins with trained parameters.
@@ -265,11 +262,11 @@ class DynamicModel:
 
 
 def document_config(config: ExperimentConfig) -> ExperimentConfig:
-    """Returns a config with the lengths at which `DynamicModel.score_documents` reads documents.
+    """Returns the config for which `DynamicModel.score_documents` must be built.
 
-    They are those of `eval`, for one document at a time and without warm-up.
+    It has the lengths of `eval`, for one document at a time.
     """
-    return config_tree.replace(config, {"eval.batch_size": 1, "eval.warmup_tokens": 0})
+    return config_tree.replace(config, {"eval.batch_size": 1})
 
 
 @dataclasses.dataclass(frozen=True)
