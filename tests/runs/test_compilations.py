@@ -47,14 +47,14 @@ def test_the_step_is_compiled_once_for_minutes_and_for_more_steps(
         return sum(message.startswith(line) for message in caplog.messages)
 
     with jax.log_compiles():
-        with Run.open(tmp_path / "run") as run:
-            fitted, timed_step = fit(10.0, config, corpus, run)
-            # Another warm-up and other steps than those of the program that was timed.
-            assert fitted.train.steps > MORE
-            fitted = tiny.changed(fitted, optimizer__warmup_steps=1)
-            outcome = runs.train(
-                fitted, corpus, run, compiled_step=timed_step, stop_requested=stop_after(2)
-            )
+        run = Run(tmp_path / "run")
+        fitted, timed_step = fit(10.0, config, corpus, run)
+        # Another warm-up and other steps than those of the program that was timed.
+        assert fitted.train.steps > MORE
+        fitted = tiny.changed(fitted, optimizer__warmup_steps=1)
+        outcome = runs.train(
+            fitted, corpus, run, compiled_step=timed_step, stop_requested=stop_after(2)
+        )
         assert not outcome.finished and outcome.step > 0
         assert (count(COMPILED), count(CACHE_HIT)) == (1, 0)
 

@@ -4,6 +4,7 @@ fewer steps.
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -72,6 +73,9 @@ def test_the_steps_of_a_time_are_those_that_a_clock_shows(config, corpus, monkey
     )
     spent = steps * each + (steps / config.train.eval_every + 1) * valid + test
     assert 1000 - 3 - valid <= spent <= 1000
+    # How long a hundred steps would take, for a note if fewer fit.
+    advised = 100 * (each + valid / config.train.eval_every) + valid + test
+    assert (fitting.advised_steps, fitting.advised_minutes) == (100, math.ceil(advised / 60))
     with pytest.raises(UserError, match=r"\bminutes\b"):
         steps_in(test, config, corpus, clock=lambda: now)
 

@@ -5,6 +5,8 @@ What a schedule is: tests/training/test_optimizer.py. How often a run compiles:
 tests/runs/test_compilations.py.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,7 +72,7 @@ def compare_rates(schedule, offset, decay_steps):
         ),
         train=TrainConfig(steps=1187),
     )
-    counts = jnp.arange(1200)
+    counts = jnp.arange(1200, dtype=jnp.int32)
     lengths = jax.tree.map(jnp.asarray, ScheduleLengths.of(config))
     for traced in (None, jnp.asarray(PEAK)):
 
@@ -86,12 +88,12 @@ def compare_rates(schedule, offset, decay_steps):
         expected = as_constants(traced, counts)
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found, expected)
-        assert found.max() <= PEAK and len(np.unique(found)) > 700
+        assert found.max() == pytest.approx(PEAK) and len(np.unique(found)) > 500
 
 
-@pytest.mark.parametrize("name", OptimizerName)
-def test_an_update_is_the_same_program_for_all_lengths(name):
-    """With both schedules, a rate of the embedding's own, and a factor while weights are
+@pytest.mark.parametrize(("name", "schedule"), zip(OptimizerName, itertools.cycle(Schedule)))
+def test_an_update_is_the_same_program_for_all_lengths(name, schedule):
+    """With one of the schedules, a rate of the embedding's own, and a factor while weights are
     averaged.
     """
     texts = set()
@@ -99,7 +101,7 @@ def test_an_update_is_the_same_program_for_all_lengths(name):
         made = tiny_run.parts(
             optimizer__name=name,
             optimizer__embedding_lr_multiplier=3.0,
-            optimizer__schedule=[*Schedule][len(name) % 2],
+            optimizer__schedule=schedule,
             average=AverageConfig(start_step=4, lr_scale=0.5),
             **changes,
         )
@@ -138,7 +140,6 @@ def test_a_step_is_the_same_program_for_all_lengths(kind):
     # The comparison would see a length: another setting makes another text.
     other = kind(tiny_run.parts(**settings, **LENGTHS[0], optimizer__min_lr_ratio=0.5))
     assert other.lower_step().as_text() != first
-    assert tiny.B % 3 == 0
 
 
 def test_a_compiled_step_is_used_again_only_if_it_is_the_same_program():
