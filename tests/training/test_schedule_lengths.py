@@ -15,7 +15,6 @@ import pytest
 
 from support import tiny, tiny_run
 from txl_jax.config import (
-    AverageConfig,
     ExperimentConfig,
     OptimizerConfig,
     OptimizerName,
@@ -102,7 +101,8 @@ def test_an_update_is_the_same_program_for_all_lengths(name, schedule):
             optimizer__name=name,
             optimizer__embedding_lr_multiplier=3.0,
             optimizer__schedule=schedule,
-            average=AverageConfig(start_step=4, lr_scale=0.5),
+            average__start_step=4,
+            average__lr_scale=0.5,
             **changes,
         )
         config = made.config
@@ -127,7 +127,8 @@ def test_a_step_is_the_same_program_for_all_lengths(kind):
     """With microbatches, averaged weights, and a rate of the embedding's own."""
     settings = {
         "train__grad_accum_steps": 3,
-        "average": AverageConfig(start_step=4, lr_scale=0.5),
+        "average__start_step": 4,
+        "average__lr_scale": 0.5,
         "optimizer__embedding_lr_multiplier": 3.0,
     }
     offsets = zip(ScheduleOffset, LENGTHS, strict=True)
