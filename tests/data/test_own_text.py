@@ -4,6 +4,7 @@ that is refused.
 
 import bz2
 import dataclasses
+import glob
 import gzip
 import hashlib
 import json
@@ -11,6 +12,7 @@ import lzma
 import os
 import random
 import re
+import sys
 import sysconfig
 import threading
 
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 
 from support.encoded_text import in_blocks, own_text
 from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer, TokenizerConfig
+from txl_jax.data import own_text as own_text_module
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import read_corpus, refuse_packed
 from txl_jax.data.own_text import read_own_text, read_python_stdlib
@@ -393,23 +396,114 @@ def test_empty_lines_at_the_end_are_refused_where_lines_have_a_meaning(path):
         read_own_text(own_text(file=str(path), kind=Tokenizer.WORD))
 
 
-def test_python_stdlib_reads_modules_in_path_order_and_no_tests(tmp_path, monkeypatch):
-    real = read_python_stdlib(DataConfig(corpus=CorpusName.PYTHON_STDLIB))
-    assert 5e6 < sum(file.size for files in real.splits.values() for file in files) < 20e6
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    wanted = {"a.py": "first", "b/c.py": "second", "b/testing/x.py": "third", "b.py": "fourth"}
-    skipped = ["test/t.py", "b/tests/t.py", "idlelib/idle_test/t.py", "a.txt"]
-    skipped += ["site-packages/p.py", "dist-packages/p.py", "b/__pycache__/c.py"]
-    for name, text in wanted.items() | dict.fromkeys(skipped, "NO").items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text * 10)
+def stdlib_at(root, monkeypatch):
+    """The text of the standard library in a directory."""
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(root)})
+    return read_python_stdlib(DataConfig(corpus=CorpusName.PYTHON_STDLIB))
+
+
+def write_modules(root, sizes):
+    """Writes files of these sizes, which begin with their path."""
+    for name, size in sizes.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{name}\n".ljust(size, "#"))
+
+
+def top_level_names(files, root):
+    return {os.path.relpath(file.name, root).split("/")[0].removesuffix(".py") for file in files}
+
+
+def test_python_stdlib_is_split_by_a_hash_of_top_level_names(tmp_path, monkeypatch):
+    # Modules and packages of 30,000 bytes, and two as large as the range of sizes, or larger.
+    modules = {f"module{number}.py": 30_000 for number in range(40)}
+    packages = {f"package{number}/b/c.py": 10_000 for number in range(20)}
+    packages |= {f"package{number}/a.py": 20_000 for number in range(20)}
+    large = {"at_the_limit.py": 80_000, "beyond/the_limit.py": 80_001, "encodings/a.py": 200_000}
+    write_modules(tmp_path, modules | packages | large)
+    skipped = ["test/t.py", "package1/tests/t.py", "idlelib/idle_test/t.py", "module1.txt"]
+    skipped += ["site-packages/p.py", "dist-packages/p.py", "package2/__pycache__/c.py"]
+    write_modules(tmp_path, dict.fromkeys(skipped, 30_000))
     (tmp_path / "dangling.py").symlink_to(tmp_path / "absent.py")
-    text = read_python_stdlib(DataConfig(corpus=CorpusName.PYTHON_STDLIB))
-    assert b"".join(parts(text)).decode() == "".join(wanted[name] * 10 for name in sorted(wanted))
+
+    text = stdlib_at(tmp_path, monkeypatch)
     assert text.name == "python_stdlib"
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python311.zip")})
+    read = parts(text)
+    for content, split in zip(read, SPLITS, strict=True):
+        paths = [os.path.relpath(file.name, tmp_path) for file in text.splits[split]]
+        assert paths == sorted(paths)
+        assert re.findall(r"(?m)^#*([^#\n]+)$", content.decode()) == paths
+
+    names = {split: top_level_names(text.splits[split], tmp_path) for split in SPLITS}
+    known = {path.split("/")[0].removesuffix(".py") for path in modules | packages | large}
+    by_hash = sorted(
+        known - {"beyond", "encodings"}, key=lambda name: hashlib.sha256(name.encode()).hexdigest()
+    )
+    # `at_the_limit` and 18 names have 620,000 bytes, and 17 too few. Twenty have 600,000.
+    assert "at_the_limit" in by_hash[:19]
+    assert names["test"] == set(by_hash[:19])
+    assert names["valid"] == set(by_hash[19:39])
+    assert names["train"] == set(by_hash[39:]) | {"beyond", "encodings"}
+
+
+def test_the_digest_of_python_stdlib_depends_on_the_splits(tmp_path, monkeypatch):
+    write_modules(tmp_path, {f"module{number}.py": 30_000 for number in range(50)})
+    splits = stdlib_at(tmp_path, monkeypatch).splits
+    digests = set()
+    # The last training module may validate instead. All bytes stay in their order.
+    for n_train in (len(splits["train"]), len(splits["train"]) - 1):
+        moved = {
+            "train": splits["train"][:n_train],
+            "valid": splits["train"][n_train:] + splits["valid"],
+            "test": splits["test"],
+        }
+        monkeypatch.setattr(own_text_module, "split_by_name", lambda *_, moved=moved: moved)
+        digests.add(stdlib_at(tmp_path, monkeypatch).digest)
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize("n_modules", [39, 40])
+def test_a_standard_library_with_too_few_modules_is_an_error(n_modules, tmp_path, monkeypatch):
+    sizes = {f"module{number}.py": 30_000 for number in range(n_modules)}
+    write_modules(tmp_path, sizes | {"large.py": 900_000})
+    if n_modules == 40:
+        text = stdlib_at(tmp_path, monkeypatch)
+        assert top_level_names(text.splits["train"], tmp_path) == {"large"}
+        return
+    with pytest.raises(UserError, match=r"1,200,000 bytes.* valid split got 570,000"):
+        stdlib_at(tmp_path, monkeypatch)
+
+
+def test_a_standard_library_without_source_files_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"python311\.zip\b.*\.py\b"):
-        read_python_stdlib(DataConfig(corpus=CorpusName.PYTHON_STDLIB))
+        stdlib_at(tmp_path / "python311.zip", monkeypatch)
+
+
+def installed_pythons():
+    """Directories of the standard libraries on this machine, of the versions that README names."""
+    roots = {sysconfig.get_paths()["stdlib"]}
+    for prefix in ("/usr", "/usr/local", os.path.dirname(sys.base_prefix) + "/*"):
+        for version in ("3.11", "3.12", "3.13"):
+            roots.update(glob.glob(f"{prefix}/lib/python{version}"))
+    # Some directories have only the packages that a package manager installs.
+    return sorted(root for root in roots if os.path.exists(f"{root}/argparse.py"))
+
+
+def test_held_out_splits_of_python_stdlib_have_600_000_to_680_000_bytes(monkeypatch):
+    """In each Python on this machine. The names of two versions differ in a tenth of the bytes."""
+    first_test = None
+    for root in installed_pythons():
+        text = stdlib_at(root, monkeypatch)
+        sizes = [sum(file.size for file in text.splits[split]) for split in SPLITS]
+        assert 5e6 < sizes[0] < 20e6, root
+        assert 600_000 <= sizes[1] <= 680_000, root
+        assert 600_000 <= sizes[2] <= 680_000, root
+        assert "encodings" in top_level_names(text.splits["train"], root)
+        test_names = top_level_names(text.splits["test"], root)
+        first_test = first_test or test_names
+        n_shared = sum(
+            file.size for file in text.splits["test"] if top_level_names([file], root) <= first_test
+        )
+        assert n_shared > 0.9 * sizes[2], root
 
 
 # Every kind of white space that cuts, one that does not, and characters of one to four bytes.
