@@ -7,19 +7,23 @@ import gzip
 import json
 import re
 import threading
+import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from support import drawn_run, programs
 from txl_jax.cli import plans
-from txl_jax.config import GenerateConfig
+from txl_jax.config import GenerateConfig, Network, NormPlace, config_tree
+from txl_jax.config.experiment import preset
 from txl_jax.runs.convert import convert
 from txl_jax.runs.time_budget import FittingSteps
 from txl_jax.runtime import stop
 
 SHORT = programs.steps(2, every=2)
+LAYER_NORM = "model.layer_norm"
 
 
 def run(program, *flags):
@@ -92,7 +96,7 @@ def test_a_workdir_alone_resumes_with_its_settings_in_another_folder_and_with_mo
 
 
 def test_minutes_set_the_steps_at_the_first_start_alone(own_text, tmp_path, monkeypatch):
-    """Over a flagfile's steps and its warm-up; the same command finds them in the record."""
+    """Over a flagfile's steps, warm-up and pre-norm; the same command finds them in the record."""
     asked = []
     monkeypatch.setattr(
         plans,
@@ -101,7 +105,9 @@ def test_minutes_set_the_steps_at_the_first_start_alone(own_text, tmp_path, monk
             asked.append(seconds) or FittingSteps(20 * len(asked), 0.1, 30, 7, compilation=None)
         ),
     )
-    (tmp_path / "mine.flags").write_text("\n".join([*own_text, "--optimizer.warmup_steps=30"]))
+    (tmp_path / "mine.flags").write_text(
+        "\n".join([*own_text, "--optimizer.warmup_steps=30", f"--{LAYER_NORM}=pre"])
+    )
     words = [
         f"--flagfile={tmp_path / 'mine.flags'}",
         f"--workdir={tmp_path / 'run'}",
@@ -113,10 +119,53 @@ def test_minutes_set_the_steps_at_the_first_start_alone(own_text, tmp_path, monk
         20,
         2,
     )
+    assert recorded["config"][LAYER_NORM] == "post"
     assert re.search(r"(?m)^finished +already", succeed("text", *words)) and asked == [30]
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == recorded
     code, _, err = run("text", *words, "--train.steps=40")
     assert code == 1 and "--minutes" in err and "--train.steps" in err
+    code, _, err = run("text", *words, f"--{LAYER_NORM}=pre")
+    assert code == 1 and f"--{LAYER_NORM} was post and is now pre" in err
+
+
+@pytest.mark.parametrize(
+    ("steps", "places", "changes", "expected"),
+    [
+        (plans.PRE_NORM_STEPS - 10, {}, {}, NormPlace.POST),
+        (plans.PRE_NORM_STEPS, {}, {}, NormPlace.PRE),
+        (20, {LAYER_NORM: "mine.flags, line 1: "}, {}, NormPlace.POST),
+        (20, {LAYER_NORM: ""}, {}, NormPlace.PRE),
+        (20, {}, {"init_from": "/runs/base"}, NormPlace.PRE),
+        (20, {}, {"model.network": Network.LSTM}, NormPlace.PRE),
+    ],
+)
+def test_minutes_for_few_steps_choose_post_norm(steps, places, changes, expected, monkeypatch):
+    timed: Any = object()
+    fitting = FittingSteps(steps, 0.1, 30, 7, compilation=timed)
+    monkeypatch.setattr(plans, "steps_in", lambda *given: fitting)
+    config = config_tree.replace(preset("own_bytes"), changes)
+    new_run: Any = types.SimpleNamespace(is_new=True, notes=[])
+    job: Any = types.SimpleNamespace(places=places)
+    corpus: Any = None  # Only `steps_in` reads it.
+    fitted, compiled = plans.TimedPlan(minutes=1).fit_steps(config, corpus, job, new_run)
+    assert (fitted.model.layer_norm, fitted.train.steps) == (expected, steps)
+    # The step that was timed is another program if the place changes.
+    assert (compiled is timed) == (expected is NormPlace.PRE)
+    is_noted = any(note.startswith(f"{LAYER_NORM} is post") for note in new_run.notes)
+    assert is_noted == (expected is NormPlace.POST)
+
+
+def test_minutes_never_replace_post_norm(monkeypatch):
+    """The paper's place stays, however many steps fit."""
+    timed: Any = object()
+    fitting = FittingSteps(100_000, 0.1, 30, 7, compilation=timed)
+    monkeypatch.setattr(plans, "steps_in", lambda *given: fitting)
+    new_run: Any = types.SimpleNamespace(is_new=True, notes=[])
+    job: Any = types.SimpleNamespace(places={})
+    corpus: Any = None  # Only `steps_in` reads it.
+    fitted, compiled = plans.TimedPlan(minutes=1).fit_steps(preset("small"), corpus, job, new_run)
+    assert compiled is timed
+    assert fitted.model.layer_norm is NormPlace.POST and len(new_run.notes) == 1
 
 
 @pytest.mark.full

@@ -5,8 +5,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from txl_jax.cli.job import Job
-from txl_jax.cli.precedence import WARMUP
-from txl_jax.config import CacheDType, ExperimentConfig, WeightDType, config_tree
+from txl_jax.cli.precedence import NORM_PLACE, WARMUP
+from txl_jax.config import (
+    CacheDType,
+    ExperimentConfig,
+    Network,
+    NormPlace,
+    WeightDType,
+    config_tree,
+)
 from txl_jax.config.config_tree import Config, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
@@ -15,6 +22,10 @@ from txl_jax.runs.run import Run, recorded_folders
 from txl_jax.runs.time_budget import steps_in
 from txl_jax.runtime import distributed
 from txl_jax.runtime.sinks import Sink, WeightsAndBiases
+
+# With fewer training steps a model with post-norm scores better than one with pre-norm, with more
+# it scores worse (benchmarks/norm_place.csv).
+PRE_NORM_STEPS = 800
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +158,9 @@ class TimedPlan(Plan):
     ) -> tuple[ExperimentConfig, Compilation | None]:
         """Returns the config with as many steps as fit into --minutes, at the first start of a run.
 
-        At most a tenth of the steps are warm-up, unless the warm-up is typed. If the steps are few,
-        the run's notes say so.
+        At most a tenth of the steps are warm-up, unless the warm-up is typed. With few steps a
+        model with pre-norm gets post-norm, unless pre-norm is typed or comes with the weights. If
+        the steps are few, the run's notes say so.
 
         Returns:
           (the config, the training step that was timed, for `train_run`). At other starts, and
@@ -180,6 +192,20 @@ class TimedPlan(Plan):
                 "--train.steps instead of --minutes."
             )
         fitted = config_tree.replace(config, {"train.steps": steps, WARMUP: warmup})
+
+        is_free = job.places.get(NORM_PLACE) != "" and config.init_from is None
+        has_pre_norm = (
+            config.model.network is Network.TRANSFORMER_XL
+            and config.model.layer_norm is NormPlace.PRE
+        )
+        if is_free and has_pre_norm and steps < PRE_NORM_STEPS:
+            run.notes.append(
+                f"{NORM_PLACE} is post instead of pre, which scores better from about "
+                f"{PRE_NORM_STEPS} steps on. Pass --{NORM_PLACE}=pre to keep it."
+            )
+            # The steps were timed with pre-norm. A step with post-norm takes as long, but it is
+            # another program, so only in this case training compiles a second time.
+            return config_tree.replace(fitted, {NORM_PLACE: NormPlace.POST}), None
         return fitted, fitting.compilation
 
 

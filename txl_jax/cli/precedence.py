@@ -7,9 +7,9 @@
 
 If the run is recorded already, its record takes the place of 1 and 2.
 
-Settings that nobody typed, such as a flagfile's, yield in two cases, each with a note for the log:
-sizes to the sizes of the weights (`yield_to_weights`), and the warm-up to the recorded one or to a
-short training (`yield_warmup`).
+Settings that nobody typed, such as a flagfile's, yield in three cases, each with a note for the
+log: sizes to the sizes of the weights (`yield_to_weights`), the warm-up to the recorded one or to a
+short training (`yield_warmup`), and pre-norm to a recorded post-norm (`yield_norm_place`).
 
 In all functions `places` says where each flag was set: "" for the command line, else
 "FILE, line N: ".
@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from txl_jax.cli import flag_tree
-from txl_jax.config import CorpusName, ExperimentConfig, config_tree
+from txl_jax.config import CorpusName, ExperimentConfig, NormPlace, config_tree
 from txl_jax.config.experiment import preset
 from txl_jax.data.published import check_file, default_data
 from txl_jax.runs import warm_start
 
 FLAGS = flags.FLAGS
 WARMUP = "optimizer.warmup_steps"
+NORM_PLACE = "model.layer_norm"
 # The preset for your own text if no sizes are set: the paper's would take months on a CPU.
 SMALL = "small"
 
@@ -174,7 +175,10 @@ def apply_flags(
     if sizes is not None:
         config, note = yield_to_weights(config, sizes, typed)
         notes.append(note)
-    config, note = yield_warmup(config, typed, recorded=base if is_recorded else None)
+    recorded = base if is_recorded else None
+    config, note = yield_norm_place(config, typed, recorded=recorded)
+    notes.append(note)
+    config, note = yield_warmup(config, typed, recorded=recorded)
     notes.append(note)
 
     if is_recorded:
@@ -247,6 +251,26 @@ def yield_warmup(
     last_step = config.optimizer.decay_steps or config.train.steps
     if warmup >= last_step:
         return _settle(config, {WARMUP: last_step // 10}, "the warm-up is a tenth of the steps")
+    return Settled(config, None)
+
+
+def yield_norm_place(
+    config: ExperimentConfig, typed: Collection[str], *, recorded: ExperimentConfig | None
+) -> Settled:
+    """Returns a config whose pre-norm yields to the recorded run's post-norm, unless it was typed.
+
+    A short training by `--minutes` records post-norm, although its flagfile says pre-norm.
+
+    >>> recorded = config_tree.replace(preset("own_bytes"), {"model.layer_norm": NormPlace.POST})
+    >>> yield_norm_place(preset("own_bytes"), typed=(), recorded=recorded).note
+    "the recorded run's norm place is kept: model.layer_norm is post instead of pre"
+    """
+    if recorded is None or NORM_PLACE in typed:
+        return Settled(config, None)
+    recorded_place = recorded.model.layer_norm
+    if config.model.layer_norm is NormPlace.PRE and recorded_place is NormPlace.POST:
+        recorded_values = {NORM_PLACE: recorded_place}
+        return _settle(config, recorded_values, "the recorded run's norm place is kept")
     return Settled(config, None)
 
 
