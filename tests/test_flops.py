@@ -3,6 +3,7 @@ that are reported, and the plot of a run.
 """
 
 import functools
+import itertools
 import math
 
 import jax
@@ -252,3 +253,42 @@ def test_a_learning_curve(tmp_path):
     )
     picture = (tmp_path / "curve.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "last", [(2.1, 1.95, 1.6, 1.74, 1.49), (1.6, 1.59, 1.58, 1.6, 1.59), (2.0, 2.0, 2.0, 2.0, 2.0)]
+)
+def test_names_at_the_ends_of_curves_do_not_overlap(last, tmp_path, monkeypatch):
+    drawings = []
+    save = plots.save
+    monkeypatch.setattr(
+        plots, "save", lambda drawing, path: drawings.append(drawing) or save(drawing, path)
+    )
+    records = [
+        {"kind": kind, "step": step, "bpc": 1 + 8 / step}
+        for step in range(1, 9)
+        for kind in ("train", "valid")
+    ]
+    names = ("without", "with", "learning", "alone", "after")
+    curves = {name: (9.0, 3.0, end) for name, end in zip(names[:3], last[:3], strict=True)}
+    levels = dict(zip(names[3:], last[3:], strict=True))
+    path = tmp_path / "reading.png"
+    plots.training_and_reading(
+        records, path, title="a title", bytes_read=(1, 500, 1000), curves=curves, levels=levels
+    )
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+    (drawing,) = drawings
+    drawing.canvas.draw()
+    labels = drawing.axes[1].texts
+    expected = [f"{end:.2f}  {name}" for name, end in zip(names, last, strict=True)]
+    assert [label.get_text() for label in labels] == expected
+    boxes = [label.get_window_extent() for label in labels]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    assert all(box.x1 <= drawing.bbox.x1 for box in boxes)
+    lines = drawing.axes[1].get_lines()
+    assert len({line.get_color() for line in lines[:3]}) == 3
+    assert len({str(line.get_linestyle()) + str(line.get_color()) for line in lines}) >= 4
+    # The mean of the first byte is not shown: it would flatten the rest.
+    assert drawing.axes[1].get_ylim()[1] < 3.0

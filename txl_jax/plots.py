@@ -30,14 +30,24 @@ _COLORS = (
 _MARKERS = "os^Dv"
 _MOST_MARKERS = 40  # Markers per line, about. With one at each point, a long line would be hidden.
 
-# The learning curve: its lines by kind of record, its levels, and its lines by position.
+# Colors that people with any kind of color blindness can tell apart (Okabe and Ito, 2008).
+_SKY_BLUE = "#56b4e9"
+_BLUE = "#0072b2"
+_VERMILION = "#d55e00"
+_GREY = "#7f7f7f"
+_DARK = "#333333"
+
+# The learning curve: its lines by kind of record, and its levels.
 _KIND_STYLES: dict[str, dict[str, Any]] = {
-    "train": {"color": "#9aa7b8", "linewidth": 1.2},
-    "valid": {"color": "#c0392b", "marker": "o", "markersize": 4},
+    "train": {"color": _SKY_BLUE, "linewidth": 1.6},
+    "valid": {"color": _BLUE, "linewidth": 1.6, "marker": "o", "markersize": 4},
 }
 _LEVEL_COLORS = ("#2c3e50", "#2980b9", "#27ae60", "#8e44ad")
-_POSITION_COLORS = ("#9aa7b8", "#c0392b")
+_READING_COLORS = (_GREY, _BLUE, _VERMILION)
+_LEVEL_DASHES = ((0, (6, 3)), (0, (2, 2)))
 _TOP_BPC = 5.5  # Where the learning curve is cut off: the first updates are above.
+# Part of the text after which the axis of its curves begins. The means before are of few tokens.
+_NOT_SHOWN = 0.02
 
 
 def can_draw() -> bool:
@@ -54,7 +64,6 @@ def learning_curve(
     *,
     title: str,
     levels: Mapping[str, float],
-    by_position: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """Plots bpc against training steps.
 
@@ -63,32 +72,155 @@ def learning_curve(
       path: File or object to write.
       title: Title of the figure.
       levels: Names and bpc of horizontal lines to compare with.
-      by_position: Names and the bpc at each position of a segment, which are drawn to the right of
-        the curve, or None.
     """
-    if by_position:
-        drawing = figure(width=11)
-        curve, positions = drawing.subplots(1, 2, sharey=True)
-        panels = [curve, positions]
-    else:
-        drawing = figure()
-        curve = drawing.subplots()
-        panels = [curve]
-
+    drawing = figure()
+    curve = drawing.subplots()
     bpcs = _draw_kinds(curve, records)
     _draw_levels(curve, levels)
     last_step = max((record["step"] for record in records), default=1)
     curve.set(title=title, xlabel="training steps", ylabel="bits per byte", xlim=(0, last_step))
-
-    if by_position:
-        bpcs += _draw_positions(positions, by_position)
-
     lowest = min([*levels.values(), *bpcs])
     curve.set_ylim(bottom=max(0, lowest - 0.3), top=min(max(bpcs), _TOP_BPC))
-    for panel in panels:
-        panel.grid(alpha=0.25)
-        panel.legend(frameon=False)
+    curve.grid(alpha=0.25)
+    curve.legend(frameon=False)
     save(drawing, path)
+
+
+def training_and_reading(
+    records: Sequence[Mapping[str, Any]],
+    path: AnyPath,
+    *,
+    title: str,
+    bytes_read: Sequence[float],
+    curves: Mapping[str, Sequence[float]],
+    levels: Mapping[str, float],
+) -> None:
+    """Plots bits per byte twice: against training steps, and along a text that is read.
+
+    Args:
+      records: Records of metrics.jsonl, of which those of the kinds "train" and "valid" are drawn.
+      path: File or object to write.
+      title: Title of the figure.
+      bytes_read: Bytes of the text that were read at each point of the curves.
+      curves: By name, the bits per byte of everything read so far, at each point.
+      levels: By name, the bits per byte in which a compressor stores the whole text.
+    """
+    drawing = figure(5, width=12)
+    drawing.suptitle(title)
+    training, reading = drawing.subplots(1, 2, sharey=True, width_ratios=(5, 6))
+
+    shown = _draw_kinds(training, records)
+    last_step = max((record["step"] for record in records), default=1)
+    training.set(
+        title="Training: bits per byte at each step",
+        xlabel="training steps\n"
+        "Training reads its text in order and learns as it goes.\n"
+        "Validation does not learn, so it needs more bits.",
+        ylabel="bits per byte",
+        # A little more, for the last marker.
+        xlim=(0, 1.01 * last_step),
+    )
+    training.legend(frameon=False)
+
+    ends = {**_draw_reading(reading, bytes_read, curves), **_draw_compressors(reading, levels)}
+    lowest = min([*levels.values(), *(min(curve) for curve in curves.values()), *shown])
+    highest = max(curve[-1] for curve in curves.values())
+    bottom = max(0, lowest - 0.2)
+    top = highest + 0.8 * (highest - bottom)
+    reading.set_ylim(bottom, top)
+    _name_ends(reading, ends, least_distance=0.055 * (top - bottom))
+
+    for panel in (training, reading):
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    save(drawing, path)
+
+
+def _draw_reading(
+    panel: Any, bytes_read: Sequence[float], curves: Mapping[str, Sequence[float]]
+) -> dict[str, tuple[float, str]]:
+    """Draws bits per byte along a text, and returns the last value and the color of each name."""
+    ends: dict[str, tuple[float, str]] = {}
+    first = next(
+        number
+        for number, n_bytes in enumerate(bytes_read)
+        if n_bytes >= _NOT_SHOWN * bytes_read[-1]
+    )
+    kilobytes = [n_bytes / 1000 for n_bytes in bytes_read]
+    for color, (name, curve) in zip(_READING_COLORS, curves.items(), strict=True):
+        panel.plot(kilobytes[first:], curve[first:], color=color, linewidth=2)
+        ends[name] = (float(curve[-1]), color)
+    panel.set(
+        title="Test split: bits per byte of everything read so far",
+        xlabel="kilobytes of the test split that were read\n"
+        "A model that learns is trained on each segment after scoring it.\n"
+        "Dashed: all of the split, compressed.",
+        xlim=(0, kilobytes[-1]),
+    )
+    return ends
+
+
+def _draw_compressors(panel: Any, levels: Mapping[str, float]) -> dict[str, tuple[float, str]]:
+    """Draws a dashed line for each compressor, and returns value and color of each name."""
+    ends: dict[str, tuple[float, str]] = {}
+    for dashes, (name, level) in zip(_LEVEL_DASHES, levels.items(), strict=True):
+        panel.axhline(level, linestyle=dashes, linewidth=1.2, color=_DARK)
+        ends[name] = (level, _DARK)
+    return ends
+
+
+def _name_ends(panel: Any, ends: Mapping[str, tuple[float, str]], *, least_distance: float) -> None:
+    """Writes name and last value of each line to the right of it, so that none overlaps another."""
+    heights = spread([end for end, _ in ends.values()], least_distance)
+    for height, (name, (end, color)) in zip(heights, ends.items(), strict=True):
+        # x is a fraction of the panel's width, y a number of its axis.
+        panel.text(
+            1.015,
+            height,
+            f"{end:.2f}  {name}",
+            color=color,
+            va="center",
+            transform=panel.get_yaxis_transform(),
+        )
+
+
+def spread(values: Sequence[float], least_distance: float) -> list[float]:
+    """Moves values apart, in their order, until each is so far from the next.
+
+    >>> spread([2.0, 1.0, 1.5], 0.25)
+    [2.0, 1.0, 1.5]
+    >>> spread([1.0, 1.5, 1.0], 0.25)
+    [0.875, 1.5, 1.125]
+    """
+    order = sorted(range(len(values)), key=lambda number: values[number])
+    # Values that are too close form a group, which is spread around its mean.
+    groups: list[list[int]] = []
+    for number in order:
+        groups.append([number])
+        while len(groups) > 1 and _overlap(groups[-2], groups[-1], values, least_distance):
+            last = groups.pop()
+            groups[-1] += last
+
+    moved = list(values)
+    for group in groups:
+        lowest = _lowest(group, values, least_distance)
+        for place, number in enumerate(group):
+            moved[number] = lowest + place * least_distance
+    return moved
+
+
+def _overlap(
+    lower: Sequence[int], upper: Sequence[int], values: Sequence[float], least_distance: float
+) -> bool:
+    """Returns whether two neighboring groups are too close, each spread around its mean."""
+    highest_of_lower = _lowest(lower, values, least_distance) + least_distance * (len(lower) - 1)
+    return _lowest(upper, values, least_distance) - highest_of_lower < least_distance
+
+
+def _lowest(group: Sequence[int], values: Sequence[float], least_distance: float) -> float:
+    """Returns where the lowest value of a group is moved to."""
+    mean = sum(values[number] for number in group) / len(group)
+    return mean - least_distance * (len(group) - 1) / 2
 
 
 def _draw_kinds(curve: Any, records: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -112,18 +244,6 @@ def _draw_levels(curve: Any, levels: Mapping[str, float]) -> None:
         curve.annotate(
             f" {name} {level:.2f}", (0, level), ha="left", va="bottom", fontsize=9, color=color
         )
-
-
-def _draw_positions(panel: Any, by_position: Mapping[str, Sequence[float]]) -> list[float]:
-    """Draws the lines of `by_position`, and returns all bpc that they show."""
-    shown: list[float] = []
-    for color, (name, bpcs) in zip(_POSITION_COLORS, by_position.items(), strict=True):
-        positions = range(1, len(bpcs) + 1)
-        panel.plot(positions, bpcs, label=name, color=color, linewidth=1.6)
-        panel.set(xlim=(1, len(bpcs)))
-        shown += bpcs
-    panel.set(title="Test split, with and without memory", xlabel="position in the segment")
-    return shown
 
 
 def curves(

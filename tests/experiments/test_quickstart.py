@@ -1,35 +1,194 @@
-"""Tests the quickstart's comparison."""
+"""Tests the quickstart's comparison, and what it offers at its end."""
+
+import dataclasses
+import json
+import lzma
+import re
+import sysconfig
 
 import numpy as np
 import pytest
 
 from experiments import quickstart
-from support import drawn_run
-from txl_jax.config import config_tree
-from txl_jax.runs import score
-from txl_jax.runs.build import build_for
-from txl_jax.runs.trained import load_parameters
+from support import drawn_run, programs, runs
+from txl_jax.config import DynamicRule, config_tree
+from txl_jax.data import own_text
+from txl_jax.data.corpus import read_corpus
+from txl_jax.runs.dynamic import DynamicModel
+from txl_jax.runs.score import score
+
+LEARNING = {
+    "eval.batch_size": 5,
+    "eval.dynamic.rule": DynamicRule.SGD,
+    "eval.dynamic.learning_rate": 0.5,
+}
 
 
-def test_bits_by_position_are_the_means_over_the_segments_of_the_same_bytes(tmp_path, monkeypatch):
-    """B divides the targets, so that each position of a segment counts as often as the rows'
-    lengths say.
-    """
-    monkeypatch.setattr(quickstart, "CURVE_BYTES", 25)
-    changes = {"eval.batch_size": 2, "eval.segment_len": 5, "eval.mem_len": 7}
+def reading(bits):
+    return quickstart.Reading(bits, np.array([bits + 1, bits]))
+
+
+def comparison(*, learning=1.5, lzma_alone=2.0, lzma_after_training=1.75):
+    return quickstart.Comparison(
+        n_bytes=4321,
+        mem_len=60,
+        without_memory=reading(3.0),
+        with_memory=reading(2.5),
+        learning=reading(learning),
+        lzma_alone=lzma_alone,
+        lzma_after_training=lzma_after_training,
+        bytes_read=np.array([2000.0, 4321.0]),
+    )
+
+
+def test_curves_end_at_the_bits_of_the_whole_test_split(tmp_path, monkeypatch):
+    monkeypatch.setattr(quickstart, "LEARNING", LEARNING)
+    changes = {"eval.batch_size": 2, "eval.segment_len": 4, "eval.mem_len": 7}
     config, corpus = drawn_run.on_text(tmp_path, drawn_run.letters(), **changes)
+    assert len(corpus.test) == 56
     run, _ = drawn_run.make(tmp_path / "run", config, corpus)
-    found = quickstart.compare(config, corpus, run, tested=2.5)
-    first = corpus.test[:25]
-    for name, more in zip(
-        found.by_position, ({"eval.mem_len": 0, "eval.same_length": False}, {}), strict=True
-    ):
-        components = build_for(config_tree.replace(config, more), corpus.vocabulary)
-        nats = np.zeros(len(first), np.float32)
-        _, params = load_parameters(components, run, log=print)
-        score.score(components, params, first, name=name, log=print, token_nats=nats)
-        by_hand = [nats[1:][np.arange(24) % 12 % 5 == each].mean() / np.log(2) for each in range(5)]
-        assert found.by_position[name] == pytest.approx(by_hand, rel=1e-6)
-        totals = score.score(components, params, corpus.test, name=name, log=print)
-        assert found.bits[name] == (totals.bpc if more else 2.5)
-    assert list(found.bits)[:2] == list(quickstart.COMPRESSORS) and len(first) < len(corpus.test)
+    scored = {}
+
+    def keeping(score_text, settings):
+        """A function that scores a text, and keeps the settings, the result and the nats."""
+
+        def score_and_keep(*text, name, token_nats, **how):
+            totals = score_text(*text, name=name, token_nats=token_nats, **how)
+            scored[name] = (settings(text[0]), totals, token_nats)
+            return totals
+
+        return score_and_keep
+
+    monkeypatch.setattr(quickstart, "score", keeping(score, lambda built: built.config.eval))
+    learning_score = keeping(DynamicModel.score, lambda model: model.built.config.eval)
+    monkeypatch.setattr(DynamicModel, "score", learning_score)
+    found = quickstart.compare(config, corpus, run)
+
+    assert {name: settings for name, (settings, _, _) in scored.items()} == {
+        "without memory": dataclasses.replace(config.eval, mem_len=0, same_length=False),
+        "with memory": config.eval,
+        "learning": config_tree.replace(config, LEARNING).eval,
+    }
+    # Five rows of 11 targets are read in segments of 4, 4 and 3.
+    assert found.bytes_read == pytest.approx(56 * np.array([20, 40, 55]) / 55)
+    readings = {
+        "without memory": found.without_memory,
+        "with memory": found.with_memory,
+        "learning": found.learning,
+    }
+    for name, (_, totals, nats) in scored.items():
+        bits_of_rows = nats[1:].reshape(5, 11) / np.log(2)
+        by_hand = [bits_of_rows[:, :n_columns].mean() for n_columns in (4, 8, 11)]
+        assert readings[name].bits == pytest.approx(totals.bpc), name
+        assert readings[name].curve == pytest.approx(by_hand, rel=1e-5), name
+    assert len({reading_of_text.bits for reading_of_text in readings.values()}) == 3
+    assert (found.n_bytes, found.mem_len) == (56, 7)
+
+
+def test_lzma_may_refer_to_the_training_split(tmp_path, monkeypatch):
+    monkeypatch.setattr(quickstart, "LZMA_WINDOW", 700)
+    noise = np.random.default_rng(0).integers(32, 127, 250).astype(np.uint8).tobytes()
+    # The test split, the last 50 bytes, is in the training split.
+    content = noise[:100] * 9 + noise[150:200] + noise[50:100]
+    _, corpus = drawn_run.on_text(tmp_path, content)
+    test = content[-50:]
+    train = content[200:900]
+    alone, after_training = quickstart.lzma_bytes(corpus)
+    assert alone == len(lzma.compress(test, preset=9))
+    both = len(lzma.compress(train + test, preset=9))
+    assert after_training == both - len(lzma.compress(train, preset=9))
+    assert after_training < alone / 4
+
+
+@pytest.mark.parametrize(
+    ("bits", "worse"),
+    [
+        ({"learning": 1.5}, {"lzma -9", "lzma -9 after the training split"}),
+        ({"learning": 1.8}, {"lzma -9"}),
+        ({"learning": 2.2}, None),
+        ({"lzma_alone": 1.5, "lzma_after_training": 1.5}, None),
+    ],
+)
+def test_a_comparison_claims_only_what_this_run_shows(bits, worse):
+    found = comparison(**bits)
+    text = "\n".join(found.lines())
+    numbers = [2.5, 3.0, found.learning.bits, found.lzma_alone, found.lzma_after_training]
+    assert re.findall(r"\d\.\d{3}", text) == [f"{number:.3f}" for number in numbers]
+    assert "4,321 bytes" in text and "memory of 60" in text
+    claims = re.findall(r"fewer bits than (.*)\.", text)
+    if worse is None:
+        assert claims == []
+    else:
+        assert set(claims[0].split(" and ")) == worse
+
+
+def test_the_server_is_offered_only_if_its_packages_are_installed(monkeypatch):
+    for missing in (None, *quickstart.SERVER_PACKAGES):
+        monkeypatch.setattr(
+            quickstart.importlib.util, "find_spec", lambda name, missing=missing: name != missing
+        )
+        commands = quickstart.next_commands("my runs/a")
+        assert all("'my runs/a'" in command for command in commands[:-1])
+        offered = [re.search(r"experiments\.(\w+)", command)[1] for command in commands]
+        assert ("serve" in offered) == (missing is None)
+        assert offered.count("text") == 2
+
+
+def write_stdlib(folder):
+    """Writes a standard library of 50 modules of 30 bytes, and returns settings to split it."""
+    for number in range(50):
+        (folder / f"module{number:02}.py").write_text(f"text of module {number}".ljust(30, "#"))
+
+
+@pytest.fixture
+def small_stdlib(tmp_path, monkeypatch):
+    """A standard library of 50 modules of 30 bytes, of which ten test and ten validate."""
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    write_stdlib(folder)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(folder)})
+    monkeypatch.setattr(own_text, "STDLIB_LEAST_HELDOUT", 300)
+    monkeypatch.setattr(own_text, "STDLIB_MOST_HELDOUT", 340)
+    return folder
+
+
+FLAGS = [*programs.TINY, *programs.steps(4, every=2), "--optimizer.warmup_steps=1"]
+
+
+def test_a_directory_of_a_quickstart_with_another_split_stays_as_it_is(
+    small_stdlib, tmp_path, monkeypatch
+):
+    """Before, the library was split by position. The digest of the text tells them apart."""
+    workdir = tmp_path / "run"
+    flags = [*FLAGS, "--compilation_cache=off", f"--workdir={workdir}"]
+    config = programs.config_of(quickstart.DEFAULTS, *FLAGS)
+    with monkeypatch.context() as before:
+        before.setattr(
+            own_text,
+            "split_by_name",
+            lambda root, paths: own_text.split_by_position(paths, at_lines=False),
+        )
+        corpus = read_corpus(config.data, data_dir="", cache_dir=str(workdir / "prepared"))
+    runs.record(workdir, config, corpus)
+    files = {
+        path: path.read_bytes()
+        for path in workdir.rglob("*")
+        if path.is_file() and path.suffix != ".lock"
+    }
+
+    code, _, err = programs.run("experiments.quickstart", *flags)
+    assert code == 1 and "the text was" in err and "--workdir" in err and err.count("\n") == 1
+    assert {path: path.read_bytes() for path in files} == files
+    assert json.loads((workdir / "config.json").read_text())["text"]["digest"] == corpus.digest
+
+
+@pytest.mark.full
+def test_a_small_quickstart(small_stdlib, tmp_path, monkeypatch):
+    monkeypatch.setattr(quickstart, "LEARNING", LEARNING)
+    words = [*FLAGS, f"--workdir={tmp_path / 'run'}", "--generate.length=5"]
+    code, out, err = programs.run("experiments.quickstart", *words)
+    assert code == 0, err
+    assert len(re.findall(r"(?m)^  \d\.\d{3}  \S.*\.$", out)) == 4
+    picture = (tmp_path / "run" / "quickstart.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    assert re.search(r"(?m)^next  python -m experiments", out)
