@@ -22,7 +22,7 @@ COMMAND = (
     "--train.eval_every=200"
 )
 KILLED_AFTER = "step 400/"  # The beginning of a line.
-PROGRESS = re.compile(r"step \d+/|(test|with|without)\b.*%")
+PROGRESS = re.compile(r"step \d+/|(test|with|without|learning)\b.*%")
 STYLES = {
     r"^\$.*": "bold white",
     # Keys of the log are padded to ten characters. Other lines begin with words of a sentence.

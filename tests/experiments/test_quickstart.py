@@ -169,6 +169,9 @@ def test_a_directory_of_a_quickstart_with_another_split_stays_as_it_is(
             lambda root, paths: own_text.split_by_position(paths, at_lines=False),
         )
         corpus = read_corpus(config.data, data_dir="", cache_dir=str(workdir / "prepared"))
+    corpus = dataclasses.replace(
+        corpus, description=corpus.description.replace(", split by names", "")
+    )
     runs.record(workdir, config, corpus)
     files = {
         path: path.read_bytes()
@@ -178,6 +181,7 @@ def test_a_directory_of_a_quickstart_with_another_split_stays_as_it_is(
 
     code, _, err = programs.run("experiments.quickstart", *flags)
     assert code == 1 and "the text was" in err and "--workdir" in err and err.count("\n") == 1
+    assert err.count("split by names") == 1
     assert {path: path.read_bytes() for path in files} == files
     assert json.loads((workdir / "config.json").read_text())["text"]["digest"] == corpus.digest
 

@@ -153,7 +153,7 @@ def read_python_stdlib(config: DataConfig) -> Text:
     total = sum(map(os.path.getsize, paths))
     description = (
         f"standard library of Python {platform.python_version()}, {len(paths)} "
-        f"files, {total:,} bytes"
+        f"files, {total:,} bytes, split by names"
     )
     # Digests of digests: it matters which split a file is in.
     digest = digest_of(_digest(with_bar(f"reading {name}", splits[name])) for name in SPLITS)
