@@ -125,7 +125,7 @@ class TimedPlan(Plan):
     minutes: float | None = setting(
         None,
         "Minutes to train and evaluate, not to compile. Sets train.steps at the first start, by "
-        "the measured speed.",
+        "the measured speed, and post-norm instead of pre-norm if few steps fit.",
         above=0,
     )
 
