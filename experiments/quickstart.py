@@ -143,7 +143,8 @@ def compare(config: ExperimentConfig, corpus: Corpus, run: Run) -> Comparison:
     built = build_for(config, corpus.vocabulary)
     built_without_memory = build_for(no_memory_config, corpus.vocabulary)
     _, params = load_parameters(built, run, log=say)
-    learning_model = DynamicModel.of(TrainedModel.of(run, learning_config), params)
+    learning_trained = TrainedModel.of(run, learning_config)
+    learning_model = DynamicModel.of(learning_trained, params, corpus=corpus)
 
     # The model that learns reads several rows of the text side by side. All curves have a point
     # after each of its segments, so that they are about the same bytes.
