@@ -145,7 +145,7 @@ def test_a_flagfile_of_evaluation_has_the_published_numbers(name):
 
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_a_flagfile_of_evaluation_changes_nothing_else_of_a_run(name, monkeypatch, tmp_path):
-    recorded = txl_jax.preset("small")
+    recorded = txl_jax.preset("ptb_small")
     expected = config_tree.replace(recorded, evaluation_preset(name))
     words = ["text", f"--flagfile={name}"]
     assert config_of_words(ExperimentConfig(), words, recorded=recorded) == expected
