@@ -16,8 +16,8 @@ from txl_jax.runs.trainer import training_reader
 from txl_jax.training.step import TrainState
 
 _SECONDS_TO_TIME = 5.0  # Updates are timed for at least so long.
-# Fewer steps are few, with a note that names the time of so many. The smallest example, the
-# quickstart's model, predicts hardly better than single bytes' frequencies before.
+# Fewer steps are few: a tenth of them, the warm-up, is less than ten updates. If fewer fit, a note
+# names the time that so many need, and if none fits, the error does.
 _ADVISED_STEPS = 100
 
 
