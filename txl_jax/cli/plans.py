@@ -25,7 +25,7 @@ from txl_jax.runtime.sinks import Sink, WeightsAndBiases
 
 # With fewer training steps a model with post-norm scores better than one with pre-norm, with more
 # it scores worse (benchmarks/norm_place.csv).
-PRE_NORM_STEPS = 800
+PRE_NORM_STEPS = 700
 
 
 @dataclasses.dataclass(frozen=True)
