@@ -40,7 +40,7 @@ from txl_jax.data.corpus import Corpus, read_corpus
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.errors import UserError
 from txl_jax.runs.build import build_for
-from txl_jax.runs.dynamic import DynamicModel
+from txl_jax.runs.dynamic_statistics import learning_model
 from txl_jax.runs.generate import generate_text
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import score
@@ -53,10 +53,11 @@ from txl_jax.runtime.storage import is_remote
 # How the model learns while it reads the test split: the best of five settings on the validation
 # split (benchmarks/singles.csv). One row instead of eight would need fewer bits, but more time.
 LEARNING = {
-    "eval.batch_size": 8,
+    "eval.batch_size": 4,
     "eval.segment_len": 32,
     "eval.dynamic.rule": DynamicRule.RMSPROP,
     "eval.dynamic.learning_rate": 1e-3,
+    "eval.dynamic.decay": 2e-3,
 }
 # What `pip install '.[serve]'` installs for the server.
 SERVER_PACKAGES = ("prometheus_client", "pydantic", "starlette", "uvicorn")
@@ -117,11 +118,11 @@ class Comparison(NamedTuple):
             records,
             path,
             title=title,
-            bytes_read=self.bytes_read,
+            bytes_read=self.bytes_read.tolist(),
             curves={
-                "without memory": self.without_memory.curve,
-                "with memory": self.with_memory.curve,
-                "learning": self.learning.curve,
+                "without memory": self.without_memory.curve.tolist(),
+                "with memory": self.with_memory.curve.tolist(),
+                "learning": self.learning.curve.tolist(),
             },
             levels={
                 "lzma -9": self.lzma_alone,
@@ -144,7 +145,7 @@ def compare(config: ExperimentConfig, corpus: Corpus, run: Run) -> Comparison:
     built_without_memory = build_for(no_memory_config, corpus.vocabulary)
     _, params = load_parameters(built, run, log=say)
     learning_trained = TrainedModel.of(run, learning_config)
-    learning_model = DynamicModel.of(learning_trained, params, corpus=corpus)
+    learner = learning_model(learning_trained, params, corpus=corpus)
 
     # The model that learns reads several rows of the text side by side. All curves have a point
     # after each of its segments, so that they are about the same bytes.
@@ -161,7 +162,7 @@ def compare(config: ExperimentConfig, corpus: Corpus, run: Run) -> Comparison:
     for name, score_text in (
         ("without memory", functools.partial(score, built_without_memory, params)),
         ("with memory", functools.partial(score, built, params)),
-        ("learning", learning_model.score),
+        ("learning", learner.score),
     ):
         nats = np.zeros(len(corpus.test), np.float32)
         totals = score_text(

@@ -25,6 +25,7 @@ from txl_jax.memory import Memory
 from txl_jax.metrics import Totals
 from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.dynamic import DynamicModel, NamedDocument, built_with_rule, document_config
+from txl_jax.runs.dynamic_statistics import learning_model
 from txl_jax.runs.generate import check_can_generate, or_start, read_stop
 from txl_jax.runs.score import DocumentReader, check_batch_size, read_all, takes_embeddings
 from txl_jax.runs.trained import TrainedModel, open_weights
@@ -549,7 +550,8 @@ class LanguageModel:
 
         config = document_config(config)
         if self.trained is not None:
-            return DynamicModel.of(TrainedModel.of(self.trained, config), self.params)
+            trained = TrainedModel.of(self.trained, config)
+            return learning_model(trained, self.params, log=lambda line: None)
         built = build_for(
             training_config(config), self.vocabulary, mesh=self.components.mesh, uses=["training"]
         )

@@ -180,7 +180,9 @@ def _measure_step(
         with jax.profiler.trace(folder, profiler_options=_device_only()):
             for _ in range(_TRACED_CALLS):
                 call()
-        tables.append(_trace_table(folder, program.as_text(), _TRACED_CALLS))
+        text = program.as_text()
+        assert text is not None, "a compiled program has a text"
+        tables.append(_trace_table(folder, text, _TRACED_CALLS))
     return tables
 
 

@@ -29,6 +29,7 @@ from txl_jax.interop.leaves import leaf_of
 from txl_jax.runs import dynamic_statistics
 from txl_jax.runs.convert import convert
 from txl_jax.runs.dynamic import DynamicModel
+from txl_jax.runs.dynamic_statistics import learning_model
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import evaluate_splits
 from txl_jax.runs.scoring_progress import Interrupted
@@ -100,7 +101,7 @@ def model_of(trained, *, factor=1.0, **options) -> DynamicModel:
     """Loads the model with its statistics, and perhaps with other weights."""
     _, params = trained.params(trained.build())
     params = jax.tree.map(lambda leaf: factor * leaf, params)
-    return DynamicModel.of(trained, params, **options)
+    return learning_model(trained, params, **options)
 
 
 def plain_sums(model: DynamicModel, tokens: np.ndarray):
@@ -263,7 +264,7 @@ def test_without_file_and_training_text_the_error_has_the_command_that_makes_it(
 
 def unevaluated(trained) -> DynamicModel:
     """The model without statistics, with any parameters."""
-    built = DynamicModel.of(
+    built = learning_model(
         opened(trained.path, eval__dynamic=DynamicConfig(rule=DynamicRule.SGD)), None
     ).built
     config = dataclasses.replace(built.config, eval=trained.config.eval)

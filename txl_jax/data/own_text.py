@@ -191,16 +191,16 @@ def split_by_name(root: str, paths: Sequence[str]) -> dict[str, tuple[File, ...]
     for split in ("test", "valid"):
         n_bytes = 0
         while n_bytes < STDLIB_LEAST_HELDOUT:
-            name = next(small_names, None)
-            if name is None:
+            next_name = next(small_names, None)
+            if next_name is None:
                 raise UserError(
                     f"the standard library at {root} is too small: its modules of at most "
                     f"{largest:,} bytes must have {2 * STDLIB_LEAST_HELDOUT:,} bytes for the test "
                     f"and validation splits, and the {split} split got {n_bytes:,}. Use a Python "
                     "that is installed as source files, or another --data.corpus."
                 )
-            split_of[name] = split
-            n_bytes += sizes[name]
+            split_of[next_name] = split
+            n_bytes += sizes[next_name]
 
     parts: dict[str, list[File]] = {split: [] for split in SPLITS}
     for name, its_paths in files.items():

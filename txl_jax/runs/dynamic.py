@@ -18,7 +18,6 @@ import optax
 
 from txl_jax.config import DynamicConfig, DynamicRule, ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
-from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.errors import NonFiniteError
 from txl_jax.evaluation import dynamic
@@ -28,7 +27,6 @@ from txl_jax.runs.build import Built, shardings_of
 from txl_jax.runs.scoring_progress import Interrupted, progress_bar
 from txl_jax.runs.trained import TrainedModel
 from txl_jax.runtime import distributed
-from txl_jax.runtime.output import say
 from txl_jax.training.step import TrainState
 
 
@@ -51,48 +49,6 @@ class DynamicModel:
     # The sum of squared gradients of training text, for the rule RMS, or None.
     statistics: Any = None
 
-    @classmethod
-    def of(
-        cls,
-        trained: TrainedModel,
-        params: Any,
-        *,
-        corpus: Corpus | None = None,
-        folder: str | None = None,
-        stop_requested: Callable[[], Any] = lambda: False,
-        log: Callable[[str], None] = say,
-    ) -> "DynamicModel":
-        """Builds a model for the rule and the lengths of its config. All processes call it.
-
-        The rule RMS needs statistics of training text (`runs.dynamic_statistics`).
-
-        Args:
-          trained: The model, with `eval.dynamic.rule` set.
-          params: Its parameters on the devices of its config's mesh.
-          corpus: The text that is scored, from which the statistics are computed if it is the
-            run's own. None means that they must be in a file.
-          folder: The directory in which computed statistics are kept, or None to keep none.
-          stop_requested: Is asked while statistics are computed.
-          log: Takes a line about the statistics.
-
-        Raises:
-          UserError: If settings do not match the devices, or statistics are missing.
-          Interrupted: If a stop was requested.
-        """
-        config = dynamic.training_config(trained.config)
-        built = TrainedModel.of(trained, config).build(uses=["training"])
-        model = cls(built_with_rule(built), params)
-        if model.settings.rule is not DynamicRule.RMS:
-            return model
-
-        # That module computes with this class.
-        from txl_jax.runs import dynamic_statistics
-
-        statistics = dynamic_statistics.find_or_make(
-            model, trained, corpus=corpus, folder=folder, stop_requested=stop_requested, log=log
-        )
-        return dataclasses.replace(model, statistics=statistics)
-
     @property
     def settings(self) -> DynamicConfig:
         """The rule and its numbers."""
@@ -101,6 +57,14 @@ class DynamicModel:
     def start(self) -> TrainState:
         """Returns the state before the first segment of a text: the trained parameters."""
         return self._make_state(self.params, self.statistics)
+
+    def _require_statistics(self) -> None:
+        """Raises `UserError` if the rule RMS has no statistics."""
+        require(
+            self.settings.rule is not DynamicRule.RMS or self.statistics is not None,
+            "eval.dynamic.rule=rms divides by squared gradients of training text, which this model "
+            "lacks. Use eval.dynamic.rule=rmsprop, which takes them from the text that it reads.",
+        )
 
     @functools.cached_property
     def _make_state(self) -> Callable[[Any, Any], TrainState]:
@@ -140,7 +104,9 @@ class DynamicModel:
         Raises:
           Interrupted: If a stop was requested. What was scored until then is logged.
           NonFiniteError: If the loss of a segment is nan or infinite.
+          UserError: If the rule RMS has no statistics.
         """
+        self._require_statistics()
         lengths = self.built.config.eval
         reader = evaluation_segments(
             tokens,
@@ -189,11 +155,7 @@ class DynamicModel:
           NonFiniteError: If the loss of a segment is nan or infinite. The losses of the documents
             before it were yielded.
         """
-        require(
-            self.settings.rule is not DynamicRule.RMS or self.statistics is not None,
-            "eval.dynamic.rule=rms divides by squared gradients of training text, which this model "
-            "lacks. Use eval.dynamic.rule=rmsprop, which takes them from the text that it reads.",
-        )
+        self._require_statistics()
         config = self.built.config
         dtype = np.dtype(jnp.promote_types(jnp.float32, config.model.dtype))
         # What the document before left, or None if the next one begins with trained parameters.
@@ -267,6 +229,16 @@ def document_config(config: ExperimentConfig) -> ExperimentConfig:
     It has the lengths of `eval`, for one document at a time.
     """
     return config_tree.replace(config, {"eval.batch_size": 1})
+
+
+def build_to_learn(trained: TrainedModel) -> Built:
+    """Builds a trained model for dynamic evaluation by its `eval.dynamic`. All processes call it.
+
+    Raises:
+      UserError: If settings do not match the devices.
+    """
+    config = dynamic.training_config(trained.config)
+    return built_with_rule(TrainedModel.of(trained, config).build(uses=["training"]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,12 +35,13 @@ from txl_jax.interop import leaves as leaves_lib
 from txl_jax.interop import portable, safetensors
 from txl_jax.interop.leaves import Leaf, Leaves
 from txl_jax.metrics import Totals
-from txl_jax.runs.dynamic import DynamicModel
+from txl_jax.runs.dynamic import DynamicModel, build_to_learn, built_with_rule
 from txl_jax.runs.run import Run
 from txl_jax.runs.scoring_progress import progress_bar
 from txl_jax.runs.trained import TrainedModel
 from txl_jax.runtime import distributed, environment, storage
 from txl_jax.runtime.checkpoint import describe_difference
+from txl_jax.runtime.output import say
 
 NAME = "dynamic_statistics.safetensors"
 
@@ -74,6 +75,42 @@ class _File(NamedTuple):
     # The sums by the path of their parameter, "stack/layers/attention/query".
     sums: dict[str, Leaf]
     metadata: dict[str, str]
+
+
+def learning_model(
+    trained: TrainedModel,
+    params: Any,
+    *,
+    corpus: Corpus | None = None,
+    folder: str | None = None,
+    stop_requested: Callable[[], Any] = lambda: False,
+    log: Callable[[str], None] = say,
+) -> DynamicModel:
+    """Builds a model that learns by the rule and at the lengths of its config.
+
+    All processes call it.
+
+    Args:
+      trained: The model, with `eval.dynamic.rule` set.
+      params: Its parameters on the devices of its config's mesh.
+      corpus: The text that is scored, from which the statistics of the rule RMS are computed if it
+        is the run's own. None means that they must be in a file.
+      folder: The directory in which computed statistics are kept, or None to keep none.
+      stop_requested: Is asked while statistics are computed.
+      log: Takes a line about the statistics.
+
+    Raises:
+      UserError: If settings do not match the devices, or statistics are missing.
+      CheckpointError: If a file of statistics is corrupted.
+      Interrupted: If a stop was requested.
+    """
+    model = DynamicModel(build_to_learn(trained), params)
+    if model.settings.rule is not DynamicRule.RMS:
+        return model
+    statistics = find_or_make(
+        model, trained, corpus=corpus, folder=folder, stop_requested=stop_requested, log=log
+    )
+    return dataclasses.replace(model, statistics=statistics)
 
 
 def find_or_make(
@@ -326,7 +363,7 @@ def _sum_over_text(
     """Sums the squared gradients of the first segments of a text. All processes call it."""
     began = time.monotonic()
     summing = DynamicModel(
-        dataclasses.replace(model.built, optimizer=dynamic.sum_squared_gradients()), model.params
+        built_with_rule(model.built, dynamic.sum_squared_gradients()), model.params
     )
     lengths = model.built.config.eval
     # The rows read the beginning of the text, n segments each.

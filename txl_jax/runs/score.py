@@ -37,7 +37,8 @@ from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops import sampling
 from txl_jax.recurrence import Segments
 from txl_jax.runs.build import Built
-from txl_jax.runs.dynamic import DynamicModel, NamedDocument, document_config
+from txl_jax.runs.dynamic import NamedDocument, document_config
+from txl_jax.runs.dynamic_statistics import learning_model
 from txl_jax.runs.run import Run
 from txl_jax.runs.scoring_progress import check_finite, progress_bar
 from txl_jax.runs.trained import TrainedModel, load_to_score
@@ -220,7 +221,7 @@ def evaluate_splits(
         results |= results_of(static, None)
     else:
         # Before the first score, because a text that cannot be learned from is an error.
-        dynamic_model = DynamicModel.of(
+        dynamic_model = learning_model(
             trained, params, corpus=corpus, folder=folder, stop_requested=stop_requested
         )
         results[Kind.STATIC] = results_of(static, Kind.STATIC)
@@ -277,7 +278,7 @@ def score_tokens(
         score_text: Callable[..., Totals] = functools.partial(score, built, params)
     else:
         kind = Kind.DYNAMIC
-        dynamic_model = DynamicModel.of(
+        dynamic_model = learning_model(
             trained, params, corpus=corpus, folder=folder, stop_requested=stop_requested
         )
         score_text = dynamic_model.score
@@ -749,7 +750,7 @@ def _document_losses(
     _check_dynamic(model)
     _, params = model.params(built, log=say)
     at_document_lengths = TrainedModel.of(model, document_config(model.config))
-    dynamic_model = DynamicModel.of(at_document_lengths, params)
+    dynamic_model = learning_model(at_document_lengths, params)
     named_documents = (
         NamedDocument(f"line {document.line} of {name}", document.ids) for document in documents
     )
