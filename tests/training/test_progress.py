@@ -146,7 +146,7 @@ def test_the_alarm_names_the_first_bad_update(changes):
         made.add(1, metrics(1, 2, 3, **changes))
     # Nothing of that call is counted or reported.
     assert made.state()["updates"] == 1 and not log.records
-    bad = UpdateMetrics(*(np.stack([own, own * np.nan]) for own in metrics(0)))
+    bad = jax.tree.map(lambda own: np.stack([own, own * np.nan]), metrics(0))
     with pytest.raises(NonFiniteError, match=r"^b: "):
         progress(log, members=Members(("a", "b"))).add(0, bad)
 

@@ -87,7 +87,9 @@ def compare_rates(schedule, offset, decay_steps):
         expected = as_constants(traced, counts)
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found, expected)
-        assert found.max() == pytest.approx(PEAK) and len(np.unique(found)) > 500
+        # With the original offset the decay has begun where the warm-up ends.
+        assert 0.96 * PEAK < found.max() <= PEAK * (1 + 1e-6)
+        assert len(np.unique(found)) > 500
 
 
 @pytest.mark.parametrize(("name", "schedule"), zip(OptimizerName, itertools.cycle(Schedule)))
@@ -99,6 +101,7 @@ def test_an_update_is_the_same_program_for_all_lengths(name, schedule):
     for changes in LENGTHS:
         made = tiny_run.parts(
             optimizer__name=name,
+            optimizer__weight_decay=0.1 if name is OptimizerName.ADAMW else 0.0,
             optimizer__embedding_lr_multiplier=3.0,
             optimizer__schedule=schedule,
             average__start_step=4,
