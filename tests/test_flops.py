@@ -271,11 +271,14 @@ def test_names_at_the_ends_of_curves_do_not_overlap(last, tmp_path, monkeypatch)
         for kind in ("train", "valid")
     ]
     names = ("without", "with", "learning", "alone", "after")
-    curves = {name: (9.0, 3.0, end) for name, end in zip(names[:3], last[:3], strict=True)}
+    curves = {
+        name: np.array([9.0, 3.0, end]) for name, end in zip(names[:3], last[:3], strict=True)
+    }
     levels = dict(zip(names[3:], last[3:], strict=True))
     path = tmp_path / "reading.png"
+    bytes_read = np.array([1.0, 500.0, 1000.0])
     plots.training_and_reading(
-        records, path, title="a title", bytes_read=(1, 500, 1000), curves=curves, levels=levels
+        records, path, title="a title", bytes_read=bytes_read, curves=curves, levels=levels
     )
     assert path.read_bytes().startswith(b"\x89PNG")
 

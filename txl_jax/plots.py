@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from txl_jax.metrics import Measure
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import AnyPath, write
@@ -91,8 +93,8 @@ def training_and_reading(
     path: AnyPath,
     *,
     title: str,
-    bytes_read: Sequence[float],
-    curves: Mapping[str, Sequence[float]],
+    bytes_read: np.ndarray,
+    curves: Mapping[str, np.ndarray],
     levels: Mapping[str, float],
 ) -> None:
     """Plots bits per byte twice: against training steps, and along a text that is read.
@@ -101,8 +103,8 @@ def training_and_reading(
       records: Records of metrics.jsonl, of which those of the kinds "train" and "valid" are drawn.
       path: File or object to write.
       title: Title of the figure.
-      bytes_read: Bytes of the text that were read at each point of the curves.
-      curves: By name, the bits per byte of everything read so far, at each point.
+      bytes_read: Floats [S], bytes of the text that were read at each point of the curves.
+      curves: By name, floats [S]: the bits per byte of everything read so far, at each point.
       levels: By name, the bits per byte in which a compressor stores the whole text.
     """
     drawing = figure(5, width=12)
@@ -123,8 +125,8 @@ def training_and_reading(
     training.legend(frameon=False)
 
     ends = {**_draw_reading(reading, bytes_read, curves), **_draw_compressors(reading, levels)}
-    lowest = min([*levels.values(), *(min(curve) for curve in curves.values()), *shown])
-    highest = max(curve[-1] for curve in curves.values())
+    lowest = min([*levels.values(), *(float(curve.min()) for curve in curves.values()), *shown])
+    highest = max(float(curve[-1]) for curve in curves.values())
     bottom = max(0, lowest - 0.2)
     top = highest + 0.8 * (highest - bottom)
     reading.set_ylim(bottom, top)
@@ -137,16 +139,12 @@ def training_and_reading(
 
 
 def _draw_reading(
-    panel: Any, bytes_read: Sequence[float], curves: Mapping[str, Sequence[float]]
+    panel: Any, bytes_read: np.ndarray, curves: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[float, str]]:
     """Draws bits per byte along a text, and returns the last value and the color of each name."""
     ends: dict[str, tuple[float, str]] = {}
-    first = next(
-        number
-        for number, n_bytes in enumerate(bytes_read)
-        if n_bytes >= _NOT_SHOWN * bytes_read[-1]
-    )
-    kilobytes = [n_bytes / 1000 for n_bytes in bytes_read]
+    first = int(np.searchsorted(bytes_read, _NOT_SHOWN * bytes_read[-1]))
+    kilobytes = bytes_read / 1000
     for color, (name, curve) in zip(_READING_COLORS, curves.items(), strict=True):
         panel.plot(kilobytes[first:], curve[first:], color=color, linewidth=2)
         ends[name] = (float(curve[-1]), color)
