@@ -170,9 +170,10 @@ def split_by_name(root: str, paths: Sequence[str]) -> dict[str, tuple[File, ...]
     another. In each split, files are in path order.
 
     Two versions of Python differ in few names, each of which moves a border by no more than its
-    size. For this, names of more than 80,000 bytes always train: with packages of up to 760,000
-    bytes, a held-out split would be about few subjects, and another text if one of them is not
-    installed. `encodings`, 1.4 MB of files that are almost copies of each other, therefore trains.
+    size. For this, names of more than 80,000 bytes always train: with packages of several hundred
+    thousand bytes, a held-out split would be about few subjects, and another text where one of
+    them is not installed. `encodings`, 1.4 MB of files that are almost copies of each other,
+    trains for the same reason.
 
     Raises:
       UserError: If the names do not suffice for a test and a validation split.
