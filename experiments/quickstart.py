@@ -118,11 +118,11 @@ class Comparison(NamedTuple):
             records,
             path,
             title=title,
-            bytes_read=self.bytes_read.tolist(),
+            bytes_read=self.bytes_read,
             curves={
-                "without memory": self.without_memory.curve.tolist(),
-                "with memory": self.with_memory.curve.tolist(),
-                "learning": self.learning.curve.tolist(),
+                "without memory": self.without_memory.curve,
+                "with memory": self.with_memory.curve,
+                "learning": self.learning.curve,
             },
             levels={
                 "lzma -9": self.lzma_alone,
