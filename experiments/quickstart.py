@@ -123,7 +123,7 @@ class Comparison(NamedTuple):
             curves={
                 "without memory": self.without_memory.curve,
                 "with memory": self.with_memory.curve,
-                "learning": self.learning.curve,
+                "with memory and learning": self.learning.curve,
             },
             levels={
                 "lzma -9": self.lzma_alone,

@@ -118,7 +118,7 @@ def training_and_reading(
         xlabel="training steps\n"
         "Training reads its text in order and learns as it goes.\n"
         "Validation does not learn, so it needs more bits.",
-        ylabel="bits per byte",
+        ylabel="bits per byte (fewer are better)",
         # A little more, for the last marker.
         xlim=(0, 1.01 * last_step),
     )
@@ -151,8 +151,8 @@ def _draw_reading(
     panel.set(
         title="Test split: bits per byte of everything read so far",
         xlabel="kilobytes of the test split that were read\n"
-        "A model that learns is trained on each segment after scoring it.\n"
-        "Dashed: all of the split, compressed.",
+        "Learning: after it has scored a segment, the model is trained on it.\n"
+        "Dashed and dotted: the whole split, compressed.",
         xlim=(0, kilobytes[-1]),
     )
     return ends
