@@ -5,11 +5,16 @@ The configuration comes from a flagfile or other flags.
     python -m experiments.bench.speed --flagfile=enwik8_12l
     python -m experiments.bench.speed --flagfile=small --tasks=training,generation --calls=10
     python -m experiments.bench.speed --flagfile=wt103_base --peer=hf --tasks=evaluation,generation
+    python -m experiments.bench.speed --flagfile=own_bytes --tasks=dynamic --eval.batch_size=1
 
 Tokens are random, as frequent as words are, weights untrained, memories full. The table shows the
 median over calls, with the slowest and the fastest call. Generation reads a tail of the adaptive
 softmax only when it may matter, with untrained weights almost never, so it is timed again with
 weights with which every tail is read.
+
+The task dynamic is timed only if it is named: evaluation that learns (docs/dynamic.md), by
+--eval.dynamic.rule or rmsprop, and training with Adam at the lengths and rows of evaluation. Their
+calls are interleaved.
 
 With --peer=hf Hugging Face's TransfoXLLMHeadModel (pip install '.[peer]') gets the same weights.
 --peer=original takes the authors' PyTorch release from a clone, --peer_path, eager and compiled by
@@ -24,18 +29,30 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import peers, timing
 from experiments.bench.peers import Peer, TorchModel
 from experiments.bench.timing import Task
 from txl_jax import cli, flops
-from txl_jax.config import CorpusName, DataConfig, EvalConfig, ExperimentConfig, GenerateConfig
+from txl_jax.config import (
+    CorpusName,
+    DataConfig,
+    DynamicRule,
+    EvalConfig,
+    ExperimentConfig,
+    GenerateConfig,
+    OptimizerConfig,
+    config_tree,
+)
 from txl_jax.config.config_tree import require, setting
+from txl_jax.evaluation import dynamic
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.inference.decode import BlockRows, Sampling, row_key
 from txl_jax.inference.generate import BLOCK
 from txl_jax.runs.build import Built, build
+from txl_jax.runs.dynamic import DynamicModel, built_with_rule
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime import environment
 
@@ -43,7 +60,9 @@ from txl_jax.runtime import environment
 DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.PYTHON_STDLIB))
 GROUPS = ("data", "model", "train", "eval", "generate", "mesh")
 TASKS = ("training", "evaluation", "generation")
-PEERS_TASKS = {None: TASKS, Peer.HUGGINGFACE: TASKS, Peer.ORIGINAL: TASKS[:2]}
+# Evaluation that learns. It is not timed unless it is named.
+DYNAMIC = "dynamic"
+PEERS_TASKS = {None: (*TASKS, DYNAMIC), Peer.HUGGINGFACE: TASKS, Peer.ORIGINAL: TASKS[:2]}
 _COLUMNS = "task | rows x segment | memory | tokens/s | slowest | fastest"
 _COLUMNS_WITH_PEER = (
     "task | rows x segment | memory | tokens/s | peer's | speedup | lowest | highest"
@@ -55,7 +74,7 @@ class Plan(cli.Plan):
     """Settings of the benchmark."""
 
     tasks: tuple[str, ...] = setting(
-        (), f"Tasks to time, with commas ({', '.join(TASKS)}); default: all."
+        (), f"Tasks to time, with commas ({', '.join(TASKS)}; default: all), or {DYNAMIC}."
     )
     calls: int = setting(
         5,
@@ -73,7 +92,9 @@ class Plan(cli.Plan):
     @property
     def chosen_tasks(self) -> tuple[str, ...]:
         """The tasks to time."""
-        return self.tasks or PEERS_TASKS[self.peer]
+        if self.tasks:
+            return self.tasks
+        return tuple(name for name in PEERS_TASKS[self.peer] if name != DYNAMIC)
 
     def validate(self) -> None:
         """Raises `UserError` for an unknown task, or one that the peer lacks.
@@ -123,6 +144,9 @@ def _rows(
 ) -> Iterator[list[str]]:
     """Times the tasks and yields their rows, one for each peer; appends our tasks to `found`."""
     for name in plan.chosen_tasks:
+        if name == DYNAMIC:
+            yield from _dynamic_rows(plan, built)
+            continue
         for task in tasks(name, built):
             theirs = [model.task(name, task, built) for model in models]
             timing.time_in_turns([task, *theirs], warmup=plan.warmup, calls=plan.calls)
@@ -141,6 +165,15 @@ def _rows(
                     other.cells[0],
                     *(f"{ratio:.2f}" for ratio in summary),
                 ]
+
+
+def _dynamic_rows(plan: Plan, built: Built) -> Iterator[list[str]]:
+    """Times evaluation that learns and training of the same shape in turns. Yields their rows."""
+    pair = dynamic_evaluation(built)
+    timing.time_in_turns(pair, warmup=plan.warmup, calls=plan.calls)
+    for task in pair:
+        sizes = f"{task.lengths.batch_size} x {task.lengths.segment_len}"
+        yield [task.name, sizes, str(task.lengths.mem_len), *task.cells]
 
 
 def tasks(name: str, built: Built) -> Iterator[Task]:
@@ -192,6 +225,50 @@ def evaluation(built: Built) -> Task:
     per_token = flops.of_inference(built.config.model, lengths, vocab_size=built.model.vocab_size)
     call = timing.repeated(functools.partial(step, weights), memory, segments)
     return Task("evaluation", tokens, call, lengths, per_token, program=step)
+
+
+def dynamic_evaluation(built: Built) -> list[Task]:
+    """Returns two tasks: evaluation that learns, and training with the same lengths and rows.
+
+    Training is by Adam, with its defaults. It has the dropout of the config, and evaluation none.
+    """
+    config = built.config
+    if config.eval.dynamic.rule is None:
+        config = config_tree.replace(config, {"eval.dynamic.rule": DynamicRule.RMSPROP})
+    config.validate()
+    vocab_size = built.model.vocab_size
+    learning = build(dynamic.training_config(config), vocab_size=vocab_size, uses=["training"])
+    params = learning.init_params()
+    statistics = None
+    if config.eval.dynamic.rule is DynamicRule.RMS:
+        # Their values do not change the time.
+        statistics = jax.tree.map(jnp.ones_like, params)
+    model = DynamicModel(built_with_rule(learning), params, statistics)
+    lengths = learning.config.eval
+    segments = timing.random_segments(learning, lengths)
+    n_token = lengths.batch_size * lengths.segment_len * SEGMENTS_PER_CALL
+    learn = functools.partial(model.step, None)
+
+    train_config = dataclasses.replace(learning.config, optimizer=OptimizerConfig())
+    trainer = build(
+        config_tree.replace(train_config, {"train.segments_per_call": SEGMENTS_PER_CALL}),
+        vocab_size=vocab_size,
+    )
+    train_step = trainer.compile_step().program
+    return [
+        Task(
+            f"dynamic evaluation, {config.eval.dynamic.rule}",
+            n_token,
+            timing.repeated(learn, model.start(), segments),
+            lengths,
+        ),
+        Task(
+            "training with Adam",
+            n_token,
+            timing.repeated(train_step, trainer.init_state(), segments),
+            lengths,
+        ),
+    ]
 
 
 def check_streams(lengths: EvalConfig) -> None:

@@ -59,6 +59,7 @@ CHOSEN = {
     },
     "experiments.bench.session": {"parts": ("peaks",), "inside": "step"},
     "experiments.bench.speed": {"tasks": ("evaluation",), "peer": "original"},
+    "experiments.tune_dynamic": {"learning_rates": (0.5, 0.25), "decays": (0.125,)},
 }
 IN_FILE = {
     "experiments.paper.attention": {"heads": ("1.1",)},
@@ -71,6 +72,7 @@ IN_FILE = {
     },
     "experiments.bench.session": {"parts": ("step", "step_12l"), "inside": "attention"},
     "experiments.bench.speed": {"tasks": ("training",), "peer": "original"},
+    "experiments.tune_dynamic": {"learning_rates": (0.75,), "decays": (0.375, 0.5)},
 }
 # Settings that a plan requires by its own check.
 NOT_EMPTY = {"experiments.bench.estimate": ("topology",)}
@@ -84,6 +86,7 @@ ALIASES = {
         "test": "data.test",
         "tokenizer": "data.tokenizer.kind",
     },
+    "experiments.tune_dynamic": {"rule": "eval.dynamic.rule"},
 }
 HOSTS = {"coordinator": "a:1", "num_processes": 3, "process_id": 2}
 
@@ -290,10 +293,12 @@ EVERY_ALIAS = [(name, alias) for name in ALIASES for alias in ALIASES[name]]
 
 @pytest.mark.parametrize(("name", "alias"), EVERY_ALIAS)
 def test_an_alias_sets_its_own_setting_alone(declare, start, name, alias):
-    _, options = declare(name)
+    kind, options = declare(name)
     setting = ALIASES[name][alias]
     value = second_values(ExperimentConfig, start_at=1000)[setting]
-    found = start(name, f"--{alias}={config_tree.format_value(value)}")
+    needed = [leaf.name for leaf in config_tree.leaves(kind) if leaf.setting.required]
+    words = [f"--{name}=run" for name in needed]
+    found = start(name, f"--{alias}={config_tree.format_value(value)}", *words)
     [given] = absolute(ExperimentConfig, {setting: value}).values()
     assert config_tree.get(found.config, setting) == given
     for other in set(ALIASES[name].values()) - {setting}:

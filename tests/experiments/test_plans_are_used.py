@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from experiments import convert, ensemble, export, lm_eval, quickstart, report
+from experiments import convert, ensemble, export, lm_eval, quickstart, report, tune_dynamic
 from experiments.__main__ import HEADINGS
 from experiments.__main__ import programs as programs_in
 from experiments.bench import device, estimate, serving, session, speed
@@ -189,6 +189,23 @@ SCENES = [
             "num_fewshot": (3, {"simple_evaluate.num_fewshot": 3}),
             "limit": (0.5, {"simple_evaluate.limit": 0.5}),
             "output": ("/c", {"write.path": "/c"}),
+        },
+    ),
+    Scene(
+        "tune_dynamic",
+        plan_starts.start_tune_dynamic,
+        tune_dynamic.Plan(workdir="/w", learning_rates=(1e-3, 2e-3, 4e-3), decays=(0.0,)),
+        {
+            **OF_TRAINED_RUN,
+            # The last score is the test split's.
+            "learning_rates": ((3e-3,), {"tried": [(3e-3, 0.0)] * 2}),
+            "decays": (
+                (0.5,),
+                {"tried": [(1e-3, 0.5), (2e-3, 0.5), (4e-3, 0.5), (2e-3, 0.5)]},
+            ),
+            "valid_tokens": (20, {"valid": 20}),
+            "test_tokens": (30, {"test": 30}),
+            "out": ("/c", {"write_json.path": "/c/tune_dynamic.json"}),
         },
     ),
     Scene(

@@ -14,7 +14,16 @@ import types
 
 import numpy as np
 
-from experiments import convert, ensemble, export, lm_eval, prepare, quickstart, report
+from experiments import (
+    convert,
+    ensemble,
+    export,
+    lm_eval,
+    prepare,
+    quickstart,
+    report,
+    tune_dynamic,
+)
 from experiments.bench import device, estimate, serving, session, speed
 from experiments.bench.timing import Task
 from experiments.paper import ablation, attention, context_length, continuation, recl, table9
@@ -25,6 +34,7 @@ from txl_jax.cli import job as job_lib
 from txl_jax.cli import plans, train_command
 from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
+from txl_jax.metrics import Totals
 from txl_jax.runs import run_tables
 from txl_jax.runs.run import Run
 from txl_jax.runs.time_budget import FittingSteps
@@ -230,6 +240,41 @@ def trained_run(seen):
     """Replaces how a `TrainedRun` is read."""
     seen.keep(Run, "read", RECORDED)
     seen.keep(job_lib, "read_corpus", CORPUS)
+
+
+class TunedModel(TrainedModel):
+    """In place of `runs.trained.TrainedModel`, with a directory for results."""
+
+    def outputs(self, *, needed):
+        return self.out or self.path
+
+
+def start_tune_dynamic(seen, plan, changed):
+    """The numbers that are tried, and how many tokens of each split are scored. 2e-3 is best."""
+    tried = []
+    n_token = {}
+
+    def learn(model, params):
+        settings = model.config.eval.dynamic
+
+        def score(tokens, *, name, **options):
+            tried.append((settings.learning_rate, settings.decay))
+            n_token[name.partition(" ")[0]] = len(tokens)
+            return Totals(nats=1 + abs(settings.learning_rate - 2e-3), tokens=1)
+
+        return types.SimpleNamespace(score=score)
+
+    trained_run(seen)
+    models = types.SimpleNamespace(of=lambda run, config: TunedModel(config=config))
+    seen.replace(tune_dynamic, "TrainedModel", models)
+    seen.replace(tune_dynamic, "load_to_score", lambda *given, log: ("parts", 7, "params"))
+    seen.replace(tune_dynamic, "score", lambda *given, **options: Totals(nats=9, tokens=1))
+    seen.replace(tune_dynamic, "DynamicModel", types.SimpleNamespace(of=learn))
+    seen.replace(tune_dynamic, "command", lambda *given: "command")
+    seen.replace(storage, "exists", lambda path: False)
+    seen.keep(storage, "write_json")
+    seen.run(tune_dynamic, plan, changed)
+    return seen.without("write_json.value") | {"tried": tried, **n_token}
 
 
 def start_context_length(seen, plan, changed):

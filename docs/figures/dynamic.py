@@ -1,0 +1,143 @@
+"""Draws docs/dynamic.png: bits per byte along a text, of a model that learns from it and of others.
+
+    python -m experiments.quickstart --workdir=runs/quickstart
+    python -m experiments.tune_dynamic --workdir=runs/quickstart --eval.batch_size=1
+    python docs/figures/dynamic.py runs/quickstart  # Measures in a quarter of an hour, and draws.
+    python docs/figures/dynamic.py                  # Draws docs/figures/dynamic.csv again.
+
+The rule and its numbers are the tuned ones. All models read the test split in one row. The figure
+has the mean from the beginning of the text to each place. Needs matplotlib (`plots`).
+"""
+
+import csv
+import dataclasses
+import lzma
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from txl_jax.config import DynamicConfig, ExperimentConfig, config_tree
+from txl_jax.data.corpus import read_corpus
+from txl_jax.runs.dynamic import DynamicModel
+from txl_jax.runs.run import Run
+from txl_jax.runs.score import score
+from txl_jax.runs.trained import TrainedModel, load_to_score
+from txl_jax.runtime.storage import read_json
+
+FOLDER = Path(__file__).parent
+TABLE = FOLDER / "dynamic.csv"
+PICTURE = FOLDER.parent / "dynamic.png"
+STEP = 10_000  # Bytes between two places of the models' lines.
+COMPRESSOR_STEP = 50_000
+PLACE = "bytes"
+MEMORY = "with memory"
+NO_MEMORY = "without memory"
+LEARNING = "learning"
+LZMA = "lzma -9"
+LZMA_TRAINED = "lzma -9 after the training text"
+# Colors by Okabe and Ito, which people with any color vision can tell apart, and dashes besides.
+STYLES = {
+    NO_MEMORY: {"color": "#999999"},
+    MEMORY: {"color": "#0072b2"},
+    LZMA: {"color": "#e69f00", "linestyle": "--"},
+    LZMA_TRAINED: {"color": "#cc79a7", "linestyle": "--"},
+    LEARNING: {"color": "#d55e00", "linewidth": 2.2},
+}
+
+
+def measure(workdir: str) -> list[dict[str, Any]]:
+    """Scores and compresses the test split of a run. Returns a row for each place in the text."""
+    run = Run.read(workdir)
+    tuned = read_json(os.path.join(run.path, "tune_dynamic.json"))["tuned"]["settings"]
+    config = config_tree.replace(run.config, {"eval.batch_size": 1})
+    corpus = read_corpus(
+        config.data,
+        "",
+        run.text.cache_dir,
+        vocabulary=run.text.vocabulary,
+    )
+    static, _, params = load_to_score(config, corpus, run, log=print)
+
+    without = config_tree.replace(config, {"eval.mem_len": 0, "eval.same_length": False})
+    built_without, _, _ = load_to_score(without, corpus, run, log=print)
+    learns = _with_rule(config, config_tree.from_dict(DynamicConfig, tuned))
+    learner = DynamicModel.of(TrainedModel.of(run, learns), params)
+
+    tokens = np.asarray(corpus.test)
+    nats = {name: np.zeros(len(tokens), np.float32) for name in (NO_MEMORY, MEMORY, LEARNING)}
+    for name, built in ((NO_MEMORY, built_without), (MEMORY, static)):
+        score(built, params, tokens, name=name, log=print, token_nats=nats[name])
+    learner.score(tokens, name=LEARNING, log=print, token_nats=nats[LEARNING])
+
+    text = corpus.vocabulary.decode(corpus.test)
+    training_text = corpus.vocabulary.decode(corpus.train)
+    n_trained = len(lzma.compress(training_text, preset=9))
+    rows: list[dict[str, Any]] = []
+    for place in [*range(STEP, len(text), STEP), len(text)]:
+        row: dict[str, Any] = {PLACE: place}
+        for name, losses in nats.items():
+            # The first byte is not scored.
+            row[name] = losses[1:place].mean(dtype=np.float64) / math.log(2)
+        if place % COMPRESSOR_STEP == 0 or place == len(text):
+            start = text[:place]
+            row[LZMA] = 8 * len(lzma.compress(start, preset=9)) / place
+            n_both = len(lzma.compress(training_text + start, preset=9))
+            row[LZMA_TRAINED] = 8 * (n_both - n_trained) / place
+        rows.append(row)
+    return rows
+
+
+def _with_rule(config: ExperimentConfig, settings: DynamicConfig) -> ExperimentConfig:
+    """Returns the config with the settings of dynamic evaluation."""
+    return dataclasses.replace(config, eval=dataclasses.replace(config.eval, dynamic=settings))
+
+
+def write_table(rows: list[dict[str, Any]]) -> None:
+    """Writes the rows as CSV, with four decimals."""
+    with TABLE.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [PLACE, *STYLES], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            cells = {name: f"{value:.4f}" for name, value in row.items() if name != PLACE}
+            writer.writerow({PLACE: row[PLACE], **cells})
+
+
+def draw() -> None:
+    """Draws the table."""
+    with TABLE.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    figure = Figure(figsize=(7.2, 4.2), dpi=120, layout="constrained")
+    plot = figure.add_subplot()
+    last_place = int(rows[-1][PLACE])
+    for name, style in STYLES.items():
+        of_line = [row for row in rows if row[name]]
+        places = [int(row[PLACE]) / 1000 for row in of_line]
+        bits = [float(row[name]) for row in of_line]
+        plot.plot(places, bits, **{"linewidth": 1.6, **style})
+        plot.annotate(
+            f" {name} {bits[-1]:.2f}",
+            (places[-1], bits[-1]),
+            color=style["color"],
+            fontsize=9,
+            va="center",
+            annotation_clip=False,
+        )
+    plot.set(
+        xlabel="thousand bytes of the test split, from its beginning",
+        ylabel="bits per byte up to here",
+        xlim=(0, last_place / 1000),
+    )
+    plot.grid(alpha=0.25)
+    plot.spines[["top", "right"]].set_visible(False)
+    figure.savefig(PICTURE)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        write_table(measure(sys.argv[1]))
+    draw()

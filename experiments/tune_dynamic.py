@@ -1,0 +1,435 @@
+r"""Tunes dynamic evaluation of a trained run on validation text, then scores the test split once.
+
+    python -m experiments.tune_dynamic --workdir=runs/mine
+    python -m experiments.tune_dynamic --workdir=runs/mine --rule=sgd --eval.batch_size=8 \
+        --learning_rates=0.05,0.1,0.2 --decays=0,1e-3 --valid_tokens=100000
+
+Dynamic evaluation learns from each segment after it has scored it (docs/dynamic.md). First the
+validation split is scored without learning and at each learning rate, then at each decay with the
+best rate. If the best number is the smallest or the largest of its list, up to 8 further ones are
+tried beyond it. Last the test split is scored, without learning and with the best numbers.
+
+--rule is short for --eval.dynamic.rule, and is rmsprop if neither the run nor a flag sets it. The
+other --eval flags are the run's, unless you pass others. Finished scores are stored in
+tune_dynamic.json in the workdir: after Ctrl-C, or to try more numbers, rerun the command.
+"""
+
+import dataclasses
+import math
+import os
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from txl_jax import cli
+from txl_jax.config import (
+    CorpusName,
+    DynamicConfig,
+    DynamicRule,
+    EvalConfig,
+    ExperimentConfig,
+    config_tree,
+)
+from txl_jax.config.config_tree import require, setting
+from txl_jax.data.corpus import Corpus
+from txl_jax.data.published import program_of
+from txl_jax.errors import NonFiniteError
+from txl_jax.metrics import Totals
+from txl_jax.runs.dynamic import DynamicModel
+from txl_jax.runs.run import Run
+from txl_jax.runs.score import Kind, Split, as_result, score
+from txl_jax.runs.trained import TrainedModel, load_to_score
+from txl_jax.runtime import environment, storage
+from txl_jax.runtime.output import say
+
+FILE = "tune_dynamic.json"
+RULE = "eval.dynamic.rule"
+LEARNING_RATE = "eval.dynamic.learning_rate"
+DECAY = "eval.dynamic.decay"
+FOLDERS = ("data_dir", "cache_dir")
+# Where to begin, by rule: measured on small models (benchmarks/dynamic.csv). The published rates of
+# rms are for models of 24 layers, and lower.
+LEARNING_RATES = {
+    DynamicRule.SGD: (0.02, 0.05, 0.1, 0.2),
+    DynamicRule.RMS: (0.004, 0.008, 0.016, 0.032),
+    DynamicRule.RMSPROP: (2.5e-4, 5e-4, 1e-3, 2e-3),
+}
+DECAYS = {
+    DynamicRule.SGD: (0.0, 1e-3, 2e-3),
+    DynamicRule.RMS: (0.0, 8e-3, 16e-3),
+    DynamicRule.RMSPROP: (0.0, 1e-3, 2e-3),
+}
+MOST_FURTHER = 8  # Numbers that are tried beyond an end of a list.
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(cli.TrainedRun):
+    """The numbers that are tried, and how much of both splits is scored."""
+
+    learning_rates: tuple[float, ...] = setting(
+        (), "Learning rates to begin with. If empty, four that suit the rule and a small model."
+    )
+    decays: tuple[float, ...] = setting(
+        (), "Decays to begin with, at the best rate. If empty, 0 and two that suit the rule."
+    )
+    valid_tokens: int | None = setting(
+        None, "First tokens of the validation split, for all tries. none scores all.", at_least=2
+    )
+    test_tokens: int | None = setting(
+        None, "First tokens of the test split. none scores all.", at_least=2
+    )
+    out: str | None = setting(None, f"Directory for {FILE}. none means the workdir.", path=True)
+
+    stopped: ClassVar[str] = "finished scores are stored. Rerun the same command to continue"
+
+    def validate(self) -> None:
+        """Raises `UserError` if a number is out of range."""
+        super().validate()
+        rates = config_tree.format_value(self.learning_rates)
+        require(
+            all(rate > 0 and math.isfinite(rate) for rate in self.learning_rates),
+            f"learning_rates must be above 0, such as 5e-4,1e-3, got {rates}",
+        )
+        decays = config_tree.format_value(self.decays)
+        require(
+            all(decay >= 0 and math.isfinite(decay) for decay in self.decays),
+            f"decays must be at least 0, such as 0,1e-3, got {decays}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """The best numbers of the rule, and the scores with them and without learning."""
+
+    settings: DynamicConfig
+    # By split, then without learning (static) and with it (dynamic).
+    scores: dict[Split, dict[Kind, Totals]]
+
+
+def run(plan: Plan, job: cli.Job) -> None:
+    """Reads the run and its text, tunes, and prints the command that scores with the result."""
+    for name in (LEARNING_RATE, DECAY):
+        require(
+            name not in job.places,
+            f"--{name} must not be passed, because it is tuned. Pass "
+            f"--{name.removeprefix('eval.dynamic.')}s instead.",
+        )
+    config, corpus, trained = job.trained(with_rule)
+    config = with_rule(config)
+    with job.stop:
+        tuned = tune(config, corpus, trained, plan, stop_requested=lambda: job.stop)
+    folders = [f"--{name}={getattr(plan, name)}" for name in FOLDERS if name in job.places]
+    print(f"\nnext      {command(tuned.settings, config, trained, folders)}")
+
+
+def with_rule(config: ExperimentConfig) -> ExperimentConfig:
+    """Returns the config with the rule RMSprop, if it has none, and without numbers of the rule."""
+    defaults = DynamicConfig()
+    changes: dict[str, Any] = {LEARNING_RATE: defaults.learning_rate, DECAY: defaults.decay}
+    if config.eval.dynamic.rule is None:
+        changes[RULE] = DynamicRule.RMSPROP
+    changed = config_tree.replace(config, changes)
+    changed.validate()
+    return changed
+
+
+def command(
+    best: DynamicConfig, config: ExperimentConfig, trained: Run, folders: Sequence[str] = ()
+) -> str:
+    """Returns the command that scores both splits with the best numbers.
+
+    Args:
+      best: The rule with the best numbers.
+      config: The settings of the command that has found them.
+      trained: The run.
+      folders: Flags of the directories of the text.
+    """
+    config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, dynamic=best))
+    program = program_of(config.data.corpus)
+    if config.data.corpus is CorpusName.PYTHON_STDLIB:
+        # The quickstart only trains.
+        program = "text"
+    words = [f"--workdir={trained.path}"]
+    if trained.member:
+        words.append(f"--ensemble_member={trained.member}")
+    words += folders
+    for leaf, _, value in config_tree.differences(trained.config, config):
+        words.append(f"--{leaf.name}={config_tree.format_value(value)}")
+    quoted = " ".join(map(shlex.quote, words))
+    return f"python -m experiments.{program} --mode=eval {quoted}"
+
+
+def tune(
+    config: ExperimentConfig,
+    corpus: Corpus,
+    trained: Run,
+    plan: Plan,
+    *,
+    stop_requested: Callable[[], Any] = lambda: False,
+) -> Tuned:
+    """Chooses learning rate and decay on the validation split, then scores the test split.
+
+    The test split is scored only with the numbers that were chosen. Scores are stored one by one.
+    After `Interrupted` the finished ones are kept.
+    """
+    rule = config.eval.dynamic.rule
+    assert rule is not None
+    rates = sorted(set(plan.learning_rates or LEARNING_RATES[rule]))
+    decays = sorted(set(plan.decays or DECAYS[rule]))
+    scores = _Scores.open(config, corpus, trained, plan, stop_requested)
+    # One decay is scored with the rates.
+    scores.expected = len(rates) + len(decays) - 1
+    first_decay = decays[0]
+
+    def settings_of(rate: float, decay: float) -> DynamicConfig:
+        return dataclasses.replace(config.eval.dynamic, learning_rate=rate, decay=decay)
+
+    def loss_of(rate: float, decay: float) -> float:
+        return scores.find(Split.VALID, settings_of(rate, decay)).nll
+
+    print(_row(*_COLUMNS), flush=True)
+    static_valid = scores.find(Split.VALID, DynamicConfig())
+    best_rate = search("learning_rates", rates, lambda rate: loss_of(rate, first_decay))
+    require(
+        math.isfinite(loss_of(best_rate, first_decay)),
+        f"the loss is not finite at any learning rate, of which the lowest is {best_rate:g}. "
+        "Pass lower --learning_rates.",
+    )
+    best_decay = search("decays", decays, lambda decay: loss_of(best_rate, decay))
+    best = settings_of(best_rate, best_decay)
+    dynamic_valid = scores.find(Split.VALID, best)
+    print(f"best      learning rate {best_rate:g}, decay {best_decay:g}, on the validation split")
+    if dynamic_valid.nll >= static_valid.nll:
+        print("note      learning does not improve the score of the validation split")
+
+    static_test = scores.find(Split.TEST, DynamicConfig())
+    dynamic_test = scores.find(Split.TEST, best)
+    tuned = Tuned(
+        best,
+        {
+            Split.VALID: {Kind.STATIC: static_valid, Kind.DYNAMIC: dynamic_valid},
+            Split.TEST: {Kind.STATIC: static_test, Kind.DYNAMIC: dynamic_test},
+        },
+    )
+    scores.write(tuned)
+    return tuned
+
+
+def search(name: str, values: Sequence[float], loss_of: Callable[[float], float]) -> float:
+    """Returns the value with the lowest loss.
+
+    While the best one is the smallest or the largest, the next one beyond is tried, in the same
+    ratio: at most `MOST_FURTHER` times. There is nothing below 0, and a single value stays.
+
+    Args:
+      name: The name of the values' flag, for notes.
+      values: The values to begin with, the smallest first.
+      loss_of: Scores a value. A loss that is not finite loses against all others.
+    """
+    losses = {value: loss_of(value) for value in values}
+    for n_further in range(MOST_FURTHER + 1):
+        best = min(losses, key=losses.__getitem__)
+        further = beyond(sorted(losses), best)
+        if further is None:
+            return best
+        if n_further < MOST_FURTHER:
+            print(f"note      {best:g} is at the end of the {name}, so {further:g} is tried too")
+            losses[further] = loss_of(further)
+    print(f"note      {best:g} is still at the end of the {name}. Pass others with --{name}.")
+    return best
+
+
+def beyond(values: Sequence[float], best: float) -> float | None:
+    """Returns the next value beyond `best`, or None if that is not at an end of sorted values.
+
+    >>> beyond([1.0, 2.0, 4.0], 4.0), beyond([1.0, 2.0, 4.0], 1.0), beyond([0.0, 1.0], 1.0)
+    (8.0, 0.5, 2.0)
+    >>> beyond([1.0, 2.0, 4.0], 2.0), beyond([0.0, 1.0], 0.0), beyond([1.0], 1.0)
+    (None, None, None)
+    """
+    if len(values) == 1:
+        return None
+    if best == values[-1] and values[-2] > 0:
+        further = best * best / values[-2]
+    elif best == values[-1]:
+        further = 2 * best
+    elif best == values[0] and best > 0:
+        further = best * best / values[1]
+    else:
+        return None
+    # So that a value can be typed as it is printed.
+    return float(f"{further:.6g}")
+
+
+@dataclasses.dataclass
+class _Scores:
+    """The scores of a run, which are computed, or read from the file of an earlier command."""
+
+    config: ExperimentConfig
+    corpus: Corpus
+    trained: TrainedModel
+    plan: Plan
+    stop_requested: Callable[[], Any]
+    # The model without learning, and its parameters on the devices.
+    built: Any
+    params: Any
+    # What a score depends on besides the part of the text and the settings of evaluation.
+    identity: dict[str, Any]
+    path: str
+    # Finished scores, as in the file.
+    records: list[dict[str, Any]]
+    # Number of scores of the validation split with learning that this command expects.
+    expected: int = 0
+    # The settings whose scores of the validation split this command has.
+    tried: set[DynamicConfig] = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def open(
+        cls,
+        config: ExperimentConfig,
+        corpus: Corpus,
+        run: Run,
+        plan: Plan,
+        stop_requested: Callable[[], Any],
+    ) -> "_Scores":
+        """Loads the model, and the finished scores of an earlier command."""
+        trained = dataclasses.replace(TrainedModel.of(run, config), out=plan.out)
+        folder = trained.outputs(needed=True) or ""
+        built, step, params = load_to_score(config, corpus, trained, log=say)
+        path = os.path.join(folder, FILE)
+        records: list[dict[str, Any]] = []
+        if storage.exists(path):
+            records = storage.read_json(path)["scores"]
+        return cls(
+            config=config,
+            corpus=corpus,
+            trained=trained,
+            plan=plan,
+            stop_requested=stop_requested,
+            built=built,
+            params=params,
+            identity={"workdir": trained.path, "step": step, "text_sha256": corpus.digest},
+            path=path,
+            records=records,
+        )
+
+    def find(self, split: Split, settings: DynamicConfig) -> Totals:
+        """Returns the losses of a split, which are infinite if learning diverged.
+
+        They are computed unless this or an earlier command has done so.
+        """
+        is_shown = split is Split.VALID and settings in self.tried
+        tokens = self._tokens(split)
+        lengths = dataclasses.replace(self.config.eval, dynamic=settings)
+        identity = {
+            **self.identity,
+            "split": str(split),
+            "tokens": len(tokens) - 1,
+            "eval": config_tree.to_dict(lengths),
+        }
+        record = self._stored(identity)
+        note = "stored"
+        if record is None:
+            began = time.monotonic()
+            nats = self._nats(split, tokens, lengths)
+            seconds = time.monotonic() - began
+            record = {**identity, "nats": nats, "seconds": seconds, **environment.describe()}
+            self.records.append(record)
+            self.write()
+            note = f"{record['tokens'] / seconds:,.0f} tokens/s"
+
+        nats = math.inf if record["nats"] is None else record["nats"]
+        n_byte = self.corpus.vocabulary.count_bytes(tokens[1:])
+        totals = Totals(nats=nats, tokens=record["tokens"], bytes=n_byte)
+        if split is Split.VALID:
+            self.tried.add(settings)
+        if not is_shown:
+            self._show(split, settings, totals, f"{note}{self._remaining(split, settings, record)}")
+        return totals
+
+    def _tokens(self, split: Split) -> Any:
+        """Returns the tokens of a split that are scored."""
+        if split is Split.VALID:
+            return self.corpus.valid[: self.plan.valid_tokens]
+        return self.corpus.test[: self.plan.test_tokens]
+
+    def _stored(self, identity: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns the finished score with these values, if any."""
+        for record in self.records:
+            if all(record.get(name) == value for name, value in identity.items()):
+                return record
+        return None
+
+    def _nats(self, split: Split, tokens: Any, lengths: EvalConfig) -> float | None:
+        """Computes the summed loss in nats, or None if learning diverged."""
+        settings = lengths.dynamic
+        name = str(split)
+        if settings.rule is not None:
+            name += f" at learning rate {settings.learning_rate:g}, decay {settings.decay:g}"
+        options: dict[str, Any] = {
+            "name": name,
+            "measure": self.corpus.vocabulary.measure,
+            "log": print,
+            "stop_requested": self.stop_requested,
+        }
+        if settings.rule is None:
+            return score(self.built, self.params, tokens, **options).nats
+
+        config = dataclasses.replace(self.config, eval=lengths)
+        model = DynamicModel.of(TrainedModel.of(self.trained, config), self.params)
+        try:
+            return model.score(tokens, **options).nats
+        except NonFiniteError:
+            return None
+
+    def _remaining(self, split: Split, settings: DynamicConfig, record: dict[str, Any]) -> str:
+        """Returns the estimated time of the scores to come, after one with learning."""
+        if split is Split.TEST or settings.rule is None:
+            return ""
+        n_token = max(self.expected - len(self.tried) + 1, 0) * record["tokens"]
+        n_token += len(self._tokens(Split.TEST)) - 1
+        seconds = n_token * record["seconds"] / record["tokens"]
+        return f", ETA {environment.duration(seconds)}"
+
+    def _show(self, split: Split, settings: DynamicConfig, totals: Totals, note: str) -> None:
+        """Prints a row of the table."""
+        score = "diverged"
+        if math.isfinite(totals.nats):
+            score = totals.format(self.corpus.vocabulary.measure)
+        if settings.rule is None:
+            print(_row(split, Kind.STATIC, "", "", score, note), flush=True)
+            return
+        rate = f"{settings.learning_rate:g}"
+        print(_row(split, settings.rule, rate, f"{settings.decay:g}", score, note), flush=True)
+
+    def write(self, tuned: Tuned | None = None) -> None:
+        """Writes the file: all scores and, if tuning is finished, its result."""
+        content: dict[str, Any] = {"scores": self.records}
+        if tuned is not None:
+            vocabulary = self.corpus.vocabulary
+            results: dict[str, Any] = {"settings": config_tree.to_dict(tuned.settings)}
+            for split, kinds in tuned.scores.items():
+                results[split] = {kind: as_result(kinds[kind], vocabulary) for kind in kinds}
+            content["tuned"] = results
+            print(f"results   {self.path}")
+        storage.write_json(self.path, content)
+
+
+_COLUMNS = ("split", "rule", "rate", "decay", "score", "speed with compilation")
+
+
+def _row(*cells: str) -> str:
+    """Returns a line of the table."""
+    split, rule, rate, decay, score, note = cells
+    return f"{split:<6} {rule:<8} {rate:<10} {decay:<10} {score:<22} {note}"
+
+
+if __name__ == "__main__":
+    cli.main(
+        run,
+        Plan,
+        config=ExperimentConfig(),
+        groups=("data", "mesh", "eval"),
+        aliases={"rule": RULE},
+    )
