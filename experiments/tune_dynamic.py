@@ -48,8 +48,8 @@ RULE = "eval.dynamic.rule"
 LEARNING_RATE = "eval.dynamic.learning_rate"
 DECAY = "eval.dynamic.decay"
 FOLDERS = ("data_dir", "cache_dir")
-# Where to begin, by rule: measured on small models (benchmarks/dynamic.csv). The published rates of
-# rms are for models of 24 layers, and lower.
+# Where to begin, by rule: measured on small models (benchmarks/dynamic.csv), rms with the squared
+# gradients of 1,024 segments. Its published rates for models of 18 and 24 layers are lower.
 LEARNING_RATES = {
     DynamicRule.SGD: (0.02, 0.05, 0.1, 0.2),
     DynamicRule.RMS: (0.004, 0.008, 0.016, 0.032),
@@ -109,12 +109,9 @@ class Tuned:
 
 def run(plan: Plan, job: cli.Job) -> None:
     """Reads the run and its text, tunes, and prints the command that scores with the result."""
-    for name in (LEARNING_RATE, DECAY):
-        require(
-            name not in job.places,
-            f"--{name} must not be passed, because it is tuned. Pass "
-            f"--{name.removeprefix('eval.dynamic.')}s instead.",
-        )
+    for name, flag in ((LEARNING_RATE, "--learning_rates"), (DECAY, "--decays")):
+        if name in job.places:
+            print(f"note      no effect: --{name}, which is tuned. Pass {flag} to choose values.")
     config, corpus, trained = job.trained(with_rule)
     config = with_rule(config)
     with job.stop:
@@ -276,6 +273,8 @@ class _Scores:
     params: Any
     # What a score depends on besides the part of the text and the settings of evaluation.
     identity: dict[str, Any]
+    # The directory of the file, and of statistics of the rule rms, and the file's path.
+    folder: str
     path: str
     # Finished scores, as in the file.
     records: list[dict[str, Any]]
@@ -295,7 +294,8 @@ class _Scores:
     ) -> "_Scores":
         """Loads the model, and the finished scores of an earlier command."""
         trained = dataclasses.replace(TrainedModel.of(run, config), out=plan.out)
-        folder = trained.outputs(needed=True) or ""
+        folder = trained.outputs(needed=True)
+        assert folder is not None
         built, step, params = load_to_score(config, corpus, trained, log=say)
         path = os.path.join(folder, FILE)
         records: list[dict[str, Any]] = []
@@ -310,6 +310,7 @@ class _Scores:
             built=built,
             params=params,
             identity={"workdir": trained.path, "step": step, "text_sha256": corpus.digest},
+            folder=folder,
             path=path,
             records=records,
         )
@@ -377,7 +378,13 @@ class _Scores:
             return score(self.built, self.params, tokens, **options).nats
 
         config = dataclasses.replace(self.config, eval=lengths)
-        model = DynamicModel.of(TrainedModel.of(self.trained, config), self.params)
+        model = DynamicModel.of(
+            TrainedModel.of(self.trained, config),
+            self.params,
+            corpus=self.corpus,
+            folder=self.folder,
+            stop_requested=self.stop_requested,
+        )
         try:
             return model.score(tokens, **options).nats
         except NonFiniteError:

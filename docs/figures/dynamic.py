@@ -66,7 +66,9 @@ def measure(workdir: str) -> list[dict[str, Any]]:
     without = config_tree.replace(config, {"eval.mem_len": 0, "eval.same_length": False})
     built_without, _, _ = load_to_score(without, corpus, run, log=print)
     learns = _with_rule(config, config_tree.from_dict(DynamicConfig, tuned))
-    learner = DynamicModel.of(TrainedModel.of(run, learns), params)
+    learner = DynamicModel.of(
+        TrainedModel.of(run, learns), params, corpus=corpus, folder=run.outputs
+    )
 
     tokens = np.asarray(corpus.test)
     nats = {name: np.zeros(len(tokens), np.float32) for name in (NO_MEMORY, MEMORY, LEARNING)}

@@ -254,7 +254,7 @@ def start_tune_dynamic(seen, plan, changed):
     tried = []
     n_token = {}
 
-    def learn(model, params):
+    def learn(model, params, **options):
         settings = model.config.eval.dynamic
 
         def score(tokens, *, name, **options):

@@ -94,6 +94,28 @@ def test_each_task_runs_and_knows_its_size(components, name, tokens, shape, mem_
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("rule", [None, "sgd", "rms"])
+def test_evaluation_that_learns_is_timed_next_to_training_of_its_shape(rule):
+    """Its rows and lengths are those of evaluation, not of training."""
+    config = config_tree.replace(CONFIG, {"eval.dynamic.rule": rule, "eval.batch_size": 3})
+    learning, training = speed.dynamic_evaluation(build(config, vocab_size=tiny.V))
+    assert learning.name == f"dynamic evaluation, {rule or 'rmsprop'}"
+    for task in (learning, training):
+        task.call()
+        task.call()
+        lengths = task.lengths
+        assert (lengths.batch_size, lengths.segment_len, lengths.mem_len) == (3, 3, 7)
+        assert task.tokens == 3 * 3 * 8
+
+
+def test_evaluation_that_learns_is_timed_only_if_it_is_named():
+    assert Plan().chosen_tasks == ("training", "evaluation", "generation")
+    Plan(tasks=("dynamic",)).validate()
+    with pytest.raises(UserError, match="dynamic"):
+        Plan(tasks=("dynamic",), peer="hf").validate()
+
+
+@pytest.mark.full
 def test_tokens_that_are_read_again_are_not_counted_and_windows_not_timed(components):
     changes = {
         "train.stride": 3,
