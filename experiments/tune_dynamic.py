@@ -151,8 +151,10 @@ def command(
     if trained.member:
         words.append(f"--ensemble_member={trained.member}")
     words += folders
-    for leaf, _, value in config_tree.differences(trained.config, config):
-        words.append(f"--{leaf.name}={config_tree.format_value(value)}")
+    # What was tuned is always named, also if the run has the same.
+    changed = [leaf.name for leaf, _, _ in config_tree.differences(trained.config, config)]
+    for name in dict.fromkeys([*changed, RULE, LEARNING_RATE, DECAY]):
+        words.append(f"--{name}={config_tree.format_value(config_tree.get(config, name))}")
     quoted = " ".join(map(shlex.quote, words))
     return f"python -m experiments.{program} --mode=eval {quoted}"
 

@@ -169,11 +169,17 @@ def _rows(
 
 def _dynamic_rows(plan: Plan, built: Built) -> Iterator[list[str]]:
     """Times evaluation that learns and training of the same shape in turns. Yields their rows."""
-    pair = dynamic_evaluation(built)
+    pair = dynamic_and_training(built)
     timing.time_in_turns(pair, warmup=plan.warmup, calls=plan.calls)
     for task in pair:
         sizes = f"{task.lengths.batch_size} x {task.lengths.segment_len}"
         yield [task.name, sizes, str(task.lengths.mem_len), *task.cells]
+    learning_task, training_task = pair
+    ratio = training_task.speedup(learning_task)
+    print(
+        f"\nA token of dynamic evaluation takes {ratio:.2f} times as long as one of training, "
+        "by the median over pairs of calls."
+    )
 
 
 def tasks(name: str, built: Built) -> Iterator[Task]:
@@ -227,7 +233,7 @@ def evaluation(built: Built) -> Task:
     return Task("evaluation", tokens, call, lengths, per_token, program=step)
 
 
-def dynamic_evaluation(built: Built) -> list[Task]:
+def dynamic_and_training(built: Built) -> list[Task]:
     """Returns two tasks: evaluation that learns, and training with the same lengths and rows.
 
     Training is by Adam, with its defaults. It has the dropout of the config, and evaluation none.
@@ -245,30 +251,21 @@ def dynamic_evaluation(built: Built) -> list[Task]:
         statistics = jax.tree.map(jnp.ones_like, params)
     model = DynamicModel(built_with_rule(learning), params, statistics)
     lengths = learning.config.eval
-    segments = timing.random_segments(learning, lengths)
-    n_token = lengths.batch_size * lengths.segment_len * SEGMENTS_PER_CALL
-    learn = functools.partial(model.step, None)
+    learning_task = Task(
+        f"dynamic evaluation, {config.eval.dynamic.rule}",
+        lengths.batch_size * lengths.segment_len * SEGMENTS_PER_CALL,
+        timing.repeated(
+            functools.partial(model.step, None),
+            model.start(),
+            timing.random_segments(learning, lengths),
+        ),
+        lengths,
+    )
 
     train_config = dataclasses.replace(learning.config, optimizer=OptimizerConfig())
-    trainer = build(
-        config_tree.replace(train_config, {"train.segments_per_call": SEGMENTS_PER_CALL}),
-        vocab_size=vocab_size,
-    )
-    train_step = trainer.compile_step().program
-    return [
-        Task(
-            f"dynamic evaluation, {config.eval.dynamic.rule}",
-            n_token,
-            timing.repeated(learn, model.start(), segments),
-            lengths,
-        ),
-        Task(
-            "training with Adam",
-            n_token,
-            timing.repeated(train_step, trainer.init_state(), segments),
-            lengths,
-        ),
-    ]
+    training_task = training(build(train_config, vocab_size=vocab_size))
+    training_task.name = "training with Adam"
+    return [learning_task, training_task]
 
 
 def check_streams(lengths: EvalConfig) -> None:

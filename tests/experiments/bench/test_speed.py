@@ -98,14 +98,15 @@ def test_each_task_runs_and_knows_its_size(components, name, tokens, shape, mem_
 def test_evaluation_that_learns_is_timed_next_to_training_of_its_shape(rule):
     """Its rows and lengths are those of evaluation, not of training."""
     config = config_tree.replace(CONFIG, {"eval.dynamic.rule": rule, "eval.batch_size": 3})
-    learning, training = speed.dynamic_evaluation(build(config, vocab_size=tiny.V))
+    learning, training = speed.dynamic_and_training(build(config, vocab_size=tiny.V))
     assert learning.name == f"dynamic evaluation, {rule or 'rmsprop'}"
     for task in (learning, training):
         task.call()
         task.call()
         lengths = task.lengths
         assert (lengths.batch_size, lengths.segment_len, lengths.mem_len) == (3, 3, 7)
-        assert task.tokens == 3 * 3 * 8
+    # Calls of 8 segments, and of train.segments_per_call.
+    assert (learning.tokens, training.tokens) == (3 * 3 * 8, 3 * 3 * 2)
 
 
 def test_evaluation_that_learns_is_timed_only_if_it_is_named():
