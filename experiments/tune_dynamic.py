@@ -417,7 +417,8 @@ class _Scores:
         content: dict[str, Any] = {"scores": self.records}
         if tuned is not None:
             vocabulary = self.corpus.vocabulary
-            results: dict[str, Any] = {"settings": config_tree.to_dict(tuned.settings)}
+            lengths = dataclasses.replace(self.config.eval, dynamic=tuned.settings)
+            results: dict[str, Any] = {"eval": config_tree.to_dict(lengths)}
             for split, kinds in tuned.scores.items():
                 results[split] = {kind: as_result(kinds[kind], vocabulary) for kind in kinds}
             content["tuned"] = results

@@ -5,8 +5,8 @@
     python docs/figures/dynamic.py runs/quickstart  # Measures in a quarter of an hour, and draws.
     python docs/figures/dynamic.py                  # Draws docs/figures/dynamic.csv again.
 
-The rule and its numbers are the tuned ones. All models read the test split in one row. The figure
-has the mean from the beginning of the text to each place. Needs matplotlib (`plots`).
+The settings are the tuned ones, with one row. The figure has the mean from the beginning of the
+test split to each place. Needs matplotlib (`plots`).
 """
 
 import csv
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from txl_jax.config import DynamicConfig, ExperimentConfig, config_tree
+from txl_jax.config import DynamicConfig, EvalConfig, config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.runs.dynamic import DynamicModel
 from txl_jax.runs.run import Run
@@ -53,8 +53,10 @@ STYLES = {
 def measure(workdir: str) -> list[dict[str, Any]]:
     """Scores and compresses the test split of a run. Returns a row for each place in the text."""
     run = Run.read(workdir)
-    tuned = read_json(os.path.join(run.path, "tune_dynamic.json"))["tuned"]["settings"]
-    config = config_tree.replace(run.config, {"eval.batch_size": 1})
+    tuned = read_json(os.path.join(run.path, "tune_dynamic.json"))["tuned"]
+    learning_eval = config_tree.from_dict(EvalConfig, tuned["eval"])
+    learning_config = dataclasses.replace(run.config, eval=learning_eval)
+    config = config_tree.replace(learning_config, {"eval.dynamic": DynamicConfig()})
     corpus = read_corpus(
         config.data,
         "",
@@ -65,9 +67,8 @@ def measure(workdir: str) -> list[dict[str, Any]]:
 
     without = config_tree.replace(config, {"eval.mem_len": 0, "eval.same_length": False})
     built_without, _, _ = load_to_score(without, corpus, run, log=print)
-    learns = _with_rule(config, config_tree.from_dict(DynamicConfig, tuned))
     learner = DynamicModel.of(
-        TrainedModel.of(run, learns), params, corpus=corpus, folder=run.outputs
+        TrainedModel.of(run, learning_config), params, corpus=corpus, folder=run.outputs
     )
 
     tokens = np.asarray(corpus.test)
@@ -94,11 +95,6 @@ def measure(workdir: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _with_rule(config: ExperimentConfig, settings: DynamicConfig) -> ExperimentConfig:
-    """Returns the config with the settings of dynamic evaluation."""
-    return dataclasses.replace(config, eval=dataclasses.replace(config.eval, dynamic=settings))
-
-
 def write_table(rows: list[dict[str, Any]]) -> None:
     """Writes the rows as CSV, with four decimals."""
     with TABLE.open("w", newline="") as file:
@@ -115,16 +111,25 @@ def draw() -> None:
         rows = list(csv.DictReader(file))
     figure = Figure(figsize=(7.2, 4.2), dpi=120, layout="constrained")
     plot = figure.add_subplot()
-    last_place = int(rows[-1][PLACE])
+    last_place = int(rows[-1][PLACE]) / 1000
+    ends: dict[str, float] = {}
     for name, style in STYLES.items():
         of_line = [row for row in rows if row[name]]
         places = [int(row[PLACE]) / 1000 for row in of_line]
         bits = [float(row[name]) for row in of_line]
         plot.plot(places, bits, **{"linewidth": 1.6, **style})
+        ends[name] = bits[-1]
+
+    # Each line has its name and its last value at its end, as far apart as they can be read.
+    lowest, highest = plot.get_ylim()
+    least_gap = (highest - lowest) / 18
+    height = lowest
+    for name in sorted(ends, key=ends.__getitem__):
+        height = max(ends[name], height + least_gap)
         plot.annotate(
-            f" {name} {bits[-1]:.2f}",
-            (places[-1], bits[-1]),
-            color=style["color"],
+            f" {name} {ends[name]:.2f}",
+            (last_place, height),
+            color=STYLES[name]["color"],
             fontsize=9,
             va="center",
             annotation_clip=False,
@@ -132,7 +137,7 @@ def draw() -> None:
     plot.set(
         xlabel="thousand bytes of the test split, from its beginning",
         ylabel="bits per byte up to here",
-        xlim=(0, last_place / 1000),
+        xlim=(0, last_place),
     )
     plot.grid(alpha=0.25)
     plot.spines[["top", "right"]].set_visible(False)

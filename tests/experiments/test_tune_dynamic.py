@@ -82,7 +82,7 @@ def test_validation_chooses_and_the_test_split_is_scored_with_the_choice_alone(
     assert scores.calls[-2:] == [(Split.TEST, None), (Split.TEST, (2e-3, 1e-2))]
     # Both splits have both scores, in the file too.
     stored = json.loads((tmp_path / "tune_dynamic.json").read_text())["tuned"]
-    assert stored["settings"]["learning_rate"] == 2e-3
+    assert stored["eval"]["dynamic.learning_rate"] == 2e-3
     for split in Split:
         assert tuned.scores[split][Kind.STATIC].nll > tuned.scores[split][Kind.DYNAMIC].nll
         for kind in Kind:
