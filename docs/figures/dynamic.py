@@ -41,7 +41,7 @@ LEARNING = "learning"
 LZMA = "lzma -9"
 LZMA_TRAINED = "lzma -9 after the training text"
 # Colors by Okabe and Ito, which people with any color vision can tell apart, and dashes besides.
-STYLES = {
+STYLES: dict[str, dict[str, Any]] = {
     NO_MEMORY: {"color": "#999999"},
     MEMORY: {"color": "#0072b2"},
     LZMA: {"color": "#e69f00", "linestyle": "--"},
