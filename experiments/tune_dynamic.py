@@ -52,12 +52,12 @@ FOLDERS = ("data_dir", "cache_dir")
 # gradients of 1,024 segments. Its published rates for models of 18 and 24 layers are lower.
 LEARNING_RATES = {
     DynamicRule.SGD: (0.02, 0.05, 0.1, 0.2),
-    DynamicRule.RMS: (0.004, 0.008, 0.016, 0.032),
+    DynamicRule.RMS: (0.008, 0.016, 0.032),
     DynamicRule.RMSPROP: (2.5e-4, 5e-4, 1e-3, 2e-3),
 }
 DECAYS = {
     DynamicRule.SGD: (0.0, 1e-3, 2e-3),
-    DynamicRule.RMS: (0.0, 8e-3, 16e-3),
+    DynamicRule.RMS: (0.0, 0.03, 0.12),
     DynamicRule.RMSPROP: (0.0, 1e-3, 2e-3),
 }
 MOST_FURTHER = 8  # Numbers that are tried beyond an end of a list.
@@ -68,7 +68,7 @@ class Plan(cli.TrainedRun):
     """The numbers that are tried, and how much of both splits is scored."""
 
     learning_rates: tuple[float, ...] = setting(
-        (), "Learning rates to begin with. If empty, four that suit the rule and a small model."
+        (), "Learning rates to begin with. If empty, a few that suit the rule and a small model."
     )
     decays: tuple[float, ...] = setting(
         (), "Decays to begin with, at the best rate. If empty, 0 and two that suit the rule."
