@@ -36,7 +36,7 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.data.published import program_of
 from txl_jax.errors import NonFiniteError
 from txl_jax.metrics import Totals
-from txl_jax.runs.dynamic import DynamicModel
+from txl_jax.runs.dynamic_statistics import learning_model
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import Kind, Split, as_result, score
 from txl_jax.runs.trained import TrainedModel, load_to_score
@@ -380,7 +380,7 @@ class _Scores:
             return score(self.built, self.params, tokens, **options).nats
 
         config = dataclasses.replace(self.config, eval=lengths)
-        model = DynamicModel.of(
+        model = learning_model(
             TrainedModel.of(self.trained, config),
             self.params,
             corpus=self.corpus,

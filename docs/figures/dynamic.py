@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from txl_jax.config import DynamicConfig, EvalConfig, config_tree
 from txl_jax.data.corpus import read_corpus
-from txl_jax.runs.dynamic import DynamicModel
+from txl_jax.runs.dynamic_statistics import learning_model
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import score
 from txl_jax.runs.trained import TrainedModel, load_to_score
@@ -67,7 +67,7 @@ def measure(workdir: str) -> list[dict[str, Any]]:
 
     without = config_tree.replace(config, {"eval.mem_len": 0, "eval.same_length": False})
     built_without, _, _ = load_to_score(without, corpus, run, log=print)
-    learner = DynamicModel.of(
+    learner = learning_model(
         TrainedModel.of(run, learning_config), params, corpus=corpus, folder=run.outputs
     )
 

@@ -269,7 +269,7 @@ def start_tune_dynamic(seen, plan, changed):
     seen.replace(tune_dynamic, "TrainedModel", models)
     seen.replace(tune_dynamic, "load_to_score", lambda *given, log: ("parts", 7, "params"))
     seen.replace(tune_dynamic, "score", lambda *given, **options: Totals(nats=9, tokens=1))
-    seen.replace(tune_dynamic, "DynamicModel", types.SimpleNamespace(of=learn))
+    seen.replace(tune_dynamic, "learning_model", learn)
     seen.replace(tune_dynamic, "command", lambda *given: "command")
     seen.replace(storage, "exists", lambda path: False)
     seen.keep(storage, "write_json")
