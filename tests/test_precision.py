@@ -378,7 +378,7 @@ def test_an_update_computes_in_16_bits_only_what_the_gradient_does():
     state, segments = shapes(made.abstract_state), shapes(made.abstract_segments(made.config.train))
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), segments)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    loss = step_lib._make_loss(made.model, made.config)
+    loss = step_lib._make_loss(made.model, made.config, in_evaluation=False)
     tokens = jax.ShapeDtypeStruct((), jnp.float32)
     of_loss = narrow(loss, state.params, state.memory, one, key, tokens)
     of_gradient = narrow(jax.grad(loss, has_aux=True), state.params, state.memory, one, key, tokens)
@@ -387,7 +387,7 @@ def test_an_update_computes_in_16_bits_only_what_the_gradient_does():
     )
     assert narrow(step, state, segments) == of_gradient
     _, metrics = jax.eval_shape(step, state, segments)
-    assert {leaf.dtype.name for leaf in metrics} == {"float32"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(metrics)} == {"float32"}
     # Products with matrices and with probabilities, the residual stream, biases, the ReLU, dropout
     # (`div`).
     assert set(of_loss) == {"dot_general", "add", "max", "mul", "div", ROUNDED}

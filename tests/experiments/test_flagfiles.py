@@ -216,7 +216,7 @@ def test_training_step_fits_together_at_full_size(name):
         step, made.abstract_state, made.abstract_segments(made.config.train)
     )
     assert jax.tree.map(kind, state) == jax.tree.map(kind, made.abstract_state)
-    assert {kind(metric) for metric in metrics} == {
+    assert {kind(metric) for metric in jax.tree.leaves(metrics)} == {
         ((made.config.train.segments_per_call,), "float32")
     }
 

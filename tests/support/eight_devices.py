@@ -110,7 +110,8 @@ def run(parts: Built, *, scores: bool) -> dict:
     """Losses of each update, parameters after the last, bytes per device, and what devices
     gather.
     """
-    train_step = parts.compile_step().program
+    compilation = parts.compile_step()
+    train_step = compilation.program
     state, losses, norms = train_steps(parts, train_step, parts.init_state(), range(STEPS))
     found = {
         "losses": losses,
@@ -129,7 +130,7 @@ def run(parts: Built, *, scores: bool) -> dict:
             if name.startswith("table")
         ],
         "memory_per_device": shard_of(state.memory.hidden),
-        "gathered": gathered(train_step.as_text()),
+        "gathered": gathered(compilation.executable.as_text()),
     }
     return found | (scored(parts, state.params) if scores else {})
 
