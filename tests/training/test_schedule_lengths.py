@@ -59,19 +59,28 @@ def test_rates_have_the_bits_of_a_schedule_of_constants(schedule, offset, decay_
         compare_rates(schedule, offset, decay_steps)
 
 
+# Warm-up and steps, whose inverses are rounded.
+ROUNDED_LENGTHS = ((30, 1187), (7, 997), (333, 1111), (77, 3001))
+
+
 def compare_rates(schedule, offset, decay_steps):
-    config = ExperimentConfig(
-        optimizer=OptimizerConfig(
-            learning_rate=PEAK,
-            warmup_steps=30,
-            schedule=schedule,
-            schedule_offset=offset,
-            decay_steps=decay_steps,
-            min_lr_ratio=MIN_RATIO,
-        ),
-        train=TrainConfig(steps=1187),
-    )
-    counts = jnp.arange(1200, dtype=jnp.int32)
+    for warmup, steps in ROUNDED_LENGTHS:
+        config = ExperimentConfig(
+            optimizer=OptimizerConfig(
+                learning_rate=PEAK,
+                warmup_steps=warmup,
+                schedule=schedule,
+                schedule_offset=offset,
+                decay_steps=decay_steps,
+                min_lr_ratio=MIN_RATIO,
+            ),
+            train=TrainConfig(steps=steps),
+        )
+        compare_rates_of(config)
+
+
+def compare_rates_of(config):
+    counts = jnp.arange(config.train.steps + 13, dtype=jnp.int32)
     lengths = jax.tree.map(jnp.asarray, ScheduleLengths.of(config))
     for traced in (None, jnp.asarray(PEAK)):
 
@@ -88,8 +97,8 @@ def compare_rates(schedule, offset, decay_steps):
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found, expected)
         # With the original offset the decay has begun where the warm-up ends.
-        assert 0.96 * PEAK < found.max() <= PEAK * (1 + 1e-6)
-        assert len(np.unique(found)) > 500
+        assert 0.6 * PEAK < found.max() <= PEAK * (1 + 1e-6)
+        assert len(np.unique(found)) > 400
 
 
 @pytest.mark.parametrize(("name", "schedule"), zip(OptimizerName, itertools.cycle(Schedule)))
