@@ -101,7 +101,9 @@ def compare_rates_of(config):
         assert len(np.unique(found)) > 400
 
 
-@pytest.mark.parametrize(("name", "schedule"), zip(OptimizerName, itertools.cycle(Schedule)))
+@pytest.mark.parametrize(
+    ("name", "schedule"), list(zip(OptimizerName, itertools.cycle(Schedule), strict=False))
+)
 def test_an_update_is_the_same_program_for_all_lengths(name, schedule):
     """With one of the schedules, a rate of the embedding's own, and a factor while weights are
     averaged.
