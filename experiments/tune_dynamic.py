@@ -5,9 +5,10 @@ r"""Tunes dynamic evaluation of a trained run on validation text, then scores th
         --learning_rates=0.05,0.1,0.2 --decays=0,1e-3 --valid_tokens=100000
 
 Dynamic evaluation learns from each segment after it has scored it (docs/dynamic.md). First the
-validation split is scored without learning and at each learning rate, then at each decay with the
-best rate. If the best number is the smallest or the largest of its list, up to 8 further ones are
-tried beyond it. Last the test split is scored, without learning and with the best numbers.
+validation split is scored without learning and, with the smallest decay, at each learning rate.
+Then it is scored at each decay with the best rate. If the best number is the smallest or the
+largest of its list, up to 8 further ones are tried beyond it. Last the test split is scored,
+without learning and with the best numbers.
 
 --rule is short for --eval.dynamic.rule, and is rmsprop if neither the run nor a flag sets it. The
 other --eval flags are the run's, unless you pass others. Finished scores are stored in
@@ -49,7 +50,8 @@ LEARNING_RATE = "eval.dynamic.learning_rate"
 DECAY = "eval.dynamic.decay"
 FOLDERS = ("data_dir", "cache_dir")
 # Where to begin, by rule: measured on small models (benchmarks/dynamic.csv), rms with the squared
-# gradients of 1,024 segments. Its published rates for models of 18 and 24 layers are lower.
+# gradients of 1,024 segments and an epsilon of 0.01. Its published rates for models of 18 and 24
+# layers are lower.
 LEARNING_RATES = {
     DynamicRule.SGD: (0.02, 0.05, 0.1, 0.2),
     DynamicRule.RMS: (0.008, 0.016, 0.032),
@@ -112,6 +114,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     for name, flag in ((LEARNING_RATE, "--learning_rates"), (DECAY, "--decays")):
         if name in job.places:
             print(f"note      no effect: --{name}, which is tuned. Pass {flag} to choose values.")
+    # First it only checks the settings, before the text is read.
     config, corpus, trained = job.trained(with_rule)
     config = with_rule(config)
     with job.stop:
@@ -121,7 +124,13 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 
 def with_rule(config: ExperimentConfig) -> ExperimentConfig:
-    """Returns the config with the rule RMSprop, if it has none, and without numbers of the rule."""
+    """Returns the config with a rule, RMSprop if it has none, and default numbers to be tuned.
+
+    So what is stored does not depend on a learning rate or decay that no score uses.
+
+    Raises:
+      UserError: If other settings do not allow to learn.
+    """
     defaults = DynamicConfig()
     changes: dict[str, Any] = {LEARNING_RATE: defaults.learning_rate, DECAY: defaults.decay}
     if config.eval.dynamic.rule is None:
@@ -177,7 +186,7 @@ def tune(
     rates = sorted(set(plan.learning_rates or LEARNING_RATES[rule]))
     decays = sorted(set(plan.decays or DECAYS[rule]))
     scores = _Scores.open(config, corpus, trained, plan, stop_requested)
-    # One decay is scored with the rates.
+    # The smallest decay is scored with the rates already.
     scores.expected = len(rates) + len(decays) - 1
     first_decay = decays[0]
 
@@ -311,7 +320,13 @@ class _Scores:
             stop_requested=stop_requested,
             built=built,
             params=params,
-            identity={"workdir": trained.path, "step": step, "text_sha256": corpus.digest},
+            identity={
+                "workdir": trained.path,
+                # The members of an ensemble may have the same --out.
+                "ensemble_member": run.member,
+                "step": step,
+                "text_sha256": corpus.digest,
+            },
             folder=folder,
             path=path,
             records=records,

@@ -70,6 +70,7 @@ RECORDED = types.SimpleNamespace(
     ),
     is_open=False,
     is_new=False,
+    member=None,
     members=(),
 )
 
