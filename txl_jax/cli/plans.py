@@ -193,6 +193,7 @@ class TimedPlan(Plan):
             )
         fitted = config_tree.replace(config, {"train.steps": steps, WARMUP: warmup})
 
+        # The place of a typed flag is empty. Trained weights bring their own norms.
         is_free = job.places.get(NORM_PLACE) != "" and config.init_from is None
         has_pre_norm = (
             config.model.network is Network.TRANSFORMER_XL
@@ -200,7 +201,7 @@ class TimedPlan(Plan):
         )
         if is_free and has_pre_norm and steps < PRE_NORM_STEPS:
             run.notes.append(
-                f"{NORM_PLACE} is post instead of pre, which scores better from about "
+                f"{NORM_PLACE} is post instead of pre, because pre scores better only from about "
                 f"{PRE_NORM_STEPS} steps on. Pass --{NORM_PLACE}=pre to keep it."
             )
             # The steps were timed with pre-norm. A step with post-norm takes as long, but it is

@@ -16,8 +16,8 @@ from txl_jax.runs.trainer import training_reader
 from txl_jax.training.step import TrainState
 
 _SECONDS_TO_TIME = 5.0  # Updates are timed for at least so long.
-# Fewer steps are few: a tenth of them, the warm-up, is less than ten updates. If fewer fit, a note
-# names the time that so many need, and if none fits, the error does.
+# With fewer steps the warm-up, a tenth of them, has less than ten updates. If fewer fit into the
+# minutes, a note says how many minutes 100 steps need, and if none fits, the error says it.
 _ADVISED_STEPS = 100
 
 
@@ -26,8 +26,8 @@ class FittingSteps(NamedTuple):
 
     steps: int  # A multiple of `train.segments_per_call`.
     update_seconds: float  # Seconds per update.
-    advised_steps: int  # From how many steps on training is worth it.
-    advised_minutes: int  # The time for so many, with evaluations.
+    advised_steps: int  # `_ADVISED_STEPS`, rounded up to a multiple of `train.segments_per_call`.
+    advised_minutes: int  # Minutes that `advised_steps` need, with evaluations.
     compilation: Compilation  # The training step that was timed.
 
 
