@@ -1,5 +1,6 @@
 """Tests the tuning of dynamic evaluation: what is scored, what is chosen, what is stored."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -127,6 +128,20 @@ def test_stored_scores_of_other_settings_or_tokens_are_not_used(trained, scores,
         # The score without learning does not depend on the rule.
         n_static = 0 if case[0].eval.dynamic.rule is DynamicRule.SGD else 2
         assert len(scores.calls) == n_call - 2 + n_static
+
+
+def test_stored_scores_of_another_member_are_not_used(trained, scores, tmp_path):
+    config, corpus, run = trained
+    plan = dataclasses.replace(PLAN, out=str(tmp_path))
+    tune(config, corpus, run, plan)
+    n_call = len(scores.calls)
+
+    as_member = copy.copy(run)
+    as_member.member = "seed=2"
+    scores.calls = []
+    tune(config, corpus, as_member, plan)
+
+    assert len(scores.calls) == n_call
 
 
 def test_only_the_first_tokens_are_scored(trained, scores, tmp_path):
