@@ -99,7 +99,18 @@ class DynamicModel:
     ) -> Totals:
         """Computes the losses of a text, each segment's before it is learned.
 
-        The arguments and the result are those of `runs.score.score`.
+        It is called like `runs.score.score` after the parameters. The first token is not scored.
+
+        Args:
+          tokens: Ids [T] of the text.
+          name: Name of the text, for progress and errors.
+          measure: The measure in which progress is shown.
+          log: Takes a line of progress.
+          stop_requested: Is asked after each call.
+          token_nats: Floats [T] that receive each token's loss in nats, or None.
+
+        Returns:
+          The sum of the losses, and the number of scored tokens.
 
         Raises:
           Interrupted: If a stop was requested. What was scored until then is logged.
@@ -117,6 +128,7 @@ class DynamicModel:
         )
 
         def after_call(n_segment: int, totals: Totals) -> None:
+            # Not left to `show`, which would stop without a line about what was scored until then.
             if stop_requested():
                 log(
                     f"{name}: {totals.format(measure)} up to segment {n_segment:,} of "
@@ -215,6 +227,12 @@ class DynamicModel:
         """
         for number, segment_nats in enumerate(nats.tolist(), start=first_segment):
             if not math.isfinite(segment_nats):
+                # No learning rate changes the first loss, unless documents share what they learn.
+                if number == 0 and not self.settings.shared:
+                    raise NonFiniteError(
+                        f"{name}: the loss of segment 0 is {segment_nats} before anything is "
+                        "learned, so these parameters cannot be used"
+                    )
                 raise NonFiniteError(
                     f"{name}: the loss of segment {number:,} is {segment_nats}, with "
                     f"eval.dynamic.rule={self.settings.rule} and "
@@ -243,9 +261,9 @@ def build_to_learn(trained: TrainedModel) -> Built:
 
 @dataclasses.dataclass(frozen=True)
 class BuiltToLearn(Built):
-    """A model that is built for dynamic evaluation, with another optimizer than that of training.
+    """A model that is built for dynamic evaluation. Its optimizer is an update rule.
 
-    Its config is the one of `dynamic.training_config`.
+    Its config is a result of `dynamic.training_config`.
     """
 
     # Turns gradients into updates.
