@@ -180,8 +180,8 @@ class LanguageModel:
         Raises:
           UserError: If a text cannot be encoded, ids are outside the vocabulary (also negative
             ones, which are no padding: documents may have any lengths), or `documents` is a single
-            text. Also if `dynamic` is not valid, or if the model was loaded with a dtype of weights
-            or cache that does not allow it.
+            text. Also if `dynamic` is not valid, or if the model has `eval.stride`, or a dtype of
+            weights or cache, with which it cannot learn.
           NonFiniteError: If a loss is nan or infinite with `dynamic`.
         """
         ids = self._with_first(documents, first)

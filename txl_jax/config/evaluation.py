@@ -164,9 +164,10 @@ class EvalConfig(Recurrence, prefix="eval."):
         )
 
         # Learning needs the gradient of the parameters themselves, segment after segment:
-        # - a window of eval.stride reads most tokens again, after they were learned,
-        # - int8 weights have no gradient,
-        # - the KV cache is of evaluation without learning, the memory of training is not cached.
+        # - A window of eval.stride reads most tokens again, after they were learned.
+        # - Weights in int8 have no gradient.
+        # - There is no KV cache, because the update is the one of training, whose memory stores
+        #   states instead of keys and values.
         for name in ("stride", "weight_dtype", "cache_dtype"):
             value = getattr(self, name)
             require(

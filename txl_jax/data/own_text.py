@@ -48,8 +48,9 @@ STDLIB_SKIPPED_DIRS = {
     "dist-packages",
     "__pycache__",
 }
-# Bytes of the standard library's test split, and of its validation split. The name that reaches the
-# lower number has at most the difference, so the sum cannot exceed the upper one.
+# Least and most bytes of the standard library's test split, and of its validation split. A split is
+# complete with the module or package that reaches the least. No module or package that is held out
+# has more bytes than the difference, so a split cannot exceed the most (`split_by_name`).
 STDLIB_LEAST_HELDOUT = 600_000
 STDLIB_MOST_HELDOUT = 680_000
 # How a .npy file begins.

@@ -83,9 +83,9 @@ def make_rule(dynamic: DynamicConfig) -> optax.GradientTransformation:
 
     s is the sum of the squared gradients of segments of training text, as in the authors' scripts
     (their first paper divides by the root of the mean, which is the same up to the scale of the
-    three numbers). v is the moving average of the squared gradients of the text that is read,
-    without bias, as in Adam, and mean(sqrt(v)) is over all parameters. A pull above 1 would
-    oscillate around p0.
+    three numbers). v is the moving average of the squared gradients of the text that is read, with
+    Adam's correction of its bias, and mean(sqrt(v)) is over all parameters. A pull above 1 would
+    oscillate around p0, so in SGD too the decay counts as at most 1.
     """
     has_pull = dynamic.decay > 0
     has_squares = dynamic.rule is not DynamicRule.SGD
@@ -101,6 +101,7 @@ def make_rule(dynamic: DynamicConfig) -> optax.GradientTransformation:
 
     def update(grads: Any, state: RuleState, params: Any = None) -> tuple[Any, RuleState]:
         state = state._replace(updates=state.updates + 1)
+        # SGD takes the gradients as they are. The other rules replace steps and pulls.
         steps = grads
         pulls = jax.tree.map(lambda grad: min(dynamic.decay, 1.0), grads)
 
@@ -180,9 +181,9 @@ def make_dynamic_step(
 ) -> EvalStep:
     """Returns a function that scores S segments and learns from each, ready for `jax.jit`.
 
-    It is an `EvalStep` for `streaming.evaluate`. The place of the prepared parameters is empty, and
-    in the place of the memory is the whole state, which is to be donated: parameters, rule and
-    memory.
+    It is an `EvalStep` for `streaming.evaluate`. Instead of prepared parameters it takes None, and
+    instead of a memory the whole `TrainState`, with the parameters, the rule's state and the
+    memory. That state is to be donated.
 
     Args:
       model: The model, built for `config`.
@@ -197,7 +198,8 @@ def make_dynamic_step(
         after, metrics = update(state, segment)
 
         # A segment without a scored token, such as one of warm-up or of padding after the text,
-        # teaches nothing. Only the memory goes on.
+        # teaches nothing. Its gradient is 0, but the pull and RMSprop's average would still change
+        # parameters and rule. Only the memory goes on.
         learns = metrics.tokens > 0
 
         def choose(new: jax.Array, old: jax.Array) -> jax.Array:

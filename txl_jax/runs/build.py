@@ -76,11 +76,12 @@ class Compilation(NamedTuple):
         Args:
           lowered: The step of `values`, state and segments.
           values: Its first arguments, which the run's program has bound.
-          earlier: Another compilation in this process, or None. Its executable is used if it is of
-            the same text.
+          earlier: Another compilation in this process, or None. Its executable is used if its
+            program has the same text.
         """
         text = lowered.as_text()
         if earlier is not None and earlier.text == text:
+            # The values are arguments of the program, so those of this run may be others.
             return earlier._replace(program=functools.partial(earlier.executable, *values))
 
         began = time.monotonic()

@@ -160,7 +160,7 @@ def _with_line(
     vocabulary: Vocabulary,
     **options: Any,
 ) -> tuple[Totals, str]:
-    """Does the work of `score_with_line` with another way to score.
+    """Scores a text by `score_text`, and else does what `score_with_line` does.
 
     `score_text` takes tokens and options as `score` does after the parameters.
     """

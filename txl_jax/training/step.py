@@ -134,7 +134,8 @@ def make_update(
       config: All settings.
       seed: The dropout seed, which may be traced, or None for the config's.
       in_evaluation: Whether this is an update of dynamic evaluation (`evaluation.dynamic`): there
-        is no dropout, the loss is at `eval.temperature`, and the metrics have every position's.
+        is no dropout, the loss is at `eval.temperature`, and the metrics include the losses of all
+        positions.
     """
     if seed is None:
         seed = config.seed
