@@ -47,8 +47,8 @@ NAME = "dynamic_statistics.safetensors"
 
 # As published: the sums are over a five-thousandth of the segments of training text.
 _SHARE_OF_TEXT = 5000
-# Settings that the sums depend on, which the metadata has by these names. With
-# `eval.average_checkpoints` the weights are others.
+# Settings that the sums depend on, which the metadata has by these names. They also depend on
+# `eval.average_checkpoints`, but only by the weights, whose digest is in the metadata.
 _SETTINGS = (
     "eval.batch_size",
     "eval.segment_len",
@@ -139,7 +139,6 @@ def find_or_make(
       CheckpointError: If a file is corrupted.
       Interrupted: If a stop was requested. No file is written.
     """
-    own_text = _own_text(trained, corpus)
     expected = _expected(model, trained)
     mismatches = []
     for file in _read_files(trained, folder):
@@ -150,6 +149,7 @@ def find_or_make(
             return sums
         mismatches.append(mismatch)
 
+    own_text = _own_text(trained, corpus)
     if own_text is None:
         raise UserError(_missing(trained, folder, mismatches))
     for mismatch in mismatches:
@@ -257,7 +257,7 @@ def _read_files(trained: TrainedModel, folder: str | None) -> list[_File]:
 
 
 def _read(path: str) -> _File:
-    """Reads names, shapes and metadata. Raises `CheckpointError` if it is not such a file."""
+    """Reads names, shapes and metadata. Raises `CheckpointError` if that fails."""
     with reading(path):
         tensors, metadata = safetensors.read_contents(path)
     sums = {name.replace(".", "/"): leaf for name, leaf in tensors.items()}
@@ -301,24 +301,26 @@ def _check(file: _File, shapes: Mapping[str, tuple[int, ...]]) -> None:
       CheckpointError: If there is not one array of sums of squares for each parameter, or the
         arrays are not those that were written.
     """
-    corrupted = f"{file.path} is corrupted (%s). Delete it, or copy it again."
     floats = (np.dtype(np.float32), np.dtype(np.float64))
     described = {name: str(list(leaf.shape)) for name, leaf in file.sums.items()}
     wanted = {name: str(list(shape)) for name, shape in shapes.items()}
     difference = describe_difference(described, wanted)
     if difference:
-        raise CheckpointError(corrupted.replace("%s", difference))
+        raise _corrupted(file, difference)
     for name, leaf in file.sums.items():
         if leaf.dtype not in floats:
-            raise CheckpointError(corrupted.replace("%s", f"{name} has dtype {leaf.dtype}"))
+            raise _corrupted(file, f"{name} has dtype {leaf.dtype}")
         values = leaf.read()
         # A sum that is nan is not at least 0 either.
         if not np.all((values >= 0) & (values < np.inf)):
-            raise CheckpointError(
-                corrupted.replace("%s", f"{name} has values that are not sums of squares")
-            )
+            raise _corrupted(file, f"{name} has values that are not sums of squares")
     if file.metadata.get(_SUMS) != leaves_lib.digest(file.sums):
-        raise CheckpointError(corrupted.replace("%s", "the sha256 of its arrays does not match"))
+        raise _corrupted(file, "the sha256 of its arrays does not match")
+
+
+def _corrupted(file: _File, reason: str) -> CheckpointError:
+    """Returns the error for a file that must not be used."""
+    return CheckpointError(f"{file.path} is corrupted ({reason}). Delete it, or copy it again.")
 
 
 def _place(file: _File, abstract_params: Any) -> Any:
@@ -339,6 +341,7 @@ def _count_segments(model: DynamicModel, tokens: Any) -> int:
     n_target = len(tokens) - 1
     asked = model.settings.statistics_segments
     if asked is None:
+        # Segments of one row, as published. With more rows, n segments of each row are summed.
         return max(n_target // lengths.segment_len // _SHARE_OF_TEXT, 1)
 
     most = max(n_target // (lengths.batch_size * lengths.segment_len), 1)
