@@ -35,7 +35,7 @@ from txl_jax.config import (
 from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.published import program_of
-from txl_jax.errors import NonFiniteError
+from txl_jax.errors import NonFiniteError, reading
 from txl_jax.metrics import Totals
 from txl_jax.runs.dynamic_statistics import learning_model
 from txl_jax.runs.run import Run
@@ -311,7 +311,8 @@ class _Scores:
         path = os.path.join(folder, FILE)
         records: list[dict[str, Any]] = []
         if storage.exists(path):
-            records = storage.read_json(path)["scores"]
+            with reading(path):
+                records = storage.read_json(path)["scores"]
         return cls(
             config=config,
             corpus=corpus,
