@@ -52,8 +52,8 @@ from txl_jax.runtime.storage import is_remote
 
 # How the model learns while it reads the test split, chosen on the validation split
 # (benchmarks/singles.csv). Fewer rows need fewer bits: 1.637 of the test split with eight rows,
-# 1.594 with four and 1.532 with two, each with a learning rate and decay that suit it. One row
-# would need still fewer, but more time.
+# 1.594 with four and 1.532 with two, where learning rate or decay differ too. One row would need
+# still fewer, but more time.
 LEARNING = {
     "eval.batch_size": 2,
     "eval.segment_len": 32,
