@@ -36,8 +36,9 @@ from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.published import program_of
 from txl_jax.errors import NonFiniteError, reading
+from txl_jax.interop import leaves
 from txl_jax.metrics import Totals
-from txl_jax.runs.dynamic_statistics import learning_model
+from txl_jax.runs.dynamic_statistics import digest_of_weights, learning_model
 from txl_jax.runs.run import Run
 from txl_jax.runs.score import Kind, Split, as_result, score
 from txl_jax.runs.trained import TrainedModel, load_to_score
@@ -289,6 +290,8 @@ class _Scores:
     path: str
     # Finished scores, as in the file.
     records: list[dict[str, Any]]
+    # The result of this or an earlier command, as in the file, or None.
+    result: dict[str, Any] | None
     # Number of scores of the validation split with learning that this command expects.
     expected: int = 0
     # The settings whose scores of the validation split this command has.
@@ -310,9 +313,12 @@ class _Scores:
         built, step, params = load_to_score(config, corpus, trained, log=say)
         path = os.path.join(folder, FILE)
         records: list[dict[str, Any]] = []
+        earlier_result = None
         if storage.exists(path):
             with reading(path):
-                records = storage.read_json(path)["scores"]
+                content = storage.read_json(path)
+                records = content["scores"]
+                earlier_result = content.get("tuned")
         return cls(
             config=config,
             corpus=corpus,
@@ -326,11 +332,14 @@ class _Scores:
                 # The members of an ensemble may have the same --out.
                 "ensemble_member": run.member,
                 "step": step,
+                # A run that was trained anew may be at the same step.
+                "weights_sha256": digest_of_weights(leaves.from_tree(params)),
                 "text_sha256": corpus.digest,
             },
             folder=folder,
             path=path,
             records=records,
+            result=earlier_result,
         )
 
     def find(self, split: Split, settings: DynamicConfig) -> Totals:
@@ -430,15 +439,19 @@ class _Scores:
 
     def write(self, tuned: Tuned | None = None) -> None:
         """Writes the file: all scores and, if tuning is finished, its result."""
-        content: dict[str, Any] = {"scores": self.records}
         if tuned is not None:
             vocabulary = self.corpus.vocabulary
             lengths = dataclasses.replace(self.config.eval, dynamic=tuned.settings)
             results: dict[str, Any] = {"eval": config_tree.to_dict(lengths)}
             for split, kinds in tuned.scores.items():
                 results[split] = {kind: as_result(kinds[kind], vocabulary) for kind in kinds}
-            content["tuned"] = results
+            self.result = results
             print(f"results   {self.path}")
+
+        content: dict[str, Any] = {"scores": self.records}
+        # Until this command has a result, that of an earlier one is kept.
+        if self.result is not None:
+            content["tuned"] = self.result
         storage.write_json(self.path, content)
 
 

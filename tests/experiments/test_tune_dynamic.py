@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 
+import numpy as np
 import pytest
 
 from experiments import tune_dynamic
@@ -38,9 +39,12 @@ class Scores:
         self.diverges_from = math.inf
         self.stop_at = math.inf
         self.calls = []
+        self.weights = {"weight": np.zeros(3, np.float32)}
         monkeypatch.setattr(tune_dynamic._Scores, "_nats", self.nats)
         monkeypatch.setattr(
-            tune_dynamic, "load_to_score", lambda *given, log: ("built", drawn_run.STEP, "params")
+            tune_dynamic,
+            "load_to_score",
+            lambda *given, log: ("built", drawn_run.STEP, self.weights),
         )
 
     def nats(self, split, tokens, lengths):
@@ -109,6 +113,24 @@ def test_a_stopped_command_goes_on_with_what_is_missing(trained, scores, tmp_pat
     scores.calls = []
     assert tune(*trained, plan) == whole
     assert scores.calls == []
+
+
+def test_stored_scores_of_other_weights_are_not_used_and_an_earlier_result_stays_until_the_end(
+    trained, scores, tmp_path
+):
+    plan = dataclasses.replace(PLAN, out=str(tmp_path))
+    tune(*trained, plan)
+    file = tmp_path / tune_dynamic.FILE
+    result = json.loads(file.read_text())["tuned"]
+
+    scores.calls = []
+    scores.weights = {"weight": np.ones(3, np.float32)}
+    scores.stop_at = 3
+    with pytest.raises(Interrupted):
+        tune(*trained, plan)
+
+    assert len(scores.calls) == 2
+    assert json.loads(file.read_text())["tuned"] == result
 
 
 def test_stored_scores_of_other_settings_or_tokens_are_not_used(trained, scores, tmp_path):
