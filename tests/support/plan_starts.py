@@ -268,7 +268,8 @@ def start_tune_dynamic(seen, plan, changed):
     trained_run(seen)
     models = types.SimpleNamespace(of=lambda run, config: TunedModel(config=config))
     seen.replace(tune_dynamic, "TrainedModel", models)
-    seen.replace(tune_dynamic, "load_to_score", lambda *given, log: ("parts", 7, "params"))
+    weights = {"weight": np.zeros(1, np.float32)}
+    seen.replace(tune_dynamic, "load_to_score", lambda *given, log: ("parts", 7, weights))
     seen.replace(tune_dynamic, "score", lambda *given, **options: Totals(nats=9, tokens=1))
     seen.replace(tune_dynamic, "learning_model", learn)
     seen.replace(tune_dynamic, "command", lambda *given: "command")
