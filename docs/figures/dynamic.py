@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
+from txl_jax import plots
 from txl_jax.config import DynamicConfig, EvalConfig, config_tree
 from txl_jax.data.corpus import read_corpus
 from txl_jax.runs.dynamic_statistics import learning_model
@@ -109,25 +109,23 @@ def draw() -> None:
     """Draws the table."""
     with TABLE.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    figure = Figure(figsize=(7.2, 4.2), dpi=120, layout="constrained")
-    plot = figure.add_subplot()
+    drawing = plots.figure(4.2, width=7.2)
+    plot = drawing.subplots()
     last_place = int(rows[-1][PLACE]) / 1000
-    ends: dict[str, float] = {}
+    ends: list[float] = []
     for name, style in STYLES.items():
         of_line = [row for row in rows if row[name]]
         places = [int(row[PLACE]) / 1000 for row in of_line]
         bits = [float(row[name]) for row in of_line]
         plot.plot(places, bits, **{"linewidth": 1.6, **style})
-        ends[name] = bits[-1]
+        ends.append(bits[-1])
 
     # Each line has its name and its last value at its end, as far apart as they can be read.
     lowest, highest = plot.get_ylim()
-    least_gap = (highest - lowest) / 18
-    height = lowest
-    for name in sorted(ends, key=ends.__getitem__):
-        height = max(ends[name], height + least_gap)
+    heights = plots.spread(ends, (highest - lowest) / 18)
+    for name, end, height in zip(STYLES, ends, heights, strict=True):
         plot.annotate(
-            f" {name} {ends[name]:.2f}",
+            f" {name} {end:.2f}",
             (last_place, height),
             color=STYLES[name]["color"],
             fontsize=9,
@@ -141,7 +139,7 @@ def draw() -> None:
     )
     plot.grid(alpha=0.25)
     plot.spines[["top", "right"]].set_visible(False)
-    figure.savefig(PICTURE)
+    plots.save(drawing, PICTURE)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 
 from support import tiny, tiny_run
 from support.cases import full_but
+from support.plain_loss import mean_loss_of
 from txl_jax.config import (
     DropoutConfig,
     DType,
@@ -100,22 +101,7 @@ def loop(model: DynamicModel, text: np.ndarray, *, updates_first: bool = False) 
     rows = lengths.batch_size
     row_len = -(-(len(text) - 1) // rows)
 
-    def mean_loss(params, memory, inputs, targets, mask):
-        hidden, memory = module.apply(
-            {"params": params},
-            inputs,
-            memory,
-            clamp_len=lengths.clamp_len,
-            same_length=lengths.same_length,
-        )
-        log_p = module.apply({"params": params}, hidden, method=module.log_probabilities)
-        # Dividing logits is dividing log probabilities, but for the norm.
-        scaled = jax.nn.log_softmax(log_p / lengths.temperature)
-        nll = -jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
-        nats = jnp.sum(jnp.where(mask, nll, 0.0))
-        return nats / mask.sum(), (nats, memory)
-
-    gradient = jax.jit(jax.grad(mean_loss, has_aux=True))
+    gradient = jax.jit(jax.grad(mean_loss_of(module, lengths), has_aux=True))
     params = trained = jax.tree.map(np.asarray, model.params)
     moment = jax.tree.map(np.zeros_like, params)
     memory = module.init_memory(batch_size=rows, mem_len=lengths.mem_len)

@@ -6,12 +6,12 @@ import shlex
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from support import drawn_run, tiny, tiny_run
 from support.cases import full_but
+from support.plain_loss import mean_loss_of
 from txl_jax.cli import precedence
 from txl_jax.config import (
     DropoutConfig,
@@ -110,26 +110,15 @@ def plain_sums(model: DynamicModel, tokens: np.ndarray):
     lengths = model.built.config.eval
     rows = tokens[: ROWS * SEGMENTS * L + 1]
 
-    def mean_loss(params, memory, inputs, targets):
-        hidden, memory = module.apply(
-            {"params": params},
-            inputs,
-            memory,
-            clamp_len=lengths.clamp_len,
-            same_length=lengths.same_length,
-        )
-        log_p = module.apply({"params": params}, hidden, method=module.log_probabilities)
-        scaled = jax.nn.log_softmax(log_p / lengths.temperature)
-        return -jnp.take_along_axis(scaled, targets[..., None], axis=-1).mean(), memory
-
-    gradient = jax.jit(jax.grad(mean_loss, has_aux=True))
+    gradient = jax.jit(jax.grad(mean_loss_of(module, lengths), has_aux=True))
     memory = module.init_memory(batch_size=ROWS, mem_len=M)
     sums = jax.tree.map(np.zeros_like, model.params)
     for number in range(SEGMENTS):
         starts = [row * SEGMENTS * L + number * L for row in range(ROWS)]
         inputs = np.stack([rows[start : start + L] for start in starts]).astype(np.int32)
         targets = np.stack([rows[start + 1 : start + L + 1] for start in starts]).astype(np.int32)
-        grads, memory = gradient(model.params, memory, inputs, targets)
+        mask = np.ones(inputs.shape, bool)
+        grads, (_, memory) = gradient(model.params, memory, inputs, targets, mask)
         sums = jax.tree.map(lambda total, grad: total + np.asarray(grad) ** 2, sums, grads)
     return sums
 

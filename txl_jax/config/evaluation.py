@@ -50,7 +50,7 @@ _MAX_CLAMP_LEN = 1 << 31  # Distances are int32.
 
 @dataclasses.dataclass(frozen=True)
 class DynamicConfig(Config, prefix="eval.dynamic."):
-    """Dynamic evaluation: the model goes on learning from the text that it scores.
+    """Dynamic evaluation: the model continues to learn from the text that it scores.
 
     The update is described in `txl_jax.evaluation.dynamic`. Training does not use these settings.
     """

@@ -168,13 +168,12 @@ def split_by_name(root: str, paths: Sequence[str]) -> dict[str, tuple[File, ...]
     about XML, URLs and zip files. So the names are sorted by a hash instead. The first are the test
     split, up to the name with which it has 600,000 bytes. The next are the validation split, and
     the rest is the training split. The files of a package stay together, because they repeat one
-    another. In each split, files are in path order.
+    another. In each split, files are in the order of `paths`.
 
     Two versions of Python differ in few names, each of which moves a border by no more than its
-    size. For this, names of more than 80,000 bytes always train: with packages of several hundred
-    thousand bytes, a held-out split would be about few subjects, and another text where one of
-    them is not installed. `encodings`, 1.4 MB of files that are almost copies of each other,
-    trains for the same reason.
+    size. Names of more than 80,000 bytes always train. Otherwise a held-out split would be about
+    few subjects, and another text where one of its packages is not installed. By this rule
+    `encodings` trains, 1.4 MB of files that are almost copies of each other.
 
     Raises:
       UserError: If the names do not suffice for a test and a validation split.

@@ -1,9 +1,9 @@
-"""Dynamic evaluation: the model goes on learning from the text that it scores.
+"""Dynamic evaluation: the model continues to learn from the text that it scores.
 
 Krause et al., 2018 (arXiv:1709.07432), and for Transformer-XL 2019 (arXiv:1904.08378). A text is
 read segment by segment. Each segment is scored first, with the parameters as they are. Then one
-gradient step of its mean loss changes them, and the memory goes on to the next segment. So no token
-is scored after it was learned.
+gradient step of its mean loss changes them, and the memory is carried to the next segment. So no
+token is scored after it was learned.
 
 The update is the one of training (`training.step.make_update`) with the lengths of evaluation,
 without dropout and penalties, and with one of the rules of `make_rule` as its optimizer. As
@@ -41,8 +41,9 @@ _RMSPROP_DECAY = 0.999
 def training_config(config: ExperimentConfig) -> ExperimentConfig:
     """Returns a config that trains as the dynamic evaluation of `config` learns.
 
-    It has the lengths and rows of `eval`, a loss of all positions, and nothing else that training
-    adds to a gradient.
+    It has the lengths and rows of `eval`, a loss of all positions (so without `train.stride`), and
+    nothing else that training adds to a gradient. Gradient clipping, weight decay and schedule are
+    the optimizer's, in whose place is a rule of `make_rule`.
     """
     lengths = config.eval
     changes = {
@@ -77,15 +78,15 @@ def make_rule(dynamic: DynamicConfig) -> optax.GradientTransformation:
 
     With the gradient g, the trained parameters p0 and the learning rate r, elementwise:
 
-        sgd        p <- p - r g                     + decay (p0 - p)
+        sgd        p <- p - r g                     + min(decay, 1) (p0 - p)
         rms        p <- p - r g / (sqrt(s) + eps)   + min(decay sqrt(s), 1) (p0 - p)
         rmsprop    p <- p - r g / (sqrt(v) + eps)   + min(decay sqrt(v) / mean(sqrt(v)), 1) (p0 - p)
 
     s is the sum of the squared gradients of segments of training text, as in the authors' scripts
-    (their first paper divides by the root of the mean, which is the same up to the scale of the
-    three numbers). v is the moving average of the squared gradients of the text that is read, with
-    Adam's correction of its bias, and mean(sqrt(v)) is over all parameters. A pull above 1 would
-    oscillate around p0, so in SGD too the decay counts as at most 1.
+    (their first paper divides by the root of the mean, which is the same up to the scale of
+    learning rate, epsilon and decay). v is the moving average of the squared gradients of the text
+    that is read, with Adam's correction of its bias, and mean(sqrt(v)) is over all parameters. A
+    pull above 1 would oscillate around p0.
     """
     has_pull = dynamic.decay > 0
     has_squares = dynamic.rule is not DynamicRule.SGD
@@ -101,24 +102,27 @@ def make_rule(dynamic: DynamicConfig) -> optax.GradientTransformation:
 
     def update(grads: Any, state: RuleState, params: Any = None) -> tuple[Any, RuleState]:
         state = state._replace(updates=state.updates + 1)
-        # SGD takes the gradients as they are. The other rules replace steps and pulls.
-        steps = grads
-        pulls = jax.tree.map(lambda grad: min(dynamic.decay, 1.0), grads)
-
-        if dynamic.rule is DynamicRule.RMS:
-            roots = jax.tree.map(jnp.sqrt, state.squares)
-            steps = _divided(grads, roots, dynamic.epsilon)
-            pulls = _at_most_1(dynamic.decay, roots)
-        elif dynamic.rule is DynamicRule.RMSPROP:
+        squares = state.squares
+        if dynamic.rule is DynamicRule.RMSPROP:
             # As `optax.scale_by_adam` with b1 = 0, which does not give the roots.
-            squares = optax.tree.update_moment_per_elem_norm(
+            moving_average = optax.tree.update_moment_per_elem_norm(
                 grads, state.squares, _RMSPROP_DECAY, 2
             )
-            state = state._replace(squares=squares)
-            unbiased = optax.tree.bias_correction(squares, _RMSPROP_DECAY, state.updates)
-            roots = jax.tree.map(jnp.sqrt, unbiased)
+            state = state._replace(squares=moving_average)
+            squares = optax.tree.bias_correction(moving_average, _RMSPROP_DECAY, state.updates)
+
+        if dynamic.rule is DynamicRule.SGD:
+            steps = grads
+            pulls = jax.tree.map(lambda grad: min(dynamic.decay, 1.0), grads)
+        else:
+            roots = jax.tree.map(jnp.sqrt, squares)
             steps = _divided(grads, roots, dynamic.epsilon)
-            pulls = _at_most_1(dynamic.decay / _mean(roots), roots)
+            strength: float | jax.Array = dynamic.decay
+            if dynamic.rule is DynamicRule.RMSPROP:
+                # Relative to the mean, one decay suits texts with large and with small gradients.
+                # The published decays of RMS are for the roots themselves.
+                strength = dynamic.decay / _mean(roots)
+            pulls = _at_most_1(strength, roots)
 
         changes = jax.tree.map(lambda step: -dynamic.learning_rate * step, steps)
         if has_pull:
@@ -144,7 +148,10 @@ def _at_most_1(strength: float | jax.Array, roots: Any) -> Any:
 
 
 def _mean(tree: Any) -> jax.Array:
-    """Returns the mean over all elements of all arrays, or 1 if it is 0."""
+    """Returns the mean over all elements of all arrays, or 1 if all of them are 0.
+
+    So that 0 can be divided by it.
+    """
     leaves = jax.tree.leaves(tree)
     total = sum(jnp.sum(leaf) for leaf in leaves)
     mean = total / sum(leaf.size for leaf in leaves)
@@ -187,10 +194,12 @@ def make_dynamic_step(
 
     Args:
       model: The model, built for `config`.
-      rule: The result of `make_rule`.
+      rule: The result of `make_rule` or `sum_squared_gradients`.
       config: The result of `training_config`.
     """
+    # Only for the metrics: the rule itself multiplies by the rate.
     schedule = optax.constant_schedule(config.eval.dynamic.learning_rate)
+    # In evaluation there is no dropout, and the metrics include the losses of all positions.
     update = make_update(model, rule, schedule, config, in_evaluation=True)
 
     def score_then_learn(state: TrainState, segment: Segments) -> tuple[TrainState, SegmentLosses]:
@@ -199,7 +208,7 @@ def make_dynamic_step(
 
         # A segment without a scored token, such as one of warm-up or of padding after the text,
         # teaches nothing. Its gradient is 0, but the pull and RMSprop's average would still change
-        # parameters and rule. Only the memory goes on.
+        # parameters and rule. Only the memory, and the count of segments, are carried on.
         learns = metrics.tokens > 0
 
         def choose(new: jax.Array, old: jax.Array) -> jax.Array:

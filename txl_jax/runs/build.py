@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from txl_jax.config import EvalConfig, ExperimentConfig, Network, Remat, TrainConfig
 from txl_jax.config.config_tree import require
 from txl_jax.data import ready_ids
+from txl_jax.data.segments import SegmentReader, evaluation_segments
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import UserError
 from txl_jax.evaluation.sliding_window import WindowStep, make_window_step
@@ -362,6 +363,23 @@ class Built:
         return named_sharding(self.mesh, *logical_axes)
 
     # Evaluation
+
+    def evaluation_reader(self, tokens: Any) -> SegmentReader:
+        """Cuts a text, ids [T], into segments at the lengths of evaluation.
+
+        Each process reads the rows of its own devices.
+
+        Raises:
+          UserError: If the text has fewer than 2 tokens.
+        """
+        lengths = self.config.eval
+        return evaluation_segments(
+            tokens,
+            batch_size=lengths.batch_size,
+            segment_len=lengths.segment_len,
+            warmup_tokens=lengths.warmup_tokens,
+            own=self.own_rows(lengths.batch_size),
+        )
 
     @functools.cached_property
     def scorer(self) -> Scorer:

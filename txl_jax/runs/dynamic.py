@@ -18,7 +18,6 @@ import optax
 
 from txl_jax.config import DynamicConfig, DynamicRule, ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
-from txl_jax.data.segments import evaluation_segments
 from txl_jax.errors import NonFiniteError
 from txl_jax.evaluation import dynamic
 from txl_jax.evaluation.streaming import EvalStep, SegmentLosses, evaluate
@@ -71,7 +70,8 @@ class DynamicModel:
         """The jitted function that makes a state of its own, from parameters and statistics."""
 
         def make_state(params: Any, statistics: Any) -> TrainState:
-            # Copies, because the step reuses the memory of the state that it is given.
+            # Copies, because the step reuses the memory of the state that it is given. The rule
+            # makes a further one of the parameters that it pulls toward.
             state = self.built.first_state(jax.tree.map(jnp.copy, params))
             if statistics is None:
                 return state
@@ -118,17 +118,12 @@ class DynamicModel:
           UserError: If the rule RMS has no statistics.
         """
         self._require_statistics()
-        lengths = self.built.config.eval
-        reader = evaluation_segments(
-            tokens,
-            batch_size=lengths.batch_size,
-            segment_len=lengths.segment_len,
-            warmup_tokens=lengths.warmup_tokens,
-            own=self.built.own_rows(lengths.batch_size),
-        )
+        batch_size = self.built.config.eval.batch_size
+        reader = self.built.evaluation_reader(tokens)
 
         def after_call(n_segment: int, totals: Totals) -> None:
-            # Not left to `show`, which would stop without a line about what was scored until then.
+            # The bar is not given `stop_requested`: it would stop without a line about what was
+            # scored until then.
             if stop_requested():
                 log(
                     f"{name}: {totals.format(measure)} up to segment {n_segment:,} of "
@@ -145,7 +140,7 @@ class DynamicModel:
                 None,
                 self.start(),
                 reader,
-                place=functools.partial(self.built.place, batch_size=lengths.batch_size),
+                place=functools.partial(self.built.place, batch_size=batch_size),
                 after_call=after_call,
                 check_nats=functools.partial(self._check_finite, name),
                 token_nats=token_nats,
@@ -158,9 +153,9 @@ class DynamicModel:
         with `eval.dynamic.shared`, with the parameters and the rule's state that the document
         before it left.
 
-        The model must be built for the lengths of `document_config`. One compiled function reads a
-        segment of any document. A document's losses are yielded before the next document is asked
-        for.
+        The model must be built for the lengths of `document_config` below. One compiled function
+        reads a segment of any document. A document's losses are yielded before the next document is
+        asked for.
 
         Raises:
           UserError: If the rule RMS has no statistics.
@@ -169,6 +164,7 @@ class DynamicModel:
         """
         self._require_statistics()
         config = self.built.config
+        # Losses of 16-bit models are float32.
         dtype = np.dtype(jnp.promote_types(jnp.float32, config.model.dtype))
         # What the document before left, or None if the next one begins with trained parameters.
         left: TrainState | None = None
@@ -188,7 +184,8 @@ class DynamicModel:
         """Scores and learns a document. Returns the state after it.
 
         Args:
-          state: The state to begin with, which is donated. Its memory is emptied.
+          state: The state to begin with, which is donated. The first segment's reset bit empties
+            its memory.
           document: At least two tokens.
           nats: Floats [T - 1], which receive the losses.
 
@@ -196,13 +193,15 @@ class DynamicModel:
           NonFiniteError: If the loss of a segment is nan or infinite.
         """
         segment_len = self.built.config.eval.segment_len
-        reader = evaluation_segments(document.ids, batch_size=1, segment_len=segment_len)
+        reader = self.built.evaluation_reader(document.ids)
 
         def fetch(number: int, losses: SegmentLosses) -> None:
             self._check_finite(document.name, number, distributed.to_host(losses.nats))
             first = number * segment_len
             n_scored = len(nats[first : first + segment_len])
-            nats[first : first + n_scored] = distributed.to_host(losses.nll)[0, 0, :n_scored]
+            # [S, B, L], of one segment and one row.
+            nll = distributed.to_host(losses.nll)
+            nats[first : first + n_scored] = nll[0, 0, :n_scored]
 
         # One segment per call, so that a short document costs no gradients of padding.
         running: SegmentLosses | None = None

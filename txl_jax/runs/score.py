@@ -26,7 +26,6 @@ from txl_jax.config.config_tree import require
 from txl_jax.data import ready_ids
 from txl_jax.data.corpus import Corpus
 from txl_jax.data.documents import Call, DocumentRows, Pairs
-from txl_jax.data.segments import evaluation_segments
 from txl_jax.data.text import BYTE_ORDER_MARK
 from txl_jax.data.vocabulary import MOST_UNKNOWN, Vocabulary, escape
 from txl_jax.errors import UserError, rephrased
@@ -112,14 +111,7 @@ def score(
                 token_nats=token_nats,
             )
     else:
-        reader = evaluation_segments(
-            tokens,
-            batch_size=lengths.batch_size,
-            segment_len=lengths.segment_len,
-            warmup_tokens=lengths.warmup_tokens,
-            # Each process reads the rows of its own devices.
-            own=built.own_rows(lengths.batch_size),
-        )
+        reader = built.evaluation_reader(tokens)
         prepared = built.prepare_params(params)
         with progress(reader.n_segments, unit="segment") as show:
             totals = evaluate(

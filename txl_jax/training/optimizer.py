@@ -62,6 +62,7 @@ class ScheduleLengths(NamedTuple):
         if optimizer.schedule_offset is ScheduleOffset.AFTER_WARMUP:
             decay_start = warmup
         decay_end = optimizer.decay_steps or config.train.steps
+        # Above 0, because a valid config's warm-up ends before the decay does.
         decay = decay_end - decay_start
         return cls(
             warmup=np.int32(warmup),
@@ -113,7 +114,8 @@ def learning_rate(
         lengths = ScheduleLengths.of(config)
 
     def warm_up(count: jax.Array) -> jax.Array:
-        # Products are grouped as XLA groups them if the lengths are constants: constants first.
+        # XLA multiplies constants first. So that the rate has the same bits if the lengths are
+        # data, a peak that is a number is multiplied by the inverse first, and a traced one is not.
         if isinstance(peak, jax.Array):
             return peak * count * lengths.warmup_inverse
         return count * (peak * lengths.warmup_inverse)
@@ -126,7 +128,8 @@ def learning_rate(
                 remaining = 0.5 * (1 + cosine)
                 return peak * ((1 - lowest_ratio) * remaining + lowest_ratio)
             case Schedule.LINEAR:
-                # The quotient of two int32 is float32, also where the default is float64.
+                # In float32, like the quotient of two int32 in optax, also where the default dtype
+                # is float64.
                 remaining = 1 - done * lengths.decay_inverse.astype(jnp.float32)
                 lowest = peak * lowest_ratio
                 return (peak - lowest) * remaining + lowest
