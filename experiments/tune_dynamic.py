@@ -1,6 +1,6 @@
 r"""Tunes dynamic evaluation of a trained run on validation text, then scores the test split once.
 
-    python -m experiments.tune_dynamic --workdir=runs/mine
+    python -m experiments.tune_dynamic --workdir=runs/mine --eval.batch_size=1
     python -m experiments.tune_dynamic --workdir=runs/mine --rule=sgd --eval.batch_size=8 \
         --learning_rates=0.05,0.1,0.2 --decays=0,1e-3 --valid_tokens=100000
 
@@ -358,6 +358,7 @@ class _Scores:
         }
         record = self._stored(identity)
         note = "stored"
+        is_new = record is None
         if record is None:
             began = time.monotonic()
             nats = self._nats(split, tokens, lengths)
@@ -372,8 +373,11 @@ class _Scores:
         totals = Totals(nats=nats, tokens=record["tokens"], bytes=n_byte)
         if split is Split.VALID:
             self.tried.add(settings)
+        if is_new:
+            # Stored scores take no time, so that theirs says nothing about what is left.
+            note += self._remaining(split, settings, record)
         if not is_shown:
-            self._show(split, settings, totals, f"{note}{self._remaining(split, settings, record)}")
+            self._show(split, settings, totals, note)
         return totals
 
     def _tokens(self, split: Split) -> Any:
@@ -469,6 +473,6 @@ if __name__ == "__main__":
         run,
         Plan,
         config=ExperimentConfig(),
-        groups=("data", "mesh", "eval"),
+        groups=("data", "mesh", "eval", "eval.dynamic"),
         aliases={"rule": RULE},
     )

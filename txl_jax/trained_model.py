@@ -13,7 +13,13 @@ from typing import Any, Literal, NamedTuple, overload
 import jax
 import numpy as np
 
-from txl_jax.config import DynamicConfig, ExperimentConfig, GenerateConfig, config_tree
+from txl_jax.config import (
+    DynamicConfig,
+    DynamicRule,
+    ExperimentConfig,
+    GenerateConfig,
+    config_tree,
+)
 from txl_jax.config.config_tree import require
 from txl_jax.data import ready_ids
 from txl_jax.data.ready_ids import Document, Token, refuse_single_text
@@ -222,15 +228,12 @@ class LanguageModel:
                 "dynamic must be a DynamicConfig, such as "
                 f'txl_jax.DynamicConfig(rule="rmsprop"), got {dynamic!r}'
             )
-        dynamic_model = None
-        if dynamic is not None:
-            dynamic_model = self._dynamic_model(dynamic)
         nats_of: Callable[[Iterable[np.ndarray]], Iterator[np.ndarray]]
-        if dynamic_model is None:
+        if dynamic is None:
             nats_of = self._reader(batch_size).nats
         else:
             check_batch_size(batch_size)
-            nats_of = functools.partial(_nats_before_learning, dynamic_model)
+            nats_of = functools.partial(_nats_before_learning, self._dynamic_model(dynamic))
 
         if per_token:
             return nats_of
@@ -537,16 +540,19 @@ class LanguageModel:
         return DocumentReader(self.components, self._prepared, batch_size=batch_size)
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 (a model lives as long as its compiled programs)
-    def _dynamic_model(self, dynamic: DynamicConfig) -> DynamicModel | None:
-        """Returns the model that learns from documents by a rule, or None if there is no rule.
+    def _dynamic_model(self, dynamic: DynamicConfig) -> DynamicModel:
+        """Returns the model that learns from documents by a rule.
 
         Raises:
           UserError: If these settings are not valid, or the model's others do not allow them.
         """
+        require(
+            dynamic.rule is not None,
+            f"dynamic must have a rule, one of {', '.join(DynamicRule)}, got {dynamic!r}. "
+            "Pass dynamic=None to score without learning.",
+        )
         config = config_tree.replace(self.config, {"eval.dynamic": dynamic})
         config.validate()
-        if dynamic.rule is None:
-            return None
 
         config = document_config(config)
         if self.trained is not None:

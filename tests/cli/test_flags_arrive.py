@@ -471,6 +471,9 @@ LEARNING_NOTES = [
     ("generate --input=in", {"rule": "sgd"}, {"rule"}),
     ("eval", {"rule": "sgd", "shared": "true"}, {"shared"}),
     ("score", {"rule": "sgd", "shared": "true"}, {"shared"}),
+    # The default rate, so that it is no error.
+    ("eval", {"learning_rate": "0.001"}, {"learning_rate"}),
+    ("eval", {"rule": "none"}, set()),
     ("score --input=in", {"rule": "sgd", "shared": "true"}, set()),
 ]
 

@@ -278,10 +278,23 @@ def learned_nats(model: DynamicModel, text: np.ndarray) -> float:
     return sum(learned(model, text).nats)
 
 
+def test_rows_of_one_segment_learn_nothing_and_a_note_says_so():
+    model = model_of("transformer-xl", "sgd", 3)
+    lines: list[str] = []
+
+    model.score(TEXT[: 1 + 3 * L], name="text", log=lines.append)
+    assert len(lines) == 1 and "--eval.batch_size" in lines[0]
+
+    model.score(TEXT[: 1 + 3 * L + 1], name="text", log=lines.append)
+    assert len(lines) == 1
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "others"),
     [
         ("stride", 2, {"mem_len": 0, "same_length": False}),
+        # Of all that is wrong with a stride here, the rule comes first.
+        ("stride", 2, {"mem_len": 7, "same_length": True}),
         ("weight_dtype", "int8", {}),
         ("cache_dtype", "bfloat16", {}),
     ],

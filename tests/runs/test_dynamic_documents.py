@@ -7,6 +7,7 @@ tests/evaluation/test_dynamic.py. Here it is what each document must equal.
 import dataclasses
 import itertools
 import json
+import re
 from typing import Any
 
 import jax
@@ -180,7 +181,7 @@ def test_models_that_cannot_learn_are_refused_by_name(changes, words):
     ("rule", "words"),
     [
         ({"rule": "sgd"}, r"DynamicConfig.*'sgd'"),
-        (DynamicConfig(shared=True), r"eval\.dynamic\.shared"),
+        (DynamicConfig(shared=True), r"sgd, rms, rmsprop.*rule=None"),
         (DynamicConfig(rule="rms"), r"eval\.dynamic\.rule=rms\b"),
     ],
     ids=["a dict", "without a rule", "without statistics"],
@@ -198,7 +199,8 @@ def test_without_a_rule_nothing_is_learned():
     expected = tiny_model.make().score(texts)
 
     assert recorded.score(texts) == expected
-    assert recorded.score(texts, dynamic=DynamicConfig()) == expected
+    with pytest.raises(UserError, match=r"rule.*sgd.*dynamic=None"):
+        recorded.score(texts, dynamic=DynamicConfig(learning_rate=1e-3))
     assert recorded.score(texts, dynamic=recorded.config.eval.dynamic) != expected
 
 
@@ -244,6 +246,19 @@ def test_the_documents_of_a_file_have_the_losses_of_score(run, rule):
     assert [record["nats"] for record in per_document] == [total.nats for total in expected]
     assert [record["tokens"] for record in per_document] == [21, 0, 0, 19, 6]
     assert [record.get("bytes", 0) for record in per_document] == [21, 0, 0, 19, 6]
+
+
+@pytest.mark.parametrize(
+    ("lines", "shared", "is_noted"),
+    [(["the", "cat"], False, True), (["the", "cat"], True, False), (LINES, False, False)],
+)
+def test_a_note_says_that_no_document_has_a_second_segment_to_learn_for(
+    run, capsys, lines, shared, is_noted
+):
+    records(run, lines, dataclasses.replace(RULE, shared=shared))
+
+    note = re.search(r"(?m)^note +nothing was learned\b.*shared=true", capsys.readouterr().out)
+    assert (note is not None) == is_noted
 
 
 def test_the_tokens_of_a_file_have_the_losses_before_they_are_learned(run):

@@ -55,7 +55,7 @@ _OF_TRAINING = (
     "wandb_",
 )
 
-# How the names of settings begin that only scoring reads.
+# How the names of settings begin that only scoring with a rule of dynamic evaluation reads.
 _OF_LEARNING = "eval.dynamic."
 
 
@@ -361,13 +361,17 @@ def _note_unread(
     if plan.mode is not Mode.TRAIN:
         unread += _OF_TRAINING
         unread.append("data." if plan.mode is Mode.GENERATE else "generate.")
-    if plan.mode in (Mode.TRAIN, Mode.GENERATE):
+    learns = plan.mode in (Mode.EVAL, Mode.SCORE) and config.eval.dynamic.rule is not None
+    if not learns:
         unread.append(_OF_LEARNING)
 
     changed = {leaf.name for leaf, _, _ in config_tree.differences(trained, config)}
-    if plan.mode is Mode.TRAIN:
-        # There is no other config to compare with.
+    if not learns:
+        # A rate that was typed without a rule may be the default, which is no change.
         changed |= {name for name in job.places if name.startswith(_OF_LEARNING)}
+    if plan.mode in (Mode.EVAL, Mode.SCORE):
+        # There the rule itself is read, also to be none.
+        changed.discard(f"{_OF_LEARNING}rule")
     changed |= flag_tree.passed_settings(cls=TrainPlan).keys()
     # --input is read by data.json_field, the only setting of `data` that has an effect there.
     changed.discard("data.json_field")

@@ -220,7 +220,7 @@ class Config:
             require(
                 other_value in readers,
                 f"{self.prefix}{other} must be {' or '.join(map(str, readers))} "
-                f"for {name}={format_value(value)}, got {other_value}",
+                f"for {name}={format_value(value)}, got {format_value(other_value)}",
             )
         for other in declared.not_with:
             other_value = getattr(self, other)

@@ -145,6 +145,8 @@ class EvalConfig(Recurrence, prefix="eval."):
 
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
+        # First, because of a stride the other checks would ask for changes that do not help here.
+        self._validate_dynamic()
         super().validate()
         require(
             self.mem_len or not self.cache_dtype,
@@ -163,6 +165,8 @@ class EvalConfig(Recurrence, prefix="eval."):
             f"eval.clamp_len must be below 2^31, because distances are int32, got {self.clamp_len}",
         )
 
+    def _validate_dynamic(self) -> None:
+        """Raises `UserError` if another setting does not allow the model to learn."""
         # Learning needs the gradient of the parameters themselves, segment after segment:
         # - A window of eval.stride reads most tokens again, after they were learned.
         # - Weights in int8 have no gradient.

@@ -120,6 +120,12 @@ class DynamicModel:
         self._require_statistics()
         batch_size = self.built.config.eval.batch_size
         reader = self.built.evaluation_reader(tokens)
+        if reader.n_segments == 1:
+            log(
+                f"note      {name}: nothing is learned before it is scored, because each of the "
+                f"{batch_size} rows has only one segment. Lower --eval.batch_size or "
+                "--eval.segment_len."
+            )
 
         def after_call(n_segment: int, totals: Totals) -> None:
             # The bar is not given `stop_requested`: it would stop without a line about what was

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from txl_jax.config import ExperimentConfig, config_tree
+from txl_jax.config import EvalConfig, ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.data import ready_ids
 from txl_jax.data.corpus import Corpus
@@ -746,7 +746,22 @@ def _document_losses(
     named_documents = (
         NamedDocument(f"line {document.line} of {name}", document.ids) for document in documents
     )
-    return dynamic_model.score_documents(named_documents)
+    return _noting_short(dynamic_model.score_documents(named_documents), lengths)
+
+
+def _noting_short(losses: Iterator[np.ndarray], lengths: EvalConfig) -> Iterator[np.ndarray]:
+    """Yields the nats [T - 1] of documents, and at the end prints a note if nothing was learned."""
+    longest = 0
+    for nats in losses:
+        longest = max(longest, len(nats))
+        yield nats
+    if not lengths.dynamic.shared and longest <= lengths.segment_len:
+        print(
+            "note      nothing was learned before it was scored, because no document is longer "
+            f"than a segment ({lengths.segment_len} tokens). To learn from the documents before, "
+            "pass --eval.dynamic.shared=true.",
+            flush=True,
+        )
 
 
 class _Document(NamedTuple):
