@@ -84,9 +84,9 @@ def keep_compiled(named: str | None = None, *, by_default: bool = True) -> None:
     # XLA compiles for the processor that it finds, and JAX's keys do not name it: on a disk that
     # machines share, one would read programs with instructions that it lacks.
     if is_remote(parent):
-        folder = os.path.join(parent, _processor())
+        folder = os.path.join(parent, processor())
     else:
-        folder = os.path.join(os.path.abspath(os.path.expanduser(parent)), _processor())
+        folder = os.path.join(os.path.abspath(os.path.expanduser(parent)), processor())
         try:
             _make_private(folder)
             danger = why_unsafe(folder)
@@ -229,7 +229,7 @@ def _note_not_cached(reason: str) -> None:
     )
 
 
-def _processor() -> str:
+def processor() -> str:
     """Returns a name for this machine's kind of processor and its instructions."""
     features = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")

@@ -276,6 +276,36 @@ def write(path: AnyPath, data: bytes) -> None:
         temporary.write_bytes(data)
 
 
+def check_new_file(path: AnyPath) -> None:
+    """Raises `UserError` if a local file or directory with this name exists already."""
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists, and nothing is overwritten. Pass another path.")
+
+
+def write_new(path: AnyPath, data: bytes) -> None:
+    """Writes a local file that gets its name when it is complete, and only if the name is free.
+
+    Raises:
+      UserError: If something has the name by then.
+      LogError: If the file cannot be written.
+    """
+    parent, name = os.path.split(path)
+    temporary = Path(parent, f".{name}.{os.getpid()}.tmp")
+    with writing(path):
+        try:
+            temporary.write_bytes(data)
+            _sync(temporary)
+            # Unlike a renaming, a link never replaces a file that another process has made.
+            os.link(temporary, path)
+            _sync(parent or ".")
+        except FileExistsError:
+            check_new_file(path)
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+
 def write_lines(path: AnyPath, lines: Iterable[str]) -> None:
     """Replaces a file by lines, each with its newline, like `write`.
 

@@ -1,0 +1,102 @@
+"""Tests of the loop through the streams, with a predictor that writes down how it is called."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from txl_jax.compression import codec
+from txl_jax.data.byte_tokens import ByteVocabulary
+
+TEXT = b"abcdefgh"
+VOCABULARY = ByteVocabulary.of(TEXT)
+V = 8
+
+
+class Recorder:
+    """In place of the model: predictions depend on everything that was read and learned before."""
+
+    vocabulary = VOCABULARY
+
+    def __init__(self, *, streams, segment_len):
+        self.coding = SimpleNamespace(streams=streams, segment_len=segment_len)
+        self.calls = []
+
+    def start(self):
+        return 0
+
+    def predict(self, state, tokens):
+        self.calls.append(("read", tokens.tolist()))
+        state = hash((state, tuple(tokens.tolist())))
+        logits = np.random.default_rng(abs(state)).normal(size=(len(tokens), V))
+        return state, logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+    def learn(self, state, tokens, is_known):
+        self.calls.append(("learn", tokens.tolist(), is_known.tolist()))
+        return hash((state, tuple(tokens.ravel().tolist())))
+
+
+def no_progress(done, totals):
+    pass
+
+
+def test_what_is_read_and_learned():
+    """Three streams, a b c, d e f and g h, in segments of two."""
+    predictor = Recorder(streams=3, segment_len=2)
+    codec.compress(TEXT, predictor, progress=no_progress)
+    assert predictor.calls == [
+        ("read", [0, 3, 6]),
+        ("read", [1, 4, 7]),
+        # The segment's last targets are the symbols of the next column, of which g h has none.
+        (
+            "learn",
+            [[0, 1, 2], [3, 4, 5], [6, 7, 0]],
+            [[True, True, True], [True, True, True], [True, True, False]],
+        ),
+        ("read", [2, 5, 0]),
+    ]
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3, 7, 8, 20])
+@pytest.mark.parametrize("n_bytes", [0, 1, 2, 6, 7, 8, 64, 101])
+def test_each_text_comes_back(streams, n_bytes):
+    """Of any length, with streams that are shorter, or empty, and the same calls both times."""
+    symbols = np.random.default_rng(n_bytes).integers(V, size=n_bytes)
+    text = VOCABULARY.decode(symbols)
+    encoding = Recorder(streams=streams, segment_len=4)
+    payload = codec.compress(text, encoding, progress=no_progress)
+    decoding = Recorder(streams=streams, segment_len=4)
+    assert codec.decompress(payload, n_bytes, decoding, progress=no_progress) == text
+    assert decoding.calls == encoding.calls
+
+
+def test_progress_counts_bytes_and_their_bits():
+    """The last numbers are those of the whole text, of the size of the payload."""
+    text = VOCABULARY.decode(np.random.default_rng(0).integers(V, size=1000))
+    shown = []
+    payload = codec.compress(
+        text,
+        Recorder(streams=3, segment_len=10),
+        progress=lambda done, totals: shown.append((done, totals)),
+    )
+    assert [done for done, _ in shown][:2] == [30, 60]
+    done, totals = shown[-1]
+    assert done == totals.tokens == 1000
+    assert totals.bpc * 1000 / 8 == pytest.approx(len(payload), abs=8)
+
+
+def test_a_wrong_length_allocates_nothing():
+    """What a header says is not believed before it was decoded."""
+
+    class Full(Exception):
+        pass
+
+    def stop_at_ten(done, totals):
+        if done >= 10:
+            raise Full
+
+    predictor = Recorder(streams=1, segment_len=4)
+    with pytest.raises(Full):
+        codec.decompress(bytes(8), 10**15, predictor, progress=stop_at_ten)
+
+

@@ -1,0 +1,157 @@
+"""Tests of compressed files: what is written is read, and nothing else is."""
+
+import dataclasses
+import hashlib
+import json
+
+import pytest
+
+from txl_jax.compression import file_format
+from txl_jax.compression.file_format import Coding, Environment, Header, dump, load
+from txl_jax.errors import UserError
+
+CODING = Coding(
+    streams=3,
+    segment_len=32,
+    mem_len=64,
+    learning_rate=7e-4,
+    decay=2e-3,
+    epsilon=1e-8,
+    threads=2,
+)
+ENVIRONMENT = Environment(device="CPU (a)", processor="x86_64-1", versions="jax 1")
+HEADER = Header(
+    text_bytes=100,
+    text_sha256="ab",
+    coding=CODING,
+    environment=ENVIRONMENT,
+    weights_sha256="cd",
+    probe_sha256="ef",
+)
+PAYLOAD = bytes(range(40))
+
+
+def changed(content: bytes, change) -> bytes:
+    """Returns a file whose header was changed, with the SHA-256 that fits."""
+    length = int.from_bytes(content[8:12], "little")
+    values = json.loads(content[12 : 12 + length])
+    change(values)
+    head = json.dumps(values).encode()
+    return signed(content[:8] + len(head).to_bytes(4, "little") + head + content[12 + length : -32])
+
+
+def signed(body: bytes) -> bytes:
+    return body + hashlib.sha256(body).digest()
+
+
+def test_what_is_written_is_read():
+    assert load(dump(HEADER, PAYLOAD), name="a.txl") == (HEADER, PAYLOAD)
+
+
+def test_a_text_that_is_stored():
+    header = Header.of_stored(b"some text")
+    assert header.is_stored
+    assert load(dump(header, b"some text"), name="a.txl") == (header, b"some text")
+
+
+def test_every_bit_counts():
+    content = dump(HEADER, PAYLOAD)
+    for place in range(len(content)):
+        for bit in (0, 7):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << bit
+            with pytest.raises(UserError, match=r"^a\.txl\b"):
+                load(bytes(damaged), name="a.txl")
+
+
+def test_every_length_counts():
+    content = dump(HEADER, PAYLOAD)
+    for length in range(len(content)):
+        with pytest.raises(UserError, match=r"^a\.txl\b"):
+            load(content[:length], name="a.txl")
+    with pytest.raises(UserError, match="cut or changed"):
+        load(content + b"\n", name="a.txl")
+
+
+# Values that a stranger may write, with a right SHA-256. None of them may reach an allocation.
+STRANGE = {
+    "no streams": {"streams": 0},
+    "a million streams": {"streams": 10**6},
+    "half a stream": {"streams": 1.5},
+    "true": {"streams": True},
+    "a long segment": {"segment_len": 10**9},
+    "a long memory": {"mem_len": 10**9},
+    "no memory": {"mem_len": 0},
+    "many threads": {"threads": 10**6},
+    "a text": {"learning_rate": "1e-3"},
+    "not a number": {"decay": float("nan")},
+    "below 0": {"epsilon": -1.0},
+    "another key": {"seed": 1},
+}
+
+
+@pytest.mark.parametrize("values", STRANGE.values(), ids=STRANGE.keys())
+def test_values_of_the_coding_are_checked(values):
+    content = changed(dump(HEADER, PAYLOAD), lambda header: header["coding"].update(values))
+    with pytest.raises(UserError, match="a header that experiments.compress does not write"):
+        load(content, name="a.txl")
+
+
+OTHERS = {
+    "text_bytes": {"text_bytes": -1},
+    "a digest": {"text_sha256": 5},
+    "no environment": {"environment": None},
+    "a number": {"probe_sha256": 1},
+    "another key": {"comment": "x"},
+}
+
+
+@pytest.mark.parametrize("values", OTHERS.values(), ids=OTHERS.keys())
+def test_other_values_are_checked(values):
+    content = changed(dump(HEADER, PAYLOAD), lambda header: header.update(values))
+    with pytest.raises(UserError, match="a header that experiments.compress does not write"):
+        load(content, name="a.txl")
+
+
+@pytest.mark.parametrize(
+    "head", [b"[]", b"7", b"{}", b"{", b"\xff", b"[" * 9000], ids=lambda head: str(head[:4])
+)
+def test_a_header_that_is_not_an_object(head):
+    body = file_format.MAGIC + len(head).to_bytes(4, "little") + head
+    with pytest.raises(UserError, match="a header that experiments.compress does not write"):
+        load(signed(body), name="a.txl")
+
+
+def test_a_length_beyond_the_file():
+    body = file_format.MAGIC + (2**32 - 1).to_bytes(4, "little") + b"{}"
+    with pytest.raises(UserError, match="a header of 4294967295 bytes"):
+        load(signed(body), name="a.txl")
+
+
+def test_a_text_longer_than_its_bits_allow():
+    """From 40 bytes no more than 4.5 billion symbols can come."""
+    content = dump(dataclasses.replace(HEADER, text_bytes=10**10), PAYLOAD)
+    with pytest.raises(UserError, match="cannot be a text of 10,000,000,000 bytes"):
+        load(content, name="a.txl")
+
+
+def test_bits_that_are_not_whole_words():
+    with pytest.raises(UserError, match="39 bytes of content"):
+        load(dump(HEADER, PAYLOAD[:39]), name="a.txl")
+
+
+def test_a_stored_text_of_another_length():
+    with pytest.raises(UserError, match="8 bytes of content"):
+        load(dump(Header.of_stored(b"some text"), b"some tex"), name="a.txl")
+
+
+def test_another_version_is_named():
+    content = changed(dump(HEADER, PAYLOAD), lambda header: header.update(version=2))
+    with pytest.raises(UserError, match="format version 1, got 2"):
+        load(content, name="a.txl")
+
+
+def test_differences_of_environments():
+    other = dataclasses.replace(ENVIRONMENT, versions="jax 2")
+    assert ENVIRONMENT.differences(other) == ["versions: jax 2 there, jax 1 here"]
+    assert ENVIRONMENT.differences(ENVIRONMENT) == []

@@ -1,0 +1,127 @@
+"""Texts to coded bits and back: one loop that leads predictor and range coder through a text.
+
+A text of T bytes becomes R streams of n bytes, one after the other, the last ones shorter:
+
+    streams = 3, text = "abcdefgh"      a b c
+                                        d e f
+                                        g h
+
+The bits are in the order of the columns: a d g, b e h, c f. The first column is coded with equal
+probabilities, each later one with what the predictor says after the column before it.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from txl_jax.compression.predictor import Predictor
+from txl_jax.compression.range_coder import TOTAL, Decoder, Encoder, integer_probabilities
+from txl_jax.metrics import Totals
+
+# Takes how many bytes are done, and their summed losses.
+Progress = Callable[[float, Totals], None]
+# Takes the probabilities int64 [n, V] of the next n symbols, and returns the symbols int [n].
+_Coder = Callable[[np.ndarray], np.ndarray]
+
+
+def compress(text: bytes, predictor: Predictor, *, progress: Progress) -> bytes:
+    """Returns the coded bits of a text.
+
+    Raises:
+      UserError: If a byte is not in the model's vocabulary.
+      NonFiniteError: If the model predicts nan, as after updates at too high a rate.
+    """
+    symbols = predictor.vocabulary.encode(text)
+    streams = _Streams(len(symbols), predictor.coding.streams)
+    columns = streams.columns(symbols)
+    encoder = Encoder()
+
+    def encode(probabilities: np.ndarray) -> np.ndarray:
+        column = next(columns)
+        encoder.encode(column, probabilities)
+        return column
+
+    _code(streams, predictor, encode, progress)
+    return encoder.content()
+
+
+def decompress(
+    payload: bytes, text_bytes: int, predictor: Predictor, *, progress: Progress
+) -> bytes:
+    """Returns the text of `text_bytes` bytes whose coded bits are `payload`.
+
+    Bits of another text, model or machine give a wrong text, which only its digest shows.
+
+    Raises:
+      NonFiniteError: If the model predicts nan.
+    """
+    streams = _Streams(text_bytes, predictor.coding.streams)
+    decoder = Decoder(payload)
+    symbols = _code(streams, predictor, decoder.decode, progress)
+    return predictor.vocabulary.decode(symbols)
+
+
+class _Streams:
+    """How T symbols are divided over R streams of n symbols, the last ones shorter."""
+
+    def __init__(self, n_symbol: int, n_stream: int):
+        self.n_symbol = n_symbol
+        # n, the length of the longest stream.
+        self.length = math.ceil(n_symbol / n_stream)
+        # int [R], the lengths of the streams. They never increase.
+        starts = np.arange(n_stream) * self.length
+        self.lengths = np.clip(n_symbol - starts, 0, self.length)
+
+    def n_active(self, place: int) -> int:
+        """Returns how many streams, always the first ones, have a symbol at this place."""
+        return int(np.count_nonzero(self.lengths > place))
+
+    def columns(self, symbols: np.ndarray) -> Iterator[np.ndarray]:
+        """Yields the symbols [n_active] of each place, of symbols [T]."""
+        for place in range(self.length):
+            yield symbols[np.arange(self.n_active(place)) * self.length + place]
+
+    def join(self, blocks: list[np.ndarray]) -> np.ndarray:
+        """Returns the symbols [T] of blocks [R, L] of consecutive places, the last one padded."""
+        if not blocks:
+            return np.zeros(0, np.uint8)
+        rows = np.concatenate(blocks, axis=1)[:, : self.length]
+        return rows.reshape(-1)[: self.n_symbol]
+
+
+def _code(streams: _Streams, predictor: Predictor, code: _Coder, progress: Progress) -> np.ndarray:
+    """Leads predictor and coder through all streams. Returns the symbols, uint8 [T].
+
+    Both directions run this loop, so the predictor is called alike in both.
+    """
+    n_stream = predictor.coding.streams
+    segment_len = predictor.coding.segment_len
+    vocab_size = predictor.vocabulary.size
+    state = predictor.start()
+    # Nothing precedes the first symbol of a stream, so all are equally likely.
+    log_probabilities = np.full((n_stream, vocab_size), -math.log(vocab_size))
+    # Segments [R, L] so far. Nothing is allocated by the length in a header, which may be wrong.
+    blocks: list[np.ndarray] = []
+    totals = Totals()
+
+    for first in range(0, streams.length, segment_len):
+        block = np.zeros((n_stream, segment_len), np.uint8)
+        for place in range(min(segment_len, streams.length - first)):
+            n_active = streams.n_active(first + place)
+            integers = integer_probabilities(log_probabilities[:n_active])
+            symbols = code(integers)
+            block[:n_active, place] = symbols
+            chosen = integers[np.arange(n_active), symbols]
+            totals += Totals(nats=float(-np.log(chosen / TOTAL).sum()), tokens=n_active)
+
+            if place == 0 and blocks:
+                # Now the segment before has all of its targets: the last one is this symbol.
+                learned = np.concatenate([blocks[-1], block[:, :1]], axis=1)
+                places = first - segment_len + np.arange(segment_len + 1)
+                is_known = places < streams.lengths[:, None]
+                state = predictor.learn(state, learned, is_known)
+            state, log_probabilities = predictor.predict(state, block[:, place])
+        blocks.append(block)
+        progress(totals.tokens, totals)
+    return streams.join(blocks)

@@ -1,0 +1,102 @@
+"""Bytes and predicted probabilities to bits, and back, by the range coder of `constriction`.
+
+A range coder (Martin, 1979) writes a symbol of probability p in close to -log2(p) bits. Encoder and
+decoder must have the same probabilities to the last bit. So they become integers here, in one
+function for both directions, and the coder does nothing but integer arithmetic.
+"""
+
+import functools
+import importlib
+from typing import Any
+
+import numpy as np
+
+from txl_jax.errors import MissingPackageError, NonFiniteError
+
+# Integer probabilities sum to 2**24, as the coder's do.
+TOTAL = 1 << 24
+# The fewest bits of a symbol: even of two symbols, the other one has a probability of 1 / 2**24.
+MIN_BITS = float(-np.log2(1 - 1 / TOTAL))
+
+
+@functools.cache
+def constriction() -> Any:
+    """Returns the package. Raises `MissingPackageError` if it is not installed."""
+    try:
+        return importlib.import_module("constriction")
+    except ImportError as error:
+        raise MissingPackageError(
+            "compression requires the package constriction. Run pip install '.[compress]'."
+        ) from error
+
+
+def integer_probabilities(log_probabilities: np.ndarray) -> np.ndarray:
+    """Returns probabilities in units of 2**-24, as integers of at least 1 that sum to 2**24.
+
+    Args:
+      log_probabilities: Floats [n, V].
+
+    Returns:
+      int64 [n, V].
+
+    Raises:
+      NonFiniteError: If a logarithm is nan, or one of them is infinite and positive.
+    """
+    n_symbol = log_probabilities.shape[1]
+    probabilities = np.exp(log_probabilities.astype(np.float64))
+    cumulative = np.cumsum(probabilities, axis=1)
+    total = cumulative[:, -1:]
+    if not (np.isfinite(total) & (total > 0)).all():
+        raise NonFiniteError(
+            "a predicted probability is not a number, so nothing can be coded with it. "
+            "Lower --learning_rate."
+        )
+    # Each symbol has 1 of the units, and the others are shared out by probability. Rounding the
+    # cumulative sums, not the probabilities, keeps the sum exact.
+    shared = TOTAL - n_symbol
+    bounds = np.floor(cumulative / total * shared).astype(np.int64)
+    return np.diff(bounds, axis=1, prepend=0) + 1
+
+
+def _family_and_table(integers: np.ndarray) -> tuple[Any, np.ndarray]:
+    """Returns the coder's arguments for symbols with these integer probabilities [n, V].
+
+    The coder takes floats, gives each symbol one unit itself, and shares out the others by the
+    floats. For integers that sum to the number of the others it shares out exactly those.
+    """
+    family = constriction().stream.model.Categorical(perfect=False)
+    return family, (integers - 1).astype(np.float64)
+
+
+class Encoder:
+    """Writes symbols."""
+
+    def __init__(self) -> None:
+        """Begins with nothing written."""
+        self._encoder = constriction().stream.queue.RangeEncoder()
+
+    def encode(self, symbols: np.ndarray, integers: np.ndarray) -> None:
+        """Writes symbols int [n] with `integer_probabilities` [n, V]."""
+        family, table = _family_and_table(integers)
+        self._encoder.encode(symbols.astype(np.int32), family, table)
+
+    def content(self) -> bytes:
+        """Returns what was written: words of 32 bits, little-endian."""
+        return self._encoder.get_compressed().astype("<u4").tobytes()
+
+
+class Decoder:
+    """Reads symbols."""
+
+    def __init__(self, content: bytes):
+        """Begins at the start of an `Encoder`'s content, of a multiple of 4 bytes."""
+        words = np.frombuffer(content, "<u4").astype(np.uint32)
+        self._decoder = constriction().stream.queue.RangeDecoder(words)
+
+    def decode(self, integers: np.ndarray) -> np.ndarray:
+        """Reads symbols int32 [n] with `integer_probabilities` [n, V].
+
+        Content that was written with other probabilities gives other symbols, not an error.
+        """
+        family, table = _family_and_table(integers)
+        return self._decoder.decode(family, table)
