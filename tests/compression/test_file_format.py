@@ -86,6 +86,7 @@ STRANGE = {
     "a text": {"learning_rate": "1e-3"},
     "not a number": {"decay": float("nan")},
     "below 0": {"epsilon": -1.0},
+    "an integer beyond all floats": {"learning_rate": 10**400},
     "another key": {"seed": 1},
 }
 

@@ -5,7 +5,7 @@ import pytest
 
 from txl_jax.compression import range_coder
 from txl_jax.compression.range_coder import Decoder, Encoder, integer_probabilities
-from txl_jax.errors import MissingPackageError, NonFiniteError
+from txl_jax.errors import MissingPackageError, NonFiniteError, UserError
 
 
 def log_softmax(logits):
@@ -62,6 +62,13 @@ def test_the_coder_uses_exactly_these_integers(predictions):
     others[0, 0] += 1000
     others[0, -1] -= 1000
     assert (Decoder(content).decode(others) != symbols).any()
+
+
+def test_content_that_no_encoder_writes(predictions):
+    """It may begin behind the end of the last symbol's share."""
+    integers = integer_probabilities(predictions)
+    with pytest.raises(UserError, match="do not fit"):
+        Decoder(b"\xff" * 4000).decode(integers)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=["nan", "inf", "all impossible"])

@@ -51,9 +51,10 @@ def decompress(
 ) -> bytes:
     """Returns the text of `text_bytes` bytes whose coded bits are `payload`.
 
-    Bits of another text, model or machine give a wrong text, which only its digest shows.
+    Bits of another text, model or machine give a wrong text, which mostly only its digest shows.
 
     Raises:
+      UserError: If no text has these bits.
       NonFiniteError: If the model predicts nan.
     """
     streams = _Streams(text_bytes, predictor.coding.streams)

@@ -154,7 +154,14 @@ def load(content: bytes, *, name: str) -> tuple[Header, bytes]:
         values = json.loads(body[first : first + head_bytes])
         version = values.pop("version")
         header = _header_of(values) if version == VERSION else None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        ArithmeticError,  # Of an integer that is too large for a float.
+        AttributeError,
+        KeyError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise UserError(
             f"{name} has a header that experiments.compress does not write ({error})"
         ) from error

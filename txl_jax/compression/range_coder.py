@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from txl_jax.errors import MissingPackageError, NonFiniteError
+from txl_jax.errors import MissingPackageError, NonFiniteError, UserError
 
 # Integer probabilities sum to 2**24, as the coder's do.
 TOTAL = 1 << 24
@@ -96,7 +96,17 @@ class Decoder:
     def decode(self, integers: np.ndarray) -> np.ndarray:
         """Reads symbols int32 [n] with `integer_probabilities` [n, V].
 
-        Content that was written with other probabilities gives other symbols, not an error.
+        Content that was written with other probabilities gives other symbols, mostly not an error.
+
+        Raises:
+          UserError: If no symbols at all would have been written like this.
         """
         family, table = _family_and_table(integers)
-        return self._decoder.decode(family, table)
+        try:
+            return self._decoder.decode(family, table)
+        except AssertionError as error:
+            # The package raises it for content that no encoder writes.
+            raise UserError(
+                "the coded bits do not fit what the model predicts. They were written on a machine "
+                "that computes other numbers, or not by experiments.compress."
+            ) from error
