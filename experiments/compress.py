@@ -29,7 +29,7 @@ from txl_jax.compression.file_format import Coding, Environment, Header
 from txl_jax.compression.predictor import Predictor
 from txl_jax.errors import UserError, one_line, rephrased
 from txl_jax.metrics import Measure
-from txl_jax.runs.scoring_progress import progress_bar
+from txl_jax.runs.scoring_progress import Interrupted, progress_bar
 from txl_jax.runs.trained import TrainedModel, open_weights
 from txl_jax.runtime import cpu_threads, environment, storage
 from txl_jax.runtime.compilation_cache import processor
@@ -92,11 +92,15 @@ def run(plan: Plan, job: cli.Job) -> None:
     # Lines for people must not get into the result.
     log = _to_standard_error if plan.out == STANDARD else say
 
-    with job.stop:
-        if plan.decompress:
-            result = _decompress(plan, job, content, name=source, log=log)
-        else:
-            result = _compress(plan, job, content, log=log)
+    try:
+        with job.stop:
+            if plan.decompress:
+                result = _decompress(plan, job, content, name=source, log=log)
+            else:
+                result = _compress(plan, job, content, log=log)
+    except Interrupted as interrupted:
+        log(f"stopped   on request in {interrupted}, {plan.stopped}")
+        return
 
     if plan.out == STANDARD:
         sys.stdout.buffer.write(result)
@@ -211,10 +215,11 @@ def _check_same(
 def _check_output(out: str) -> None:
     """Raises `UserError` if the output is taken, or a terminal."""
     if out != STANDARD:
-        storage.check_new_file(out)
         folder = os.path.dirname(out) or "."
         if not os.path.isdir(folder):
             raise UserError(f"--out={out} must be in a directory that exists, got {folder}")
+        # Before hours of work, not after them.
+        storage.check_new_file(out)
     elif sys.stdout.isatty():
         raise UserError("--out=- must be a file or a pipe, got a terminal. Add > FILE.")
 

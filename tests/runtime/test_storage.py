@@ -336,3 +336,64 @@ def test_what_cannot_be_read_is_refused(bucket, tmp_path, storage):
     storage.refuse("GET .*secret")
     with pytest.raises(UserError, match="gcloud"):
         read("data", tmp_path, file=str(bucket / "secret.txt"))
+
+
+# New files
+
+
+def test_a_new_file_is_complete_and_has_the_usual_permissions(tmp_path):
+    before = os.umask(0o027)
+    try:
+        files.write_new(str(tmp_path / "out"), b"ours")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").read_bytes() == b"ours"
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_name_that_others_can_guess_is_not_written_through(tmp_path):
+    """Their link, with the number of this process, would lead to any file of ours."""
+    (tmp_path / "victim").write_bytes(b"precious")
+    (tmp_path / f".out.{os.getpid()}.tmp").symlink_to("victim")
+    files.write_new(str(tmp_path / "out"), b"ours")
+    assert (tmp_path / "victim").read_bytes() == b"precious"
+    assert (tmp_path / "out").read_bytes() == b"ours"
+    assert not (tmp_path / "out").is_symlink()
+    assert (tmp_path / f".out.{os.getpid()}.tmp").is_symlink()
+
+
+def test_the_longest_name_of_a_new_file(tmp_path):
+    """The temporary name is not longer."""
+    name = "n" * 255
+    files.check_new_file(str(tmp_path / name))
+    files.write_new(str(tmp_path / name), b"ours")
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_disk_without_hard_links(tmp_path, monkeypatch):
+    def no_link(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_link)
+    files.write_new(str(tmp_path / "out"), b"ours")
+    assert (tmp_path / "out").read_bytes() == b"ours"
+    with pytest.raises(UserError, match="nothing is overwritten"):
+        files.write_new(str(tmp_path / "out"), b"others")
+    assert (tmp_path / "out").read_bytes() == b"ours"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_new_file_that_cannot_be_made_is_known_before(tmp_path, monkeypatch):
+    """Not after hours of work for its content."""
+    with pytest.raises(LogError, match="too long"):
+        files.check_new_file(str(tmp_path / ("n" * 256)))
+    with pytest.raises(LogError, match="cannot write to .*nowhere"):
+        files.check_new_file(str(tmp_path / "nowhere" / "out"))
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with pytest.raises(UserError, match="nothing is overwritten"):
+        files.check_new_file(str(tmp_path / "dangling"))
+    # Tests may run as root, for whom all directories are writable.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(LogError, match="not writable"):
+        files.check_new_file(str(tmp_path / "out"))

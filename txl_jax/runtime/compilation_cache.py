@@ -11,6 +11,7 @@ import os
 import platform
 import pwd
 import stat
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -99,6 +100,7 @@ def keep_compiled(named: str | None = None, *, by_default: bool = True) -> None:
         if danger is not None:
             print(
                 f"note      code is loaded from --compilation_cache={named}, but {danger}",
+                file=sys.stderr,
                 flush=True,
             )
     jax.config.update("jax_compilation_cache_dir", folder)
@@ -222,9 +224,11 @@ def _make_private(folder: str) -> None:
 
 
 def _note_not_cached(reason: str) -> None:
+    # Standard output may be a command's result, such as a compressed file.
     print(
         f"note      compiled functions are not cached: {reason}. "
         "Set --compilation_cache=PATH, or off.",
+        file=sys.stderr,
         flush=True,
     )
 

@@ -19,6 +19,7 @@ import logging
 import os
 import random
 import re
+import secrets
 import shutil
 import stat
 import tempfile
@@ -48,6 +49,8 @@ _PASSING_ERRORS = re.compile(
 _DENIED = re.compile(
     r"Forbidden|\b40[13]\b|Access ?Denied|Unauthorized|Invalid Credentials|Anonymous caller", re.I
 )
+# How a file system without hard links, such as FAT, answers link.
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
 # How a file system without locks answers flock.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 _FINAL_ERRORS = {  # Every other error has the number EIO.
@@ -277,9 +280,22 @@ def write(path: AnyPath, data: bytes) -> None:
 
 
 def check_new_file(path: AnyPath) -> None:
-    """Raises `UserError` if a local file or directory with this name exists already."""
-    if os.path.lexists(path):
-        raise UserError(f"{path} exists, and nothing is overwritten. Pass another path.")
+    """Raises an error unless a local file with this name can be made now.
+
+    Raises:
+      UserError: If a file or directory with this name exists already.
+      LogError: If its directory is missing or cannot be written, or its name is too long.
+    """
+    parent = os.path.dirname(path) or "."
+    with writing(path):
+        # It raises errors of the name that `lexists` hides.
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(path)
+            raise UserError(f"{path} exists, and nothing is overwritten. Pass another path.")
+        if not os.path.isdir(parent):
+            raise NotADirectoryError(errno.ENOTDIR, "not a directory", parent)
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "not writable", parent)
 
 
 def write_new(path: AnyPath, data: bytes) -> None:
@@ -289,21 +305,37 @@ def write_new(path: AnyPath, data: bytes) -> None:
       UserError: If something has the name by then.
       LogError: If the file cannot be written.
     """
-    parent, name = os.path.split(path)
-    temporary = Path(parent, f".{name}.{os.getpid()}.tmp")
+    parent = os.path.dirname(path) or "."
+    # In a directory that others may write to, a name that can be guessed may be their link to
+    # another file. Of two containers, both processes may have the same number.
+    temporary = Path(parent, f".{secrets.token_hex(8)}.tmp")
     with writing(path):
         try:
-            temporary.write_bytes(data)
+            with open(temporary, "xb") as file:
+                file.write(data)
             _sync(temporary)
-            # Unlike a renaming, a link never replaces a file that another process has made.
-            os.link(temporary, path)
-            _sync(parent or ".")
-        except FileExistsError:
-            check_new_file(path)
-            raise
+            _name_new_file(temporary, path)
+            _sync(parent)
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink()
+
+
+def _name_new_file(temporary: Path, path: AnyPath) -> None:
+    """Gives a file its name. Raises `UserError` if something has the name."""
+    try:
+        # Unlike a renaming, a link never replaces a file that another process has made.
+        os.link(temporary, path)
+    except FileExistsError:
+        check_new_file(path)
+        raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # Another process could make the file between these two lines, but a result of hours is not
+        # thrown away because of the disk's format.
+        check_new_file(path)
+        os.rename(temporary, path)
 
 
 def write_lines(path: AnyPath, lines: Iterable[str]) -> None:
