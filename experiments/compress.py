@@ -27,7 +27,7 @@ from txl_jax.cli import setting
 from txl_jax.compression import codec, file_format
 from txl_jax.compression.file_format import Coding, Environment, Header
 from txl_jax.compression.predictor import Predictor
-from txl_jax.errors import UserError, one_line, rephrased
+from txl_jax.errors import UserError, first_line, one_line, rephrased
 from txl_jax.metrics import Measure
 from txl_jax.runs.scoring_progress import Interrupted, progress_bar
 from txl_jax.runs.trained import TrainedModel, open_weights
@@ -101,6 +101,12 @@ def run(plan: Plan, job: cli.Job) -> None:
     except Interrupted as interrupted:
         log(f"stopped   on request in {interrupted}, {plan.stopped}")
         return
+    except Exception as error:
+        if not environment.is_out_of_memory(error):
+            raise
+        # These flags are this command's. A compressed file has them in its header.
+        advice = "Use a machine with more" if plan.decompress else "Lower --streams or --segment_len"
+        raise UserError(f"too little memory ({first_line(error)}). {advice}.") from error
 
     if plan.out == STANDARD:
         sys.stdout.buffer.write(result)
@@ -175,6 +181,8 @@ def _decompress(
         cpu_threads.use_cpu(header.coding.threads)
         trained = open_weights(plan.model, member=plan.ensemble_member)
         predictor = Predictor(trained, header.coding, log=log)
+        n_symbol = predictor.vocabulary.size
+        file_format.check_length(header, payload, name=name, n_symbol=n_symbol)
         _describe(trained, header.coding, log)
         _check_same(predictor, header, header.environment, name=name, model=plan.model)
         began = time.monotonic()

@@ -82,6 +82,9 @@ STRANGE = {
     "a long segment": {"segment_len": 10**9},
     "a long memory": {"mem_len": 10**9},
     "no memory": {"mem_len": 0},
+    # Each by itself is within its limit.
+    "too many positions": {"streams": 1024, "segment_len": 1, "mem_len": 256},
+    "too many pairs": {"streams": 1, "segment_len": 8000, "mem_len": 500},
     "many threads": {"threads": 10**6},
     "a text": {"learning_rate": "1e-3"},
     "not a number": {"decay": float("nan")},
@@ -134,6 +137,16 @@ def test_a_text_longer_than_its_bits_allow():
     content = dump(dataclasses.replace(HEADER, text_bytes=10**10), PAYLOAD)
     with pytest.raises(UserError, match="cannot be a text of 10,000,000,000 bytes"):
         load(content, name="a.txl")
+
+
+def test_of_more_symbols_each_takes_more_bits():
+    """Of 256 symbols no more than 17.5 million come from 40 bytes."""
+    header = dataclasses.replace(HEADER, text_bytes=17_000_000)
+    file_format.check_length(header, PAYLOAD, name="a.txl", n_symbol=256)
+    header = dataclasses.replace(HEADER, text_bytes=18_000_000)
+    file_format.check_length(header, PAYLOAD, name="a.txl")
+    with pytest.raises(UserError, match="cannot be a text of 18,000,000 bytes"):
+        file_format.check_length(header, PAYLOAD, name="a.txl", n_symbol=256)
 
 
 def test_bits_that_are_not_whole_words():

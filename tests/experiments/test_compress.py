@@ -13,7 +13,8 @@ import pytest
 
 from experiments import compress
 from support import ON_PATH, drawn_run, programs, tiny_run
-from txl_jax.compression import file_format
+from txl_jax.compression import codec, file_format
+from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runtime.checkpoint import Checkpointer
 
 TEXT = b"the cat sat on a mat, and the dog ran after it. " * 80
@@ -196,6 +197,37 @@ def test_flags_of_the_coding_come_from_the_file(compressed, model, tmp_path):
     )
     assert code == 1
     assert "Omit --streams" in err
+
+
+def test_lines_for_people_do_not_get_into_the_result(compressed, model, monkeypatch):
+    """Not even the last one, if the command is stopped."""
+
+    def stopped(*_, **__):
+        raise Interrupted("compressing")
+
+    monkeypatch.setattr(codec, "compress", stopped)
+    text, _ = compressed
+    code, out, err = programs.run(
+        "experiments.compress", text, f"--model={model}", "--out=-", *SMALL
+    )
+    assert out == ""
+    assert "stopped   on request in compressing, nothing was written" in err
+    # No signal was the reason here.
+    assert code == 0
+
+
+def test_too_little_memory_names_flags_that_help(compressed, model, tmp_path, monkeypatch):
+    def too_large(*_, **__):
+        raise MemoryError("10 TB")
+
+    monkeypatch.setattr(codec, "compress", too_large)
+    text, _ = compressed
+    code, _, err = programs.run(
+        "experiments.compress", text, f"--model={model}", f"--out={tmp_path / 'out'}", *SMALL
+    )
+    assert code == 1
+    assert "Lower --streams or --segment_len" in err
+    assert err.count("\n") == 1
 
 
 WRONG = {

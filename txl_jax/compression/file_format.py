@@ -18,7 +18,7 @@ import math
 import struct
 from typing import Any
 
-from txl_jax.compression.range_coder import MIN_BITS
+from txl_jax.compression.range_coder import fewest_bits
 from txl_jax.errors import UserError
 
 MAGIC = b"\x93TXL\r\n\x1a\n"  # Like PNG's, it notices a transfer that changes line ends.
@@ -30,12 +30,15 @@ _MAX_HEADER_BYTES = 1 << 14
 # The coder ends with up to two words of 32 bits that carry no information of their own.
 _CODER_BYTES = 8
 
-# Upper limits of what a header may ask for. They are far above what is useful, and small enough
-# that no array of these sizes harms a machine that can run the model.
+# Upper limits of what a header may ask for. They are far above what is useful.
 MAX_STREAMS = 1024
 MAX_SEGMENT_LEN = 1 << 14
 MAX_MEM_LEN = 1 << 16
 MAX_THREADS = 1024
+# Upper limits of products of these, in which the memory grows that the model takes: the positions
+# of memory and segment, and the pairs of a position of the segment and one of both.
+MAX_POSITIONS = 1 << 18
+MAX_PAIRS = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +173,7 @@ def load(content: bytes, *, name: str) -> tuple[Header, bytes]:
             f"{name} must have format version {VERSION}, got {version!r:.20}. "
             "Decompress it with the version of txl_jax that wrote it."
         )
-    _check_length(header, payload, name)
+    check_length(header, payload, name=name)
     return header, payload
 
 
@@ -199,6 +202,13 @@ def check_coding(coding: Coding) -> None:
     _check_integer("segment_len", coding.segment_len, 1, MAX_SEGMENT_LEN)
     _check_integer("mem_len", coding.mem_len, 1, MAX_MEM_LEN)
     _check_integer("threads", coding.threads, 1, MAX_THREADS)
+    positions = coding.streams * (coding.mem_len + coding.segment_len)
+    pairs = coding.segment_len * positions
+    if positions > MAX_POSITIONS or pairs > MAX_PAIRS:
+        raise ValueError(
+            f"streams {coding.streams}, segment_len {coding.segment_len} and mem_len "
+            f"{coding.mem_len} together"
+        )
     for name in ("learning_rate", "decay", "epsilon"):
         value = getattr(coding, name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -212,16 +222,23 @@ def _check_integer(name: str, value: Any, least: int, most: int | None) -> None:
         raise ValueError(f"{name} {value!r:.20}")
 
 
-def _check_length(header: Header, payload: bytes, name: str) -> None:
+def check_length(header: Header, payload: bytes, *, name: str, n_symbol: int = 2) -> None:
     """Raises `UserError` if a payload cannot be a text of the header's length.
 
     Otherwise a small file of a stranger could keep a machine busy for years, and fill its memory.
+    For a model of 256 symbols, each of which takes more bits, the limit is lower by a factor of
+    255.
+
+    Args:
+      header: The header.
+      payload: The payload.
+      name: The file's name, for errors.
+      n_symbol: Number of the model's symbols. Models of bytes have at least two.
     """
     if header.is_stored:
         fits = len(payload) == header.text_bytes
     else:
-        # No byte takes fewer bits.
-        most_bytes = 8 * (len(payload) + _CODER_BYTES) / MIN_BITS
+        most_bytes = 8 * (len(payload) + _CODER_BYTES) / fewest_bits(n_symbol)
         fits = header.text_bytes <= most_bytes and len(payload) % 4 == 0
     if not fits:
         raise UserError(

@@ -15,8 +15,6 @@ from txl_jax.errors import MissingPackageError, NonFiniteError, UserError
 
 # Integer probabilities sum to 2**24, as the coder's do.
 TOTAL = 1 << 24
-# The fewest bits of a symbol: even of two symbols, the other one has a probability of 1 / 2**24.
-MIN_BITS = float(-np.log2(1 - 1 / TOTAL))
 
 
 @functools.cache
@@ -56,6 +54,11 @@ def integer_probabilities(log_probabilities: np.ndarray) -> np.ndarray:
     shared = TOTAL - n_symbol
     bounds = np.floor(cumulative / total * shared).astype(np.int64)
     return np.diff(bounds, axis=1, prepend=0) + 1
+
+
+def fewest_bits(n_symbol: int) -> float:
+    """Returns the bits of a symbol where each of the others has the least probability, 2**-24."""
+    return float(-np.log2(1 - (n_symbol - 1) / TOTAL))
 
 
 def _family_and_table(integers: np.ndarray) -> tuple[Any, np.ndarray]:
