@@ -141,7 +141,7 @@ def _compress(plan: Plan, job: cli.Job, text: bytes, *, log: Callable[[str], Non
         coding=coding,
         environment=_environment(),
         weights_sha256=predictor.weights_sha256(),
-        probe_sha256=predictor.probe(),
+        probe_sha256=predictor.probe(stop_requested=lambda: job.stop),
     )
 
     began = time.monotonic()
@@ -184,7 +184,9 @@ def _decompress(
         n_symbol = predictor.vocabulary.size
         file_format.check_length(header, payload, name=name, n_symbol=n_symbol)
         _describe(trained, header.coding, log)
-        _check_same(predictor, header, header.environment, name=name, model=plan.model)
+        _check_weights(predictor, header, name=name, model=plan.model)
+        probe_sha256 = predictor.probe(stop_requested=lambda: job.stop)
+        _check_numbers(probe_sha256, header, header.environment, name=name)
         began = time.monotonic()
         with _progress(job, "decompressing", header.text_bytes, log) as progress:
             text = codec.decompress(payload, header.text_bytes, predictor, progress=progress)
@@ -202,21 +204,23 @@ def _decompress(
     return text
 
 
-def _check_same(
-    predictor: Predictor, header: Header, there: Environment, *, name: str, model: str
-) -> None:
-    """Raises `UserError` if the predictor does not compute what the compressing one did."""
+def _check_weights(predictor: Predictor, header: Header, *, name: str, model: str) -> None:
+    """Raises `UserError` if the model is another one than the compressing one."""
     if predictor.weights_sha256() != header.weights_sha256:
         raise UserError(
             f"{name} was compressed with another model than {model}. Pass that one as --model."
         )
-    if predictor.probe() != header.probe_sha256:
+
+
+def _check_numbers(probe_sha256: str, header: Header, there: Environment, *, name: str) -> None:
+    """Raises `UserError` if this machine does not compute what the compressing one did."""
+    if probe_sha256 != header.probe_sha256:
         differences = _environment().differences(there)
         known = "; ".join(differences) or "versions and processor are the same"
         raise UserError(
             f"this machine computes other numbers than the one that compressed {name}, which "
-            f"would give a wrong text ({known}). Decompress it with the same versions, on a "
-            "processor with the same instructions."
+            f"would give a wrong text ({known}). Decompress it with the same versions and "
+            "environment variables (XLA_FLAGS, JAX_...), on a processor with the same instructions."
         )
 
 

@@ -89,6 +89,8 @@ STRANGE = {
     "a text": {"learning_rate": "1e-3"},
     "not a number": {"decay": float("nan")},
     "below 0": {"epsilon": -1.0},
+    "beyond 32 bits": {"epsilon": 1e39},
+    "infinite": {"learning_rate": float("inf")},
     "an integer beyond all floats": {"learning_rate": 10**400},
     "another key": {"seed": 1},
 }

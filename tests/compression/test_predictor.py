@@ -15,6 +15,7 @@ from txl_jax.compression.predictor import Predictor
 from txl_jax.compression.range_coder import integer_probabilities
 from txl_jax.config import Newlines, Tokenizer
 from txl_jax.errors import UserError
+from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runs.trained import TrainedModel, open_weights
 
 CODING = Coding(
@@ -130,6 +131,20 @@ def test_the_probe_is_of_these_numbers(trained, predictor):
     assert predictor.probe() == probe
     faster = dataclasses.replace(CODING, learning_rate=2e-3)
     assert Predictor(trained, faster, log=print).probe() != probe
+
+
+def test_the_probe_can_be_stopped(predictor):
+    """Long segments take minutes."""
+    asked = []
+
+    def stop_requested():
+        asked.append(None)
+        return len(asked) == 7
+
+    # Of ten tokens.
+    with pytest.raises(Interrupted):
+        predictor.probe(stop_requested=stop_requested)
+    assert len(asked) == 7
 
 
 def test_a_probability_is_an_integer_of_the_same_bits(predictor, tokens):

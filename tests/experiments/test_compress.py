@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from experiments import compress
 from support import ON_PATH, drawn_run, programs, tiny_run
 from txl_jax.compression import codec, file_format
 from txl_jax.runs.scoring_progress import Interrupted
+from txl_jax.runtime import stop
 from txl_jax.runtime.checkpoint import Checkpointer
 
 TEXT = b"the cat sat on a mat, and the dog ran after it. " * 80
@@ -252,6 +254,22 @@ def test_an_output_in_a_directory_that_is_missing(tmp_path):
     code, _, err = programs.run("experiments.compress", __file__, f"--out={tmp_path / 'no' / 'a'}")
     assert code == 1
     assert "must be in a directory that exists" in err
+
+
+def test_a_stop_before_the_first_byte(compressed, model, tmp_path):
+    """While a machine's numbers are compared, which takes minutes for long segments."""
+    text, file = compressed
+    for words in ((text, *SMALL), ("--decompress", file)):
+        stop.request_stop("test")
+        try:
+            code, out, _ = programs.run(
+                "experiments.compress", *words, f"--model={model}", f"--out={tmp_path / 'out'}"
+            )
+        finally:
+            stop._stop_requested.clear()
+        assert code == 128 + signal.SIGTERM
+        assert "in the probe of this machine's numbers, nothing was written" in out
+        assert os.listdir(tmp_path) == []
 
 
 # With 200 damages in one process, and files of real size in another one.

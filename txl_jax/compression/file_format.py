@@ -14,7 +14,6 @@ values are checked.
 import dataclasses
 import hashlib
 import json
-import math
 import struct
 from typing import Any
 
@@ -35,10 +34,12 @@ MAX_STREAMS = 1024
 MAX_SEGMENT_LEN = 1 << 14
 MAX_MEM_LEN = 1 << 16
 MAX_THREADS = 1024
+# The model's numbers are floats of 32 bits, whose largest one is 3.4e38.
+MAX_FLOAT = 1e38
 # Upper limits of products of these, in which the memory grows that the model takes: the positions
 # of memory and segment, and the pairs of a position of the segment and one of both.
 MAX_POSITIONS = 1 << 18
-MAX_PAIRS = 1 << 26
+MAX_PAIRS = 1 << 25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,14 +158,7 @@ def load(content: bytes, *, name: str) -> tuple[Header, bytes]:
         values = json.loads(body[first : first + head_bytes])
         version = values.pop("version")
         header = _header_of(values) if version == VERSION else None
-    except (
-        ArithmeticError,  # Of an integer that is too large for a float.
-        AttributeError,
-        KeyError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{name} has a header that experiments.compress does not write ({error})"
         ) from error
@@ -212,7 +206,7 @@ def check_coding(coding: Coding) -> None:
     for name in ("learning_rate", "decay", "epsilon"):
         value = getattr(coding, name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and math.isfinite(value) and value >= 0):
+        if not (is_number and 0 <= value <= MAX_FLOAT):
             raise ValueError(f"{name} {value!r:.20}")
 
 

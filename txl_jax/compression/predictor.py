@@ -41,6 +41,7 @@ from txl_jax.runs.build import build_for
 from txl_jax.runs.dynamic import DynamicModel, built_with_rule
 from txl_jax.runs.dynamic_statistics import digest_of_weights
 from txl_jax.runs.generate import check_can_generate
+from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runs.trained import TrainedModel
 from txl_jax.sharding.mesh import make_mesh
 from txl_jax.training.step import TrainState
@@ -141,10 +142,16 @@ class Predictor:
         learner, _ = self._learner.step(None, state.learner, segment)
         return State(learner, self._prepare(learner.params), state.cache)
 
-    def probe(self) -> str:
+    def probe(self, *, stop_requested: Callable[[], Any] = lambda: False) -> str:
         """Returns the SHA-256 of what the predictor computes for a fixed text, in hexadecimal.
 
         Where it is another one, a text that was compressed with this model cannot be decoded.
+
+        Args:
+          stop_requested: Is asked before each token, because long segments take minutes.
+
+        Raises:
+          Interrupted: If a stop was requested.
         """
         n_stream = self.coding.streams
         segment_len = self.coding.segment_len
@@ -158,6 +165,8 @@ class Predictor:
         for number in range(_PROBE_SEGMENTS):
             segment = tokens[:, number * segment_len :][:, : segment_len + 1]
             for place in range(segment_len):
+                if stop_requested():
+                    raise Interrupted("the probe of this machine's numbers")
                 state, log_probabilities = self.predict(state, segment[:, place])
                 digest.update(log_probabilities.tobytes())
             state = self.learn(state, segment, is_known)
