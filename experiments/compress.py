@@ -104,8 +104,10 @@ def run(plan: Plan, job: cli.Job) -> None:
     except Exception as error:
         if not environment.is_out_of_memory(error):
             raise
-        # These flags are this command's. A compressed file has them in its header.
-        advice = "Use a machine with more" if plan.decompress else "Lower --streams or --segment_len"
+        advice = "Lower --streams or --segment_len"
+        if plan.decompress:
+            # The file says how many there are.
+            advice = "Use a machine with more memory"
         raise UserError(f"too little memory ({first_line(error)}). {advice}.") from error
 
     if plan.out == STANDARD:

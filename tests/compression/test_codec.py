@@ -88,7 +88,7 @@ def test_progress_counts_bytes_and_their_bits():
 def test_a_wrong_length_allocates_nothing():
     """What a header says is not believed before it was decoded."""
 
-    class Full(Exception):
+    class Full(Exception):  # noqa: N818 (an end, not an error)
         pass
 
     def stop_at_ten(done, totals):
@@ -98,5 +98,3 @@ def test_a_wrong_length_allocates_nothing():
     predictor = Recorder(streams=1, segment_len=4)
     with pytest.raises(Full):
         codec.decompress(bytes(8), 10**15, predictor, progress=stop_at_ten)
-
-

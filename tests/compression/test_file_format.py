@@ -99,7 +99,7 @@ STRANGE = {
 @pytest.mark.parametrize("values", STRANGE.values(), ids=STRANGE.keys())
 def test_values_of_the_coding_are_checked(values):
     content = changed(dump(HEADER, PAYLOAD), lambda header: header["coding"].update(values))
-    with pytest.raises(UserError, match="a header that experiments.compress does not write"):
+    with pytest.raises(UserError, match=r"a header that experiments\.compress does not write"):
         load(content, name="a.txl")
 
 
@@ -115,7 +115,7 @@ OTHERS = {
 @pytest.mark.parametrize("values", OTHERS.values(), ids=OTHERS.keys())
 def test_other_values_are_checked(values):
     content = changed(dump(HEADER, PAYLOAD), lambda header: header.update(values))
-    with pytest.raises(UserError, match="a header that experiments.compress does not write"):
+    with pytest.raises(UserError, match=r"a header that experiments\.compress does not write"):
         load(content, name="a.txl")
 
 
@@ -124,7 +124,7 @@ def test_other_values_are_checked(values):
 )
 def test_a_header_that_is_not_an_object(head):
     body = file_format.MAGIC + len(head).to_bytes(4, "little") + head
-    with pytest.raises(UserError, match="a header that experiments.compress does not write"):
+    with pytest.raises(UserError, match=r"a header that experiments\.compress does not write"):
         load(signed(body), name="a.txl")
 
 

@@ -149,7 +149,7 @@ def test_the_probe_can_be_stopped(predictor):
 
 def test_a_probability_is_an_integer_of_the_same_bits(predictor, tokens):
     """What the coder is given sums to one, for predictions of a real model."""
-    state, log_probabilities = predictor.predict(predictor.start(), tokens[:, 0])
+    _, log_probabilities = predictor.predict(predictor.start(), tokens[:, 0])
     assert (integer_probabilities(log_probabilities).sum(axis=1) == 1 << 24).all()
 
 

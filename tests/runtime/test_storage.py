@@ -388,7 +388,7 @@ def test_a_new_file_that_cannot_be_made_is_known_before(tmp_path, monkeypatch):
     """Not after hours of work for its content."""
     with pytest.raises(LogError, match="too long"):
         files.check_new_file(str(tmp_path / ("n" * 256)))
-    with pytest.raises(LogError, match="cannot write to .*nowhere"):
+    with pytest.raises(LogError, match=r"cannot write to .*nowhere"):
         files.check_new_file(str(tmp_path / "nowhere" / "out"))
     (tmp_path / "dangling").symlink_to("nowhere")
     with pytest.raises(UserError, match="nothing is overwritten"):
