@@ -260,7 +260,7 @@ class OriginalModel(TorchModel):
             "model.encoding model.untie_r",
             "--peer=original has only relative, and untie_r off",
         )
-        self._class, torch = _import_original(Path(path, "pytorch"))
+        self._class, torch = import_original(Path(path, "pytorch"))
         self._compiled, self.label = compiled, ", compiled" if compiled else ", eager"
         super().__init__(config, params, vocab_size=vocab_size, torch=torch)
 
@@ -286,7 +286,7 @@ class OriginalModel(TorchModel):
         return model
 
 
-def _import_original(folder: Path) -> tuple[Any, Any]:
+def import_original(folder: Path) -> tuple[Any, Any]:
     """Returns the release's class, patched in memory for today's torch, and torch."""
     sources = {
         file.stem: file.read_bytes() for file in map(folder.joinpath, _FILES) if file.is_file()

@@ -47,6 +47,7 @@ COMPAT_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "model.compat.shaw_terms": ShawTerms.ORIGINAL,
         "model.compat.final_norm": False,
         "optimizer.schedule_offset": ScheduleOffset.ORIGINAL,
+        "optimizer.clip_eps": 1e-6,  # A constant of torch.nn.utils.clip_grad_norm_.
     },
     # The authors' TensorFlow release, as run on TPU.
     "tf": {

@@ -35,8 +35,10 @@ class Schedule(enum.StrEnum):
 class ScheduleOffset(enum.StrEnum):
     """Step at which the decay of the learning rate starts."""
 
-    AFTER_WARMUP = "after_warmup"  # At the end of the warm-up, so that the rate does not jump.
-    ORIGINAL = "original"  # At step 0, so the rate jumps down where the warm-up ends.
+    # At the end of the warm-up, so that the rate does not jump.
+    AFTER_WARMUP = "after_warmup"
+    # At step 0, so the rate jumps down where the warm-up ends. The first update is at the peak.
+    ORIGINAL = "original"
 
 
 class OptimizerName(enum.StrEnum):
@@ -89,6 +91,9 @@ class OptimizerConfig(Config, prefix="optimizer."):
         1e-8, "Adam epsilon: added to the root of the second moment.", above=0, flag=False
     )
     clip_norm: float = setting(0.25, "Gradient clipping: maximum global norm.", above=0)
+    clip_eps: float = setting(
+        0.0, "Gradient clipping epsilon: added to the global norm.", at_least=0, flag=False
+    )
     decay_steps: int | None = setting(
         None,
         "Training steps after which the rate stays at its minimum. none means train.steps.",

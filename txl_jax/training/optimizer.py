@@ -93,8 +93,9 @@ def learning_rate(
     With `decay_steps` the minimum is reached there and kept. From `average.start_step` on all is
     times `average.lr_scale`.
 
-    The decay runs from the end of the warm-up, or, as in the original PyTorch script
-    (`ScheduleOffset.ORIGINAL`), from update 0, so that the rate jumps down where the warm-up ends.
+    The decay runs from the end of the warm-up. In the original PyTorch script
+    (`ScheduleOffset.ORIGINAL`) it runs from update 0, so that the rate jumps down where the warm-up
+    ends, and update 0 is at the peak.
 
     Args:
       config: The run's settings.
@@ -137,7 +138,12 @@ def learning_rate(
     def rate(count: jax.Array) -> jax.Array:
         falling = decay(count)
         rising = warm_up(count).astype(falling.dtype)
-        unscaled = jnp.where(count < lengths.warmup, rising, falling)
+        is_rising = count < lengths.warmup
+        if optimizer.schedule_offset is ScheduleOffset.ORIGINAL:
+            # The script sets the rate after an update, for the next one. So update 0, which would
+            # have the rate 0, is at the peak, where its decay begins.
+            is_rising &= count > 0
+        unscaled = jnp.where(is_rising, rising, falling)
         if average.lr_scale == 1 or average.start_step is None:
             return unscaled
         return jnp.where(count < average.start_step, 1, average.lr_scale) * unscaled
@@ -161,7 +167,7 @@ def make_optimizer(
 
     # Transformations that are off are omitted, so that checkpoints of runs without them do not have
     # their state.
-    chain = [optax.clip_by_global_norm(optimizer.clip_norm)]
+    chain = [_clip(optimizer)]
     if optimizer.l2:
         chain.append(optax.add_decayed_weights(optimizer.l2))
     # The update rule, such as Adam, has a part on either side of the decoupled weight decay.
@@ -171,6 +177,21 @@ def make_optimizer(
     chain += rule.after_decay
     chain.append(_scale_by_rates(config, peak, lengths))
     return optax.chain(*chain)
+
+
+def _clip(optimizer: OptimizerConfig) -> optax.GradientTransformation:
+    """Returns gradient clipping by the global norm."""
+    if not optimizer.clip_eps:
+        return optax.clip_by_global_norm(optimizer.clip_norm)
+
+    def clip(grads: Any, params: Any) -> Any:
+        del params
+        # As torch.nn.utils.clip_grad_norm_. Adam hides a constant factor, but this one is another
+        # for each gradient, which float64 shows.
+        factor = jnp.minimum(1, optimizer.clip_norm / (optax.tree.norm(grads) + optimizer.clip_eps))
+        return jax.tree.map(lambda grad: grad * factor.astype(grad.dtype), grads)
+
+    return optax.stateless(clip)
 
 
 def _scale_by_rates(

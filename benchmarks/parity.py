@@ -1,0 +1,593 @@
+"""Compares how this package and the authors' PyTorch release learn, from the same weights.
+
+    RUN="python benchmarks/parity.py train --data_dir=data --comparison=float64 --text=enwik8"
+    $RUN --side=original --seed=1
+    $RUN --side=ours --seed=1
+    python benchmarks/parity.py compare
+    python benchmarks/parity.py draw --out=docs/parity.png
+
+`train` makes one run of one side, and adds its losses to the CSV file when it is finished. Both
+sides begin with the same weights and read the same batches. A run that the file has is not made
+again, and one that was killed is made again from its start. `compare` prints the largest
+differences, and exits with code 1 if one is above its bound. `draw` makes the figure.
+
+The original is the release's own model, from the clone that --original or TXL_ORIGINAL names. It
+needs torch (pip install torch), and is trained as by the release's train.py with --optim=adam,
+--scheduler=cosine and a warm-up. Ours is a run with --compat=pytorch.
+"""
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import datetime
+import enum
+import fcntl
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from txl_jax import plots
+from txl_jax.config import (
+    AttentionPath,
+    CorpusName,
+    DataConfig,
+    DropoutConfig,
+    DType,
+    EvalConfig,
+    ExperimentConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    config_tree,
+)
+from txl_jax.config.experiment import apply_preset
+from txl_jax.data.corpus import read_corpus
+from txl_jax.data.published import default_data
+from txl_jax.data.segments import SegmentReader, evaluation_segments, training_segments
+from txl_jax.errors import UserError
+from txl_jax.evaluation.streaming import evaluate
+from txl_jax.interop import original as original_format
+from txl_jax.recurrence import Segments
+from txl_jax.runs.build import Built, build
+from txl_jax.runtime.environment import device_kind
+
+ROOT = Path(__file__).resolve().parents[1]
+CSV = ROOT / "benchmarks" / "parity.csv"
+# The release's repository as one file, where the nightly tests find it too, and its last commit.
+BUNDLE = ROOT.parent / "shared" / "original.bundle"
+ORIGINAL_COMMIT = "44781ed"
+
+BATCH_SIZE = 8
+SEGMENT_LEN = 32
+MEM_LEN = 32
+UPDATES_PER_CALL = 10
+# The validation loss is computed after every so many updates, on so many tokens of the split.
+VALID_EVERY = 100
+VALID_TOKENS = BATCH_SIZE * SEGMENT_LEN * 40
+
+
+class Side(enum.StrEnum):
+    """The two implementations."""
+
+    ORIGINAL = "original"
+    OURS = "ours"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What both sides do."""
+
+    dtype: DType
+    dropout: float  # Rate of all dropouts, that of the attention probabilities too.
+    learning_rate: float  # The peak.
+    updates: int
+    window: int  # Number of updates whose mean loss is one row of the file.
+
+    @property
+    def warmup(self) -> int:
+        """Updates of the warm-up."""
+        return self.updates // 20
+
+
+COMPARISONS = {
+    # The learning rate of the release's run_enwik8_base.sh.
+    "float64": Comparison(
+        DType.FLOAT64, dropout=0.0, learning_rate=0.00025, updates=200, window=1
+    ),
+    "float32": Comparison(
+        DType.FLOAT32, dropout=0.0, learning_rate=0.00025, updates=200, window=1
+    ),
+    # A higher one, with which a small model learns something in so few updates.
+    "dropout": Comparison(
+        DType.FLOAT32, dropout=0.1, learning_rate=0.001, updates=2000, window=100
+    ),
+}
+TEXTS = {"enwik8": CorpusName.ENWIK8, "ptb": CorpusName.PTB}
+
+# Bounds of relative differences of the training loss.
+FIRST_BOUND = 1e-9  # float64, first update.
+FLOAT64_BOUND = 1e-6  # float64, all updates.
+FLOAT32_BOUND = 1e-5  # float32, the first updates, before rounding has grown.
+FLOAT32_UPDATES = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of one side. Its fields name it in the file."""
+
+    comparison: str
+    text: str
+    side: Side
+    seed: int
+    # Our implementation of attention. Empty for the original.
+    attention: str
+
+    @property
+    def command(self) -> str:
+        """The command that makes the run, without the places of files on this machine."""
+        words = ["python", "benchmarks/parity.py", "train"]
+        words += [f"--comparison={self.comparison}", f"--text={self.text}"]
+        words += [f"--side={self.side}", f"--seed={self.seed}"]
+        if self.attention:
+            words.append(f"--attention={self.attention}")
+        return " ".join(words)
+
+
+class Losses(NamedTuple):
+    """A row of the file."""
+
+    update: int  # Number of updates done.
+    nats: float  # Mean training loss of the updates since the row before.
+    valid_nats: float | None  # Validation loss after these updates, or None if it is not due.
+
+
+class Trainer(Protocol):
+    """One side, which holds its weights, its optimizer's state and its memory."""
+
+    versions: str
+
+    def updates(self, segments: Segments) -> np.ndarray:
+        """Makes S updates, and returns their mean losses [S] in nats."""
+
+    def valid_nats(self, reader: SegmentReader) -> float:
+        """Returns the mean loss of a text in nats, without dropout, from an empty memory."""
+
+
+# Runs
+
+
+def settings(comparison: Comparison, text: str, *, seed: int, attention: str) -> ExperimentConfig:
+    """Returns the settings of a run. Both sides are made from them."""
+    lengths: dict[str, Any] = {
+        "batch_size": BATCH_SIZE,
+        "segment_len": SEGMENT_LEN,
+        "mem_len": MEM_LEN,
+        "clamp_len": None,
+        "same_length": False,
+    }
+    model = ModelConfig(
+        n_layer=3,
+        d_model=128,
+        n_head=4,
+        d_head=32,
+        d_inner=256,
+        dropout=DropoutConfig(rate=comparison.dropout, attention=comparison.dropout),
+        dtype=comparison.dtype,
+        attention=AttentionPath(attention or AttentionPath.REFERENCE),
+    )
+    if text == "ptb":
+        # The adaptive softmax, with smaller embeddings for rare words, shared as for WikiText-103.
+        clusters = {"cutoffs": (1000, 4000), "div_val": 2, "tie_projs": (False, True, True)}
+        model = config_tree.replace(model, clusters)
+    config = ExperimentConfig(
+        seed=seed,
+        model=model,
+        optimizer=OptimizerConfig(
+            learning_rate=comparison.learning_rate,
+            warmup_steps=comparison.warmup,
+            clip_norm=0.25,
+        ),
+        train=TrainConfig(
+            steps=comparison.updates,
+            segments_per_call=UPDATES_PER_CALL,
+            log_every=comparison.updates,
+            eval_every=comparison.updates,
+            checkpoint_every=comparison.updates,
+            **lengths,
+        ),
+        eval=EvalConfig(**lengths),
+    )
+    return apply_preset(config, "pytorch")
+
+
+def train(trainer: Trainer, comparison: Comparison, texts: "Texts") -> Iterator[Losses]:
+    """Trains one side, and yields a row per window of updates."""
+    window: list[float] = []
+    for first_update in range(0, comparison.updates, UPDATES_PER_CALL):
+        losses = trainer.updates(texts.train.segments(first_update, UPDATES_PER_CALL))
+        for update, nats in enumerate(losses.tolist(), start=first_update + 1):
+            window.append(nats)
+            if update % comparison.window:
+                continue
+            valid_nats = None
+            # Updates are made in calls, so the weights are those of a call's last update.
+            if update % VALID_EVERY == 0:
+                valid_nats = trainer.valid_nats(texts.valid)
+            yield Losses(update, float(np.mean(window)), valid_nats)
+            window.clear()
+
+
+class Texts(NamedTuple):
+    """The batches of both sides."""
+
+    train: SegmentReader
+    valid: SegmentReader
+    vocab_size: int
+
+
+def read_texts(text: str, data_dir: str, *, enwik8: str, cache_dir: str | None) -> Texts:
+    """Reads a text, and cuts it into batches.
+
+    Args:
+      text: A key of `TEXTS`.
+      data_dir: Directory of the Penn Treebank's files, and of `enwik8`.
+      enwik8: File of the first bytes of enwik8, in `data_dir`.
+      cache_dir: Directory for token ids, or None for `prepared` in `data_dir`.
+    """
+    data: DataConfig = default_data(TEXTS[text])
+    if text == "enwik8":
+        data = config_tree.replace(data, {"file": str(Path(data_dir, enwik8))})
+    corpus = read_corpus(data, data_dir, cache_dir or str(Path(data_dir, "prepared")))
+    return make_texts(corpus.train, corpus.valid, corpus.vocabulary.size)
+
+
+def make_texts(train_ids: np.ndarray, valid_ids: np.ndarray, vocab_size: int) -> Texts:
+    """Cuts two splits into batches."""
+    lengths = {"batch_size": BATCH_SIZE, "segment_len": SEGMENT_LEN}
+    return Texts(
+        train=training_segments(train_ids, **lengths),
+        # The rows are of whole segments, so that a mean over segments is a mean over tokens.
+        valid=evaluation_segments(valid_ids[: VALID_TOKENS + 1], **lengths),
+        vocab_size=vocab_size,
+    )
+
+
+# Ours
+
+
+class Ours:
+    """A run of this package."""
+
+    def __init__(self, built: Built) -> None:
+        self._built = built
+        self._state = built.state_from_params(built.init_params())
+        self._step = built.compile_step().program
+        self.versions = describe_versions("jax", "flax", "optax")
+
+    def updates(self, segments: Segments) -> np.ndarray:
+        """Makes S updates, and returns their mean losses [S] in nats."""
+        self._state, metrics = self._step(self._state, self._built.place(segments))
+        return np.asarray(metrics.nats, np.float64) / np.asarray(metrics.tokens)
+
+    def valid_nats(self, reader: SegmentReader) -> float:
+        """Returns the mean loss of a text in nats, without dropout, from an empty memory."""
+        prepared = self._built.prepare_params(self._state.params)
+        totals = evaluate(
+            self._built.eval_step,
+            prepared,
+            self._built.init_memory(prepared),
+            reader,
+            place=self._built.place,
+        )
+        return totals.nats / totals.tokens
+
+
+# The authors' release
+
+
+class Original:
+    """The release's model, trained as its train.py does.
+
+    The script itself cannot be imported: it trains when it is read, and calls functions that torch
+    no longer has. `updates` and `valid_nats` repeat its loops, line by line.
+    """
+
+    def __init__(self, built: Built, params: Any, *, clone: Path) -> None:
+        # Found only from the clone's directory, which `main` adds to Python's path.
+        from experiments.bench import peers
+
+        model_class, torch = peers.import_original(clone / "pytorch")
+        config = built.config
+        self._torch = torch
+        self._config = config
+
+        is_double = config.model.dtype is DType.FLOAT64
+        torch.set_default_dtype(torch.float64 if is_double else torch.float32)
+        # Of the dropout.
+        torch.manual_seed(config.seed)
+
+        self._model = model_class(
+            **original_format.arguments_of(
+                config.model, config.train, vocab_size=built.model.vocab_size
+            )
+        )
+        host_params = jax.tree.map(np.asarray, params)
+        arrays = original_format.from_flax(host_params, config.model)
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        self._model.load_state_dict(tensors)
+        self._model.train()
+
+        rate = config.optimizer.learning_rate
+        self._adam = torch.optim.Adam(self._model.parameters(), lr=rate)
+        self._scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+            self._adam, config.train.steps, eta_min=0.0
+        )
+        self._train_step = 0
+        self._memory: tuple[Any, ...] = ()
+        self.versions = f"{describe_versions('torch')}, release {ORIGINAL_COMMIT}"
+
+    def updates(self, segments: Segments) -> np.ndarray:
+        """Makes S updates, and returns their mean losses [S] in nats."""
+        losses = [
+            self._update(*self._tensors(inputs, targets))
+            for inputs, targets in zip(segments.inputs, segments.targets, strict=True)
+        ]
+        return np.array(losses)
+
+    def _update(self, data: Any, target: Any) -> float:
+        """Makes one update. All of it is the body of the loop in train.py's `train`."""
+        optimizer = self._config.optimizer
+        self._model.zero_grad()
+        loss, *memory = self._model(data, target, *self._memory)
+        self._memory = tuple(memory)
+        # Without the script's `.float()`, which is for 16 bits and would round 64 to 32.
+        loss = loss.mean()
+        loss.backward()
+        self._torch.nn.utils.clip_grad_norm_(self._model.parameters(), optimizer.clip_norm)
+        self._adam.step()
+
+        self._train_step += 1
+        if self._train_step < optimizer.warmup_steps:
+            rate = optimizer.learning_rate * self._train_step / optimizer.warmup_steps
+            self._adam.param_groups[0]["lr"] = rate
+        else:
+            self._scheduler.step(self._train_step)
+        return loss.item()
+
+    def valid_nats(self, reader: SegmentReader) -> float:
+        """Returns the mean loss of a text in nats, as train.py's `evaluate` does."""
+        self._model.eval()
+        total_nats = 0.0
+        memory: tuple[Any, ...] = ()
+        with self._torch.no_grad():
+            segments = reader.segments(0, reader.n_segments)
+            for inputs, targets in zip(segments.inputs, segments.targets, strict=True):
+                loss, *new_memory = self._model(*self._tensors(inputs, targets), *memory)
+                memory = tuple(new_memory)
+                total_nats += loss.mean().item()
+        self._model.train()
+        return total_nats / reader.n_segments
+
+    def _tensors(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[Any, Any]:
+        """Returns ids [B, L] as the release takes them: int64 [L, B]."""
+        # The memory begins empty, and an epoch's end, where train.py empties it, is not reached.
+        data = self._torch.from_numpy(np.ascontiguousarray(inputs.T, np.int64))
+        target = self._torch.from_numpy(np.ascontiguousarray(targets.T, np.int64))
+        return data, target
+
+
+@contextlib.contextmanager
+def clone_of_original(path: str | None) -> Iterator[Path]:
+    """Gives a clone of the release: `path`, TXL_ORIGINAL's, or one made from the bundle.
+
+    Raises:
+      UserError: If there is none of them.
+    """
+    path = path or os.environ.get("TXL_ORIGINAL")
+    if path:
+        yield Path(path)
+        return
+    if not BUNDLE.exists():
+        raise UserError(
+            "--original or TXL_ORIGINAL must name a clone of the authors' repository, got neither. "
+            "Run git clone https://github.com/kimiyoung/transformer-xl, and pass "
+            "--original=transformer-xl."
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        clone = Path(scratch, "original")
+        subprocess.run(["git", "clone", "--quiet", str(BUNDLE), str(clone)], check=True)
+        checkout = ["git", "-C", str(clone), "checkout", "--quiet", ORIGINAL_COMMIT]
+        subprocess.run(checkout, check=True)
+        yield clone
+
+
+def describe_versions(*packages: str) -> str:
+    """Returns the versions of Python and of packages."""
+    versions = [f"{package} {importlib.metadata.version(package)}" for package in packages]
+    return ", ".join([*versions, f"Python {platform.python_version()}"])
+
+
+# The file of losses
+
+COLUMNS = (
+    "machine",
+    "date",
+    "versions",
+    "command",
+    "comparison",
+    "text",
+    "side",
+    "attention",
+    "seed",
+    "dtype",
+    "dropout",
+    "update",
+    "nats",
+    "valid_nats",
+)
+
+
+def read_losses(path: Path) -> dict[Run, list[Losses]]:
+    """Returns the rows of each run in a file. Without a file there are no runs."""
+    runs: dict[Run, list[Losses]] = {}
+    if not path.exists():
+        return runs
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            run = Run(
+                comparison=row["comparison"],
+                text=row["text"],
+                side=Side(row["side"]),
+                seed=int(row["seed"]),
+                attention=row["attention"],
+            )
+            valid_nats = None
+            if row["valid_nats"]:
+                valid_nats = float(row["valid_nats"])
+            losses = Losses(int(row["update"]), float(row["nats"]), valid_nats)
+            runs.setdefault(run, []).append(losses)
+    return runs
+
+
+def add_losses(path: Path, run: Run, losses: Sequence[Losses], *, versions: str) -> None:
+    """Adds a finished run to a file, all rows or, if the process is killed, none.
+
+    A run that the file has already, since another process made it meanwhile, is not added.
+    """
+    comparison = COMPARISONS[run.comparison]
+    common = {
+        "machine": device_kind(),
+        "date": datetime.date.today().isoformat(),
+        "versions": versions,
+        "command": run.command,
+        "comparison": run.comparison,
+        "text": run.text,
+        "side": run.side,
+        "attention": run.attention,
+        "seed": run.seed,
+        "dtype": comparison.dtype,
+        "dropout": comparison.dropout,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.parent):
+        if run in read_losses(path):
+            return
+        # The new file is written beside the old one, and then takes its name.
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        with beside.open("w", newline="") as file:
+            if path.exists():
+                file.write(path.read_text())
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            if not path.exists():
+                writer.writeheader()
+            for row in losses:
+                writer.writerow(common | _format(row, comparison.dtype))
+        beside.replace(path)
+
+
+def _format(row: Losses, dtype: DType) -> dict[str, str]:
+    """Returns the numbers of a row, with all digits that the dtype has."""
+    digits = 17 if dtype is DType.FLOAT64 else 9
+    valid_nats = ""
+    if row.valid_nats is not None:
+        valid_nats = f"{row.valid_nats:.{digits}g}"
+    return {
+        "update": str(row.update),
+        "nats": f"{row.nats:.{digits}g}",
+        "valid_nats": valid_nats,
+    }
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Waits until no other process is in this block for the same directory."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        # Closing the descriptor, or the end of the process, gives it back.
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+# Commands
+
+
+def train_command(arguments: argparse.Namespace) -> int:
+    """Makes one run, unless the file has it. Returns the exit code."""
+    side = Side(arguments.side)
+    attention = ""
+    if side is Side.OURS:
+        attention = arguments.attention
+    run = Run(arguments.comparison, arguments.text, side, arguments.seed, attention)
+    if run in read_losses(arguments.csv):
+        print(f"{arguments.csv} has this run: {run.command}")
+        return 0
+
+    texts = read_texts(
+        run.text, arguments.data_dir, enwik8=arguments.enwik8, cache_dir=arguments.cache_dir
+    )
+    with clone_of_original(arguments.original) if side is Side.ORIGINAL else _nothing() as clone:
+        losses, versions = make_run(run, texts, clone=clone)
+    add_losses(arguments.csv, run, losses, versions=versions)
+    print(f"added to {arguments.csv}: {run.command}")
+    return 0
+
+
+def _nothing() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def make_run(run: Run, texts: Texts, *, clone: Path | None) -> tuple[list[Losses], str]:
+    """Makes a run. Returns its rows, and the versions of what made it."""
+    comparison = COMPARISONS[run.comparison]
+    jax.config.update("jax_enable_x64", comparison.dtype is DType.FLOAT64)
+    config = settings(comparison, run.text, seed=run.seed, attention=run.attention)
+    built = build(config, vocab_size=texts.vocab_size)
+    trainer: Trainer
+    if clone is None:
+        trainer = Ours(built)
+    else:
+        trainer = Original(built, built.init_params(), clone=clone)
+    rows = []
+    for row in train(trainer, comparison, texts):
+        print(f"{run.command}: update {row.update}, {row.nats:.6f} nats", flush=True)
+        rows.append(row)
+    return rows, trainer.versions
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs a command, and returns the exit code."""
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers(required=True)
+    train_parser = commands.add_parser("train")
+    train_parser.set_defaults(run=train_command)
+    add = train_parser.add_argument
+    add("--comparison", choices=list(COMPARISONS), required=True)
+    add("--text", choices=list(TEXTS), required=True)
+    add("--side", choices=list(Side), required=True)
+    add("--seed", type=int, default=1)
+    add("--attention", default="reference")
+    add("--data_dir", required=True)
+    add("--enwik8", default="enwik8-4150k")
+    add("--cache_dir")
+    add("--original")
+    add("--threads", type=int, default=1)
+    add("--csv", type=Path, default=CSV)
+    arguments = parser.parse_args(words)
+    return arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())
