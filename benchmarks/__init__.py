@@ -1,1 +1,1 @@
-"""Measurements, and the programs that make those that are not of the package alone."""
+"""Measurements as CSV files, and the comparison with the authors' release (`parity`)."""

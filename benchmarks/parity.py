@@ -6,14 +6,16 @@
     python benchmarks/parity.py compare
     python benchmarks/parity.py draw --out=docs/parity.png
 
-`train` makes one run of one side, and adds its losses to the CSV file when it is finished. Both
-sides begin with the same weights and read the same batches. A run that the file has is not made
-again, and one that was killed is made again from its start. `compare` prints the largest
-differences, and exits with code 1 if one is above its bound. `draw` makes the figure.
+`train` makes one run of one side, and adds its losses to a CSV file when it is finished. Runs that
+differ only in the side begin with the same weights and read the same batches. A run that the file
+has is not made again. After a kill, the same command makes the unfinished run from its start.
+
+`compare` prints the differences, and exits with code 1 if one is above its bound. `draw` makes the
+figure.
 
 The original is the release's own model, from the clone that --original or TXL_ORIGINAL names. It
-needs torch (pip install torch), and is trained as by the release's train.py with --optim=adam,
---scheduler=cosine and a warm-up. Ours is a run with --compat=pytorch.
+needs torch (pip install '.[peer]'), and is trained as by the release's train.py with Adam, a
+warm-up and a cosine. Ours is a run with --compat=pytorch.
 """
 
 import argparse
@@ -29,6 +31,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -90,32 +93,39 @@ class Comparison:
     dtype: DType
     dropout: float  # Rate of all dropouts, that of the attention probabilities too.
     learning_rate: float  # The peak.
+    warmup: int  # Updates of the warm-up.
     updates: int
     window: int  # Number of updates whose mean loss is one row of the file.
 
-    @property
-    def warmup(self) -> int:
-        """Updates of the warm-up."""
-        return self.updates // 20
 
-
+_EXACT = Comparison(
+    DType.FLOAT64,
+    dropout=0.0,
+    # That of the release's run_enwik8_base.sh.
+    learning_rate=0.00025,
+    warmup=10,
+    updates=200,
+    window=1,
+)
 COMPARISONS = {
-    # The learning rate of the release's run_enwik8_base.sh.
-    "float64": Comparison(
-        DType.FLOAT64, dropout=0.0, learning_rate=0.00025, updates=200, window=1
-    ),
-    "float32": Comparison(
-        DType.FLOAT32, dropout=0.0, learning_rate=0.00025, updates=200, window=1
-    ),
-    # A higher one, with which a small model learns something in so few updates.
+    "float64": _EXACT,
+    "float32": dataclasses.replace(_EXACT, dtype=DType.FLOAT32),
     "dropout": Comparison(
-        DType.FLOAT32, dropout=0.1, learning_rate=0.001, updates=2000, window=100
+        DType.FLOAT32,
+        dropout=0.1,
+        # Higher, so that a small model learns something in so few updates.
+        learning_rate=0.001,
+        warmup=100,
+        updates=2000,
+        window=100,
     ),
 }
 TEXTS = {"enwik8": CorpusName.ENWIK8, "ptb": CorpusName.PTB}
 
-# Bounds of relative differences of the training loss.
-FIRST_BOUND = 1e-9  # float64, first update.
+SEEDS = (1, 2, 3)  # Of the comparison with dropout. The others have the first one only.
+
+# Bounds of the relative difference of an update's loss.
+FIRST_BOUND = 1e-9  # float64, the first update.
 FLOAT64_BOUND = 1e-6  # float64, all updates.
 FLOAT32_BOUND = 1e-5  # float32, the first updates, before rounding has grown.
 FLOAT32_UPDATES = 30
@@ -177,10 +187,14 @@ def settings(comparison: Comparison, text: str, *, seed: int, attention: str) ->
     }
     model = ModelConfig(
         n_layer=3,
-        d_model=128,
+        d_model=64,
         n_head=4,
-        d_head=32,
+        d_head=16,
         d_inner=256,
+        # Larger than the release's defaults, 0.02 and 0.01, with which small models of words can
+        # take thousands of updates to become better than the frequencies of words.
+        init_std=0.05,
+        projection_init_std=0.05,
         dropout=DropoutConfig(rate=comparison.dropout, attention=comparison.dropout),
         dtype=comparison.dtype,
         attention=AttentionPath(attention or AttentionPath.REFERENCE),
@@ -253,11 +267,12 @@ def read_texts(text: str, data_dir: str, *, enwik8: str, cache_dir: str | None) 
 
 def make_texts(train_ids: np.ndarray, valid_ids: np.ndarray, vocab_size: int) -> Texts:
     """Cuts two splits into batches."""
-    lengths = {"batch_size": BATCH_SIZE, "segment_len": SEGMENT_LEN}
     return Texts(
-        train=training_segments(train_ids, **lengths),
+        train=training_segments(train_ids, batch_size=BATCH_SIZE, segment_len=SEGMENT_LEN),
         # The rows are of whole segments, so that a mean over segments is a mean over tokens.
-        valid=evaluation_segments(valid_ids[: VALID_TOKENS + 1], **lengths),
+        valid=evaluation_segments(
+            valid_ids[: VALID_TOKENS + 1], batch_size=BATCH_SIZE, segment_len=SEGMENT_LEN
+        ),
         vocab_size=vocab_size,
     )
 
@@ -302,15 +317,16 @@ class Original:
     no longer has. `updates` and `valid_nats` repeat its loops, line by line.
     """
 
-    def __init__(self, built: Built, params: Any, *, clone: Path) -> None:
+    def __init__(self, built: Built, params: Any, *, clone: Path, threads: int) -> None:
         # Found only from the clone's directory, which `main` adds to Python's path.
         from experiments.bench import peers
 
-        model_class, torch = peers.import_original(clone / "pytorch")
+        model_class, torch = peers.import_original(clone / "pytorch", flag="--original")
         config = built.config
         self._torch = torch
         self._config = config
 
+        torch.set_num_threads(threads)
         is_double = config.model.dtype is DType.FLOAT64
         torch.set_default_dtype(torch.float64 if is_double else torch.float32)
         # Of the dropout.
@@ -318,7 +334,7 @@ class Original:
 
         self._model = model_class(
             **original_format.arguments_of(
-                config.model, config.train, vocab_size=built.model.vocab_size
+                config.model, config.eval, vocab_size=built.model.vocab_size
             )
         )
         host_params = jax.tree.map(np.asarray, params)
@@ -361,7 +377,10 @@ class Original:
             rate = optimizer.learning_rate * self._train_step / optimizer.warmup_steps
             self._adam.param_groups[0]["lr"] = rate
         else:
-            self._scheduler.step(self._train_step)
+            with warnings.catch_warnings():
+                # About the argument, which the script passes.
+                warnings.simplefilter("ignore", UserWarning)
+                self._scheduler.step(self._train_step)
         return loss.item()
 
     def valid_nats(self, reader: SegmentReader) -> float:
@@ -483,7 +502,7 @@ def add_losses(path: Path, run: Run, losses: Sequence[Losses], *, versions: str)
         if run in read_losses(path):
             return
         # The new file is written beside the old one, and then takes its name.
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside = path.with_name(f".{path.name}.part")
         with beside.open("w", newline="") as file:
             if path.exists():
                 file.write(path.read_text())
@@ -520,74 +539,367 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+# The comparison
+
+
+class MissingRunsError(UserError):
+    """Runs that a comparison needs and the file does not have."""
+
+    def __init__(self, path: Path, runs: Sequence[Run]) -> None:
+        commands = "\n".join(f"    {run.command} --data_dir=data" for run in runs)
+        super().__init__(f"{path} must have the runs of these commands. Run them:\n{commands}")
+
+
+def runs_of(comparison: str, text: str) -> dict[str, list[Run]]:
+    """Returns the runs of a comparison by the name of their line, seed by seed."""
+    lines = {"original": (Side.ORIGINAL, ""), "ours": (Side.OURS, "reference")}
+    if comparison == "float32":
+        # How far rounding alone leads two ways to compute the same function apart.
+        lines["ours, tiled"] = (Side.OURS, "tiled")
+    seeds = SEEDS if comparison == "dropout" else SEEDS[:1]
+    runs = {}
+    for name, (side, attention) in lines.items():
+        runs[name] = [Run(comparison, text, side, seed, attention) for seed in seeds]
+    return runs
+
+
+class Curves(NamedTuple):
+    """The losses of a line's runs."""
+
+    update: np.ndarray  # int [T]
+    nats: np.ndarray  # float64 [seeds, T]
+    valid_nats: np.ndarray  # float64 [seeds, T], nan where no validation was due.
+
+    @classmethod
+    def of(cls, runs: Sequence[Sequence[Losses]]) -> "Curves":
+        """Returns the curves of runs that have the same updates."""
+        update = np.array([row.update for row in runs[0]])
+        nats = [[row.nats for row in run] for run in runs]
+        valid_nats = []
+        for run in runs:
+            valid_nats.append([np.nan if row.valid_nats is None else row.valid_nats for row in run])
+        return cls(update, np.array(nats), np.array(valid_nats))
+
+
+def read_curves(path: Path) -> dict[tuple[str, str], dict[str, Curves]]:
+    """Returns the curves of all comparisons, by comparison and text, and then by line.
+
+    Raises:
+      MissingRunsError: If the file does not have all of them.
+    """
+    losses = read_losses(path)
+    wanted = {
+        (comparison, text): runs_of(comparison, text)
+        for comparison in COMPARISONS
+        for text in TEXTS
+    }
+    missing = []
+    for lines in wanted.values():
+        for runs in lines.values():
+            missing += [run for run in runs if run not in losses]
+    if missing:
+        raise MissingRunsError(path, missing)
+
+    curves = {}
+    for key, lines in wanted.items():
+        curves[key] = {
+            name: Curves.of([losses[run] for run in runs]) for name, runs in lines.items()
+        }
+    return curves
+
+
+def relative_difference(ours: Curves, theirs: Curves) -> np.ndarray:
+    """Returns the relative difference of the training loss, of the first seed, [T]."""
+    return np.abs(ours.nats[0] - theirs.nats[0]) / theirs.nats[0]
+
+
+class Band(NamedTuple):
+    """Between which losses our mean must be: [T] each."""
+
+    low: np.ndarray
+    high: np.ndarray
+
+
+def band_of(nats: np.ndarray) -> Band:
+    """Returns the original's band: its seeds' range, widened by their standard deviation.
+
+    Args:
+      nats: The original's losses, [seeds, T]. At each of the T places, the band reaches from the
+        lowest seed minus the sample standard deviation of the seeds to the highest one plus it.
+    """
+    deviation = nats.std(axis=0, ddof=1)
+    return Band(low=nats.min(axis=0) - deviation, high=nats.max(axis=0) + deviation)
+
+
+def count_inside(ours: np.ndarray, theirs: np.ndarray) -> int:
+    """Returns at how many places our mean over seeds is in the original's band."""
+    band = band_of(theirs)
+    mean = ours.mean(axis=0)
+    return int(np.sum((band.low <= mean) & (mean <= band.high)))
+
+
+def compare(path: Path) -> bool:
+    """Prints the differences of all comparisons, and returns whether they are within bounds."""
+    within = True
+    for (comparison, text), lines in read_curves(path).items():
+        print(f"\n{comparison}, {text}")
+        if comparison == "dropout":
+            within &= _compare_seeds(lines["ours"], lines["original"])
+        else:
+            within &= _compare_updates(comparison, lines)
+    print(f"\n{'all' if within else 'not all'} differences are within their bounds")
+    return within
+
+
+def _compare_updates(comparison: str, lines: Mapping[str, Curves]) -> bool:
+    """Prints relative differences update by update. Returns whether they are within bounds."""
+    difference = relative_difference(lines["ours"], lines["original"])
+    if comparison == "float64":
+        checks = [
+            ("update 1", difference[0], FIRST_BOUND),
+            (f"updates 1 to {len(difference)}", difference.max(), FLOAT64_BOUND),
+        ]
+    else:
+        first = difference[:FLOAT32_UPDATES].max()
+        checks = [(f"updates 1 to {FLOAT32_UPDATES}", first, FLOAT32_BOUND)]
+    for name, largest, bound in checks:
+        print(f"  {name}: largest relative difference {largest:.1e}, bound {bound:.0e}")
+    if "ours, tiled" in lines:
+        paths = relative_difference(lines["ours, tiled"], lines["ours"])
+        print(f"  updates 1 to {len(difference)}: {difference.max():.1e}, without a bound")
+        print(f"  the same between two of our attention paths: {paths.max():.1e}")
+    return all(largest <= bound for _, largest, bound in checks)
+
+
+def _compare_seeds(ours: Curves, theirs: Curves) -> bool:
+    """Prints where our mean is in the original's band. Returns whether it always is."""
+    within = True
+    for name in ("nats", "valid_nats"):
+        our_nats = getattr(ours, name)
+        their_nats = getattr(theirs, name)
+        n_inside = count_inside(our_nats, their_nats)
+        n_place = our_nats.shape[1]
+        within &= n_inside == n_place
+        last = [
+            f"{nats[:, -1].mean():.4f} ({nats[:, -1].std(ddof=1):.4f})"
+            for nats in (our_nats, their_nats)
+        ]
+        label = "training" if name == "nats" else "validation"
+        print(f"  {label}: our mean is in the band at {n_inside} of {n_place} places")
+        print(f"  {label}, last place: {last[0]} nats, original {last[1]}")
+    return within
+
+
+# The figure
+
+_ORIGINAL_COLOR = "#d55e00"
+_OUR_COLOR = "#0072b2"
+_GREY = "#7f7f7f"
+_TITLES = {"enwik8": "enwik8, bytes", "ptb": "Penn Treebank, words"}
+
+
+def draw(path: Path, out: Path) -> None:
+    """Draws the learning curves and the differences of all comparisons."""
+    curves = read_curves(path)
+    drawing = plots.figure(10.5, width=11)
+    panels = drawing.subplots(3, 2, squeeze=False)
+    for column, text in enumerate(TEXTS):
+        with_dropout = curves["dropout", text]
+        _draw_learning(panels[0, column], with_dropout, title=_TITLES[text])
+        _draw_seeds(panels[1, column], with_dropout)
+        _draw_rounding(panels[2, column], curves["float64", text], curves["float32", text])
+    for panel in panels.flat:
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(frameon=False, fontsize=9)
+    plots.save(drawing, str(out))
+
+
+def _draw_learning(panel: Any, lines: Mapping[str, Curves], *, title: str) -> None:
+    """Draws the losses of training and validation: each seed of the original, and our mean."""
+    theirs = lines["original"]
+    ours = lines["ours"]
+    for name, dashes in (("nats", "-"), ("valid_nats", "--")):
+        kind = "training" if name == "nats" else "validation"
+        for number, seed_nats in enumerate(getattr(theirs, name)):
+            label = f"original, {kind}, {len(SEEDS)} seeds" if number == 0 else None
+            panel.plot(
+                theirs.update, seed_nats, dashes, color=_ORIGINAL_COLOR, linewidth=1, label=label
+            )
+        mean = getattr(ours, name).mean(axis=0)
+        panel.plot(
+            ours.update, mean, dashes, color=_OUR_COLOR, linewidth=1.4, label=f"ours, {kind}, mean"
+        )
+    panel.set(title=title, ylabel="nats per token", xlabel="updates, with dropout")
+
+
+def _draw_seeds(panel: Any, lines: Mapping[str, Curves]) -> None:
+    """Draws the validation losses minus the original's mean, with the original's band."""
+    theirs = lines["original"]
+    ours = lines["ours"]
+    center = theirs.valid_nats.mean(axis=0)
+    band = band_of(theirs.valid_nats)
+    panel.fill_between(
+        theirs.update,
+        band.low - center,
+        band.high - center,
+        color=_ORIGINAL_COLOR,
+        alpha=0.18,
+        linewidth=0,
+        label="original's seeds, widened by their deviation",
+    )
+    for number, seed_nats in enumerate(ours.valid_nats):
+        label = f"ours, {len(SEEDS)} seeds" if number == 0 else None
+        panel.plot(
+            ours.update, seed_nats - center, color=_OUR_COLOR, alpha=0.35, linewidth=1, label=label
+        )
+    mean = ours.valid_nats.mean(axis=0)
+    panel.plot(ours.update, mean - center, color=_OUR_COLOR, linewidth=2, label="ours, mean")
+    panel.axhline(0, color=_GREY, linewidth=0.8)
+    panel.set(ylabel="validation nats, minus\nthe original's mean", xlabel="updates, with dropout")
+
+
+def _draw_rounding(panel: Any, double: Mapping[str, Curves], single: Mapping[str, Curves]) -> None:
+    """Draws the relative differences of the training loss, update by update."""
+    lines = {
+        "original and ours, float32": (single["ours"], single["original"], _ORIGINAL_COLOR),
+        "two of our attention paths, float32": (single["ours, tiled"], single["ours"], _GREY),
+        "original and ours, float64": (double["ours"], double["original"], _OUR_COLOR),
+    }
+    for label, (one, other, color) in lines.items():
+        # An axis of powers of 10 has no 0.
+        difference = np.maximum(relative_difference(one, other), 1e-17)
+        panel.plot(one.update, difference, color=color, linewidth=1.2, label=label)
+    panel.set_yscale("log")
+    panel.set(
+        ylabel="relative difference of the loss",
+        xlabel="updates, without dropout",
+        ylim=(1e-17, 1e-2),
+    )
+
+
 # Commands
 
 
 def train_command(arguments: argparse.Namespace) -> int:
     """Makes one run, unless the file has it. Returns the exit code."""
-    side = Side(arguments.side)
     attention = ""
-    if side is Side.OURS:
+    if arguments.side is Side.OURS:
         attention = arguments.attention
-    run = Run(arguments.comparison, arguments.text, side, arguments.seed, attention)
+    run = Run(arguments.comparison, arguments.text, arguments.side, arguments.seed, attention)
     if run in read_losses(arguments.csv):
         print(f"{arguments.csv} has this run: {run.command}")
         return 0
 
+    # XLA reads the size of its thread pool when JAX computes for the first time.
+    os.environ["NPROC"] = str(arguments.threads)
     texts = read_texts(
         run.text, arguments.data_dir, enwik8=arguments.enwik8, cache_dir=arguments.cache_dir
     )
-    with clone_of_original(arguments.original) if side is Side.ORIGINAL else _nothing() as clone:
-        losses, versions = make_run(run, texts, clone=clone)
+    with contextlib.ExitStack() as stack:
+        clone = None
+        if run.side is Side.ORIGINAL:
+            clone = stack.enter_context(clone_of_original(arguments.original))
+        losses, versions = make_run(run, texts, clone=clone, threads=arguments.threads)
     add_losses(arguments.csv, run, losses, versions=versions)
     print(f"added to {arguments.csv}: {run.command}")
     return 0
 
 
-def _nothing() -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
+def make_run(
+    run: Run, texts: Texts, *, clone: Path | None, threads: int
+) -> tuple[list[Losses], str]:
+    """Makes a run. Returns its rows, and the versions of what made it.
 
-
-def make_run(run: Run, texts: Texts, *, clone: Path | None) -> tuple[list[Losses], str]:
-    """Makes a run. Returns its rows, and the versions of what made it."""
+    `clone` is the release's, and None for our side.
+    """
     comparison = COMPARISONS[run.comparison]
     jax.config.update("jax_enable_x64", comparison.dtype is DType.FLOAT64)
     config = settings(comparison, run.text, seed=run.seed, attention=run.attention)
-    built = build(config, vocab_size=texts.vocab_size)
-    trainer: Trainer
-    if clone is None:
-        trainer = Ours(built)
-    else:
-        trainer = Original(built, built.init_params(), clone=clone)
+    trainer = make_trainer(config, texts, clone=clone, threads=threads)
     rows = []
     for row in train(trainer, comparison, texts):
-        print(f"{run.command}: update {row.update}, {row.nats:.6f} nats", flush=True)
+        print(f"update {row.update}: {row.nats:.6f} nats", flush=True)
         rows.append(row)
     return rows, trainer.versions
 
 
+def make_trainer(
+    config: ExperimentConfig, texts: Texts, *, clone: Path | None, threads: int = 1
+) -> Trainer:
+    """Returns our side, or the original with a clone of the release."""
+    built = build(config, vocab_size=texts.vocab_size)
+    if clone is None:
+        return Ours(built)
+    # Our initial weights, so that both sides have the same for a seed.
+    return Original(built, built.init_params(), clone=clone, threads=threads)
+
+
+def compare_command(arguments: argparse.Namespace) -> int:
+    """Prints the differences. Returns the exit code."""
+    return 0 if compare(arguments.csv) else 1
+
+
+def draw_command(arguments: argparse.Namespace) -> int:
+    """Makes the figure. Returns the exit code."""
+    draw(arguments.csv, arguments.out)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    training = commands.add_parser("train", help="Make one run and add its losses to the file.")
+    training.set_defaults(command=train_command)
+    add = training.add_argument
+    add(
+        "--comparison",
+        choices=list(COMPARISONS),
+        required=True,
+        help="float64 and float32: 200 updates without dropout. dropout: 2,000 with dropout.",
+    )
+    add("--text", choices=list(TEXTS), required=True, help="Bytes of enwik8, or words of PTB.")
+    add("--side", type=Side, choices=list(Side), required=True, help="Implementation to train.")
+    add("--seed", type=int, default=1, help="Seed of the initial weights and of dropout.")
+    add(
+        "--attention",
+        choices=["reference", "tiled"],
+        default="reference",
+        help="Attention path of our side. float64 has only reference.",
+    )
+    add("--data_dir", required=True, help="Directory of enwik8's first bytes and of PTB's files.")
+    add("--enwik8", default="enwik8-4150k", help="File name of enwik8's first bytes.")
+    add("--cache_dir", help="Directory for token ids. Without it, DATA_DIR/prepared.")
+    add("--original", help="Clone of the authors' repository. Without it, TXL_ORIGINAL.")
+    add("--threads", type=int, default=1, help="Threads of the matmuls.")
+
+    comparing = commands.add_parser("compare", help="Print the differences, and check the bounds.")
+    comparing.set_defaults(command=compare_command)
+
+    drawing = commands.add_parser("draw", help="Make the figure, which needs matplotlib.")
+    drawing.set_defaults(command=draw_command)
+    drawing.add_argument("--out", type=Path, required=True, help="File to write: PNG or SVG.")
+
+    for command in (training, comparing, drawing):
+        command.add_argument("--csv", type=Path, default=CSV, help="File of the losses.")
+    return parser
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Runs a command, and returns the exit code."""
-    parser = argparse.ArgumentParser()
-    commands = parser.add_subparsers(required=True)
-    train_parser = commands.add_parser("train")
-    train_parser.set_defaults(run=train_command)
-    add = train_parser.add_argument
-    add("--comparison", choices=list(COMPARISONS), required=True)
-    add("--text", choices=list(TEXTS), required=True)
-    add("--side", choices=list(Side), required=True)
-    add("--seed", type=int, default=1)
-    add("--attention", default="reference")
-    add("--data_dir", required=True)
-    add("--enwik8", default="enwik8-4150k")
-    add("--cache_dir")
-    add("--original")
-    add("--threads", type=int, default=1)
-    add("--csv", type=Path, default=CSV)
-    arguments = parser.parse_args(words)
-    return arguments.run(arguments)
+    arguments = make_parser().parse_args(words)
+    try:
+        return arguments.command(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
+    # The package `experiments` is beside this directory, which Python does not search.
     sys.path.insert(0, str(ROOT))
     sys.exit(main())

@@ -286,14 +286,22 @@ class OriginalModel(TorchModel):
         return model
 
 
-def import_original(folder: Path) -> tuple[Any, Any]:
-    """Returns the release's class, patched in memory for today's torch, and torch."""
+def import_original(folder: Path, *, flag: str = "--peer_path") -> tuple[Any, Any]:
+    """Returns the release's class, patched in memory for today's torch, and torch.
+
+    Args:
+      folder: The directory `pytorch` of a clone.
+      flag: The flag that names the clone, for the error.
+
+    Raises:
+      UserError: If the directory has other files, or torch is missing.
+    """
     sources = {
         file.stem: file.read_bytes() for file in map(folder.joinpath, _FILES) if file.is_file()
     }
     require(
         hashlib.sha256(b"".join(sources.values())).hexdigest() == _DIGEST,
-        f"--peer_path must be a clone of {REPOSITORY}, got {folder.parent}. Clone that address.",
+        f"{flag} must be a clone of {REPOSITORY}, got {folder.parent}. Clone that address.",
     )
     with rephrased("the comparison requires torch (%s). Run pip install '.[peer]'.", ImportError):
         import torch

@@ -261,8 +261,8 @@ corpus data.tokenizer hf_file=tokenizer.json vocab_size=300
 end_token data reset_at=\n
 epochs data order=sentences roll=rows
 train_step optimizer name=lion schedule_offset=original min_lr_ratio=0.1 learning_rate=1e-3
-train_step optimizer warmup_steps=3 adam_b2=0.9 adam_eps=1e-6 clip_norm=1.0 clip_eps=0.1 decay_steps=6
-train_step optimizer l2=0.1 weight_decay=0.1 embedding_lr_multiplier=2.0
+train_step optimizer warmup_steps=3 adam_b2=0.9 adam_eps=1e-6 clip_norm=1.0 decay_steps=6
+train_step optimizer l2=0.1 weight_decay=0.1 embedding_lr_multiplier=2.0 clip_eps=0.1
 train_step optimizer schedule=linear
 devices mesh data=2 fsdp=2 tensor=2
 train_step train steps=10 grad_accum_steps=2 mem_len=6 clamp_len=3 same_length=false loss=half

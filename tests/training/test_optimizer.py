@@ -46,11 +46,19 @@ def rates(*, multiple=1.0, average=AverageConfig(), **own) -> list[float]:  # no
 
 
 def rate_by_hand(
-    count: int, *, warmup: int = WARMUP, first: int = WARMUP, last: int = STEPS, peak: float = PEAK
+    count: int,
+    *,
+    warmup: int = WARMUP,
+    first: int = WARMUP,
+    last: int = STEPS,
+    peak: float = PEAK,
+    at_once: bool = False,
 ):
     """A line from 0 to the peak, then a cosine whose peak is at `first` and whose minimum is at
-    `last` and after it.
+    `last` and after it. `at_once`: update 0 is at the peak.
     """
+    if at_once and count == 0:
+        return peak
     if count < warmup:
         return peak * count / warmup
     progress, lowest = min((count - first) / (last - first), 1), MIN_RATIO * PEAK
@@ -61,7 +69,7 @@ def rate_by_hand(
     ("changes", "by_hand"),
     [
         ({}, {}),
-        ({"schedule_offset": ScheduleOffset.ORIGINAL}, {"first": 0}),
+        ({"schedule_offset": ScheduleOffset.ORIGINAL}, {"first": 0, "at_once": True}),
         ({"warmup_steps": 0}, {"warmup": 0, "first": 0}),
         (
             {"warmup_steps": 0, "schedule_offset": ScheduleOffset.ORIGINAL},
@@ -93,10 +101,11 @@ def test_the_rate_is_multiplied_while_weights_are_averaged():
     assert found == pytest.approx(without[:16] + [rate / 2 for rate in without[16:]])
 
 
-@pytest.mark.parametrize("l2", [0.0, 0.3])
-def test_updates_are_those_of_a_numpy_adam_after_clipping(l2, x64):
+@pytest.mark.parametrize(("l2", "clip_eps"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.01)])
+def test_updates_are_those_of_a_numpy_adam_after_clipping(l2, clip_eps, x64):
     adam = {"adam_b2": 0.95, "adam_eps": 1e-3}
-    whole = config_of(10, learning_rate=0.1, warmup_steps=2, clip_norm=0.7, l2=l2, **adam)
+    clipping = {"clip_norm": 0.7, "clip_eps": clip_eps}
+    whole = config_of(10, learning_rate=0.1, warmup_steps=2, l2=l2, **clipping, **adam)
     config, schedule = whole.optimizer, learning_rate(whole)
     optimizer = make_optimizer(whole)
     rng = np.random.default_rng(0)
@@ -113,7 +122,7 @@ def test_updates_are_those_of_a_numpy_adam_after_clipping(l2, x64):
         norm = math.sqrt(sum((value**2).sum() for value in gradient.values()))
         clipped += norm > config.clip_norm
         for name, value in params.items():
-            g = gradient[name] * min(1, config.clip_norm / norm) + l2 * value
+            g = gradient[name] * min(1, config.clip_norm / (norm + clip_eps)) + l2 * value
             first[name] = ADAM_B1 * first[name] + (1 - ADAM_B1) * g
             second[name] = 0.95 * second[name] + 0.05 * g**2
             mean, square = first[name] / (1 - ADAM_B1**count), second[name] / (1 - 0.95**count)

@@ -44,8 +44,12 @@ def constant_rate(config, peak):
         decay = optax.cosine_decay_schedule(peak, steps, alpha=MIN_RATIO)
     else:
         decay = optax.linear_schedule(peak, peak * MIN_RATIO, steps)
+    # Of the original, update 0 is at the peak.
+    rises_from = 0 if optimizer.schedule_offset is ScheduleOffset.AFTER_WARMUP else 1
     return lambda count: jnp.where(
-        count < warmup, peak * count / max(warmup, 1), decay(count - start)
+        (rises_from <= count) & (count < warmup),
+        peak * count / max(warmup, 1),
+        decay(count - start),
     )
 
 

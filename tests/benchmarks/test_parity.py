@@ -1,0 +1,315 @@
+"""Tests of the comparison with the authors' release: the release itself in miniature, and what the
+program does with its file.
+"""
+
+import concurrent.futures
+import csv
+import dataclasses
+import itertools
+import os
+import subprocess
+
+import numpy as np
+import pytest
+
+from benchmarks import parity
+from benchmarks.parity import Comparison, Losses, Run, Side
+from support.tiny import enable_x64
+from txl_jax.config import DType
+from txl_jax.errors import UserError
+
+RUN = Run("float64", "enwik8", Side.OURS, 1, "reference")
+ROWS = [Losses(1, 1 / 3, None), Losses(2, 2 / 3, 0.1)]
+# Both sides in miniature: the warm-up ends, and the cosine is almost at its end.
+MINIATURE = Comparison(
+    DType.FLOAT64, dropout=0.0, learning_rate=0.001, warmup=8, updates=30, window=1
+)
+
+
+# With the release
+
+
+def texts(vocab_size):
+    """Splits in which some tokens are frequent and some rare."""
+    rng = np.random.default_rng(0)
+    n_token = parity.BATCH_SIZE * parity.SEGMENT_LEN * MINIATURE.updates + 1
+    ids = (vocab_size * rng.random(n_token) ** 4).astype(np.int32)
+    return parity.make_texts(ids, ids[:3000], vocab_size)
+
+
+@pytest.fixture
+def clone(monkeypatch):
+    """The clone of the authors' repository, which only the nightly part has."""
+    pytest.importorskip("torch")
+    if not os.environ.get("TXL_ORIGINAL") and not parity.BUNDLE.exists():
+        pytest.skip("TXL_ORIGINAL does not name a clone of the authors' repository")
+    import torch
+
+    default = torch.get_default_dtype()
+    with parity.clone_of_original(None) as path:
+        yield path
+    torch.set_default_dtype(default)
+
+
+def losses(comparison, text, clone, vocab_size):
+    """The training loss of each update, and the validation loss at the end."""
+    config = parity.settings(comparison, text, seed=1, attention="")
+    readers = texts(vocab_size)
+    trainer = parity.make_trainer(config, readers, clone=clone)
+    rows = parity.train(trainer, comparison, readers)
+    return np.array([*(row.nats for row in rows), trainer.valid_nats(readers.valid)])
+
+
+@pytest.mark.nightly(part="original")
+@pytest.mark.parametrize(("text", "vocab_size"), [("enwik8", 100), ("ptb", 4500)])
+def test_it_learns_like_the_release(text, vocab_size, clone):
+    """In float64, without dropout: a bytes' model, and one of words with clusters."""
+    with enable_x64(True):
+        ours = losses(MINIATURE, text, None, vocab_size)
+        theirs = losses(MINIATURE, text, clone, vocab_size)
+    assert len(ours) == MINIATURE.updates + 1
+    assert ours[-2] < 0.95 * ours[0], "nothing was learned, so nothing was compared"
+    np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=0)
+
+
+# Without it
+
+
+class Counting:
+    """A side whose loss is the number of the update, and whose validation loss counts its calls."""
+
+    versions = "a version"
+
+    def __init__(self):
+        self.update = 0
+        self.validations = 0
+
+    def updates(self, segments):
+        numbers = np.arange(self.update, self.update + len(segments)) + 1.0
+        self.update += len(segments)
+        return numbers
+
+    def valid_nats(self, reader):
+        self.validations += 1
+        return float(self.validations)
+
+
+class Steps:
+    """A reader whose segments are the numbers of their steps."""
+
+    def segments(self, first_step, count):
+        return np.arange(first_step, first_step + count)
+
+
+def test_a_row_is_the_mean_of_its_updates():
+    comparison = dataclasses.replace(MINIATURE, updates=200, window=50)
+    readers = parity.Texts(Steps(), None, 7)
+    rows = list(parity.train(Counting(), comparison, readers))
+    assert rows == [
+        Losses(50, 25.5, None),
+        Losses(100, 75.5, 1.0),
+        Losses(150, 125.5, None),
+        Losses(200, 175.5, 2.0),
+    ]
+
+
+def test_every_update_is_a_row_without_windows():
+    comparison = dataclasses.replace(MINIATURE, updates=100, window=1)
+    rows = list(parity.train(Counting(), comparison, parity.Texts(Steps(), None, 7)))
+    assert [row.update for row in rows] == list(range(1, 101))
+    assert [row.nats for row in rows] == list(range(1, 101))
+    assert [row.valid_nats for row in rows] == [None] * 99 + [1.0]
+
+
+def test_the_file_keeps_all_digits_and_each_run_once(tmp_path):
+    path = tmp_path / "new" / "parity.csv"
+    assert parity.read_losses(path) == {}
+    parity.add_losses(path, RUN, ROWS, versions="1")
+    single = dataclasses.replace(RUN, comparison="float32")
+    rounded = [Losses(1, float(np.float32(1 / 3)), None)]
+    parity.add_losses(path, single, rounded, versions="1")
+    once = path.read_bytes()
+    parity.add_losses(path, RUN, ROWS, versions="2")
+
+    assert path.read_bytes() == once
+    assert os.listdir(path.parent) == [path.name]
+    read = parity.read_losses(path)
+    assert read[RUN] == ROWS
+    assert np.float32(read[single][0].nats) == np.float32(1 / 3)
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["update"] for row in rows] == ["1", "2", "1"]
+    assert [row["command"] for row in rows] == [RUN.command, RUN.command, single.command]
+    assert rows[0]["versions"] == "1" and rows[0]["dtype"] == "float64"
+
+
+def command(path, *words):
+    return parity.main(
+        ["train", "--comparison=float64", "--text=enwik8", f"--csv={path}", "--data_dir=x", *words]
+    )
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The runs that were made, each of which has the rows `ROWS`."""
+    runs = []
+
+    def make_run(run, readers, *, clone, threads):
+        runs.append(run)
+        return ROWS, "versions"
+
+    monkeypatch.setattr(parity, "read_texts", lambda *args, **options: None)
+    monkeypatch.setattr(parity, "make_run", make_run)
+    monkeypatch.setenv("NPROC", "1")
+    return runs
+
+
+def test_a_run_is_made_once(tmp_path, made, monkeypatch):
+    path = tmp_path / "parity.csv"
+    monkeypatch.setenv("TXL_ORIGINAL", str(tmp_path))
+    for _ in range(2):
+        assert command(path, "--side=ours") == 0
+        assert command(path, "--side=original") == 0
+        assert command(path, "--side=ours", "--seed=2") == 0
+    expected = [
+        RUN,
+        dataclasses.replace(RUN, side=Side.ORIGINAL, attention=""),
+        dataclasses.replace(RUN, seed=2),
+    ]
+    assert made == expected
+    assert list(parity.read_losses(path)) == expected
+
+
+def test_a_run_that_was_killed_is_made_again_and_others_stay(tmp_path, made, monkeypatch):
+    path = tmp_path / "parity.csv"
+    assert command(path, "--side=ours") == 0
+    before = path.read_bytes()
+
+    finished = parity.make_run
+
+    def killed(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parity, "make_run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        command(path, "--side=ours", "--seed=2")
+    assert path.read_bytes() == before
+
+    # Killed while it writes, which leaves a part of a file beside the whole one.
+    monkeypatch.setattr(parity, "make_run", finished)
+    monkeypatch.setattr(parity, "_format", killed)
+    with pytest.raises(KeyboardInterrupt):
+        command(path, "--side=ours", "--seed=2")
+    assert path.read_bytes() == before
+
+    monkeypatch.undo()
+    parity.add_losses(path, dataclasses.replace(RUN, seed=2), ROWS, versions="1")
+    read = parity.read_losses(path)
+    assert {run.seed: rows for run, rows in read.items()} == {1: ROWS, 2: ROWS}
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_runs_that_finish_together_are_all_added(tmp_path):
+    path = tmp_path / "parity.csv"
+    runs = [dataclasses.replace(RUN, seed=seed) for seed in range(8)]
+
+    def add(run):
+        parity.add_losses(path, run, ROWS * 50, versions="1")
+
+    with concurrent.futures.ThreadPoolExecutor(len(runs)) as pool:
+        list(pool.map(add, runs))
+    read = parity.read_losses(path)
+    assert set(read) == {*runs} and {len(rows) for rows in read.values()} == {100}
+
+
+def test_the_clone_is_the_flags_then_the_environments_then_the_bundles(tmp_path, monkeypatch):
+    monkeypatch.setattr(parity, "BUNDLE", tmp_path / "original.bundle")
+    monkeypatch.setenv("TXL_ORIGINAL", "by-environment")
+    with parity.clone_of_original("by-flag") as path:
+        assert str(path) == "by-flag"
+    with parity.clone_of_original(None) as path:
+        assert str(path) == "by-environment"
+
+    monkeypatch.delenv("TXL_ORIGINAL")
+    with (
+        pytest.raises(UserError, match=r"--original.*TXL_ORIGINAL"),
+        parity.clone_of_original(None),
+    ):
+        pass
+
+    repository = tmp_path / "repository"
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", str(repository)]
+    subprocess.run(["git", "init", "--quiet", str(repository)], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message=x"], check=True)
+    subprocess.run([*git, "tag", parity.ORIGINAL_COMMIT], check=True)
+    subprocess.run([*git, "bundle", "create", "--quiet", str(parity.BUNDLE), "--all"], check=True)
+    with parity.clone_of_original(None) as path:
+        assert (path / ".git").is_dir()
+    assert not path.exists()
+
+
+# The comparison of files
+
+
+def all_losses(changes):
+    """The losses of all runs of all comparisons, around 2. With dropout, seeds differ.
+
+    `changes` has what is added to some rows, by comparison, text and side.
+    """
+    losses = {}
+    for comparison, text in itertools.product(parity.COMPARISONS, parity.TEXTS):
+        settings = parity.COMPARISONS[comparison]
+        for run in itertools.chain(*parity.runs_of(comparison, text).values()):
+            nats = np.full(settings.updates // settings.window, 2.0)
+            if comparison == "dropout":
+                nats += 0.1 * run.seed
+            for place, change in changes.get((comparison, text, str(run.side)), {}).items():
+                nats[place] += change
+            losses[run] = [
+                Losses(settings.window * number, loss, loss)
+                for number, loss in enumerate(nats.tolist(), start=1)
+            ]
+    return losses
+
+
+# By its name, what is changed, and whether all is within its bounds then.
+CHANGES = {
+    "nothing": ({}, 0),
+    "a little": ({("float64", "enwik8", "ours"): {0: 1e-9, 199: 1e-6}}, 0),
+    "the first update": ({("float64", "enwik8", "ours"): {0: 1e-8}}, 1),
+    "a later update": ({("float64", "ptb", "original"): {150: 1e-5}}, 1),
+    "the last of the first 30 updates": ({("float32", "ptb", "ours"): {29: 1e-4}}, 1),
+    "the update after them": ({("float32", "ptb", "ours"): {30: 1e-4}}, 0),
+    # Seeds at 2.1, 2.2 and 2.3: the band is 2.0 to 2.4, and our mean 2.2.
+    "dropout, within the band": ({("dropout", "ptb", "ours"): {7: 0.19}}, 0),
+    "dropout, above the band": ({("dropout", "ptb", "ours"): {7: 0.21}}, 1),
+    "dropout, below the band": ({("dropout", "enwik8", "ours"): {19: -0.21}}, 1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_difference_above_its_bound_is_an_exit_code(name, monkeypatch, capsys):
+    changes, code = CHANGES[name]
+    monkeypatch.setattr(parity, "read_losses", lambda path: all_losses(changes))
+    assert parity.main(["compare"]) == code
+    assert capsys.readouterr().out.count("in the band at") == 4
+
+
+def test_a_comparison_names_the_runs_that_are_missing(tmp_path, capsys):
+    path = tmp_path / "parity.csv"
+    assert parity.main(["compare", f"--csv={path}"]) == 2
+    n_run = 2 * (2 + 3 + 2 * len(parity.SEEDS))
+    assert capsys.readouterr().err.count("python benchmarks/parity.py train") == n_run
+
+
+def test_the_files_command_is_one_that_can_be_typed():
+    for comparison in parity.COMPARISONS:
+        for runs in parity.runs_of(comparison, "ptb").values():
+            _, script, *words = runs[0].command.split()
+            assert (parity.ROOT / script).samefile(parity.__file__)
+            parsed = parity.make_parser().parse_args([*words, "--data_dir=x"])
+            assert (parsed.comparison, parsed.side, parsed.seed) == (
+                comparison,
+                runs[0].side,
+                runs[0].seed,
+            )
