@@ -129,6 +129,9 @@ FIRST_BOUND = 1e-9  # float64, the first update.
 FLOAT64_BOUND = 1e-6  # float64, all updates.
 FLOAT32_BOUND = 1e-5  # float32, the first updates, before rounding has grown.
 FLOAT32_UPDATES = 30
+# With dropout, the share of places at which our mean must be in the original's band. If both sides
+# are the same, with normal losses of three seeds each, the mean is outside at 14% of them.
+SHARE_BOUND = 0.85
 
 
 @dataclasses.dataclass(frozen=True)
@@ -614,7 +617,7 @@ def relative_difference(ours: Curves, theirs: Curves) -> np.ndarray:
 
 
 class Band(NamedTuple):
-    """Between which losses our mean must be: [T] each."""
+    """The losses between which our mean is to be, [T] each."""
 
     low: np.ndarray
     high: np.ndarray
@@ -672,14 +675,14 @@ def _compare_updates(comparison: str, lines: Mapping[str, Curves]) -> bool:
 
 
 def _compare_seeds(ours: Curves, theirs: Curves) -> bool:
-    """Prints where our mean is in the original's band. Returns whether it always is."""
+    """Prints where our mean is in the original's band. Returns whether it is at enough places."""
     within = True
     for name in ("nats", "valid_nats"):
         our_nats = getattr(ours, name)
         their_nats = getattr(theirs, name)
         n_inside = count_inside(our_nats, their_nats)
         n_place = our_nats.shape[1]
-        within &= n_inside == n_place
+        within &= n_inside >= SHARE_BOUND * n_place
         last = [
             f"{nats[:, -1].mean():.4f} ({nats[:, -1].std(ddof=1):.4f})"
             for nats in (our_nats, their_nats)
