@@ -45,7 +45,8 @@ class ScheduleLengths(NamedTuple):
     data too, so that a rate is the same, bit for bit, whether the lengths are data or constants.
     """
 
-    warmup: Any  # int32, updates of the warm-up.
+    warmup_start: Any  # int32, the first update of the warm-up. Earlier ones are at the peak.
+    warmup: Any  # int32, the update after the warm-up.
     warmup_inverse: Any  # Float, 1 / warmup, or 1 without a warm-up.
     decay_start: Any  # int32, the update at which the decay starts from the peak.
     decay: Any  # int32, updates from there to the minimum.
@@ -59,12 +60,17 @@ class ScheduleLengths(NamedTuple):
         # The original PyTorch script decays from update 0, so that the rate jumps down where the
         # warm-up ends.
         decay_start = 0
+        # It sets the rate after an update, for the next one. So update 0, whose rate would be 0, is
+        # at the peak, where its decay begins.
+        warmup_start = 1
         if optimizer.schedule_offset is ScheduleOffset.AFTER_WARMUP:
             decay_start = warmup
+            warmup_start = 0
         decay_end = optimizer.decay_steps or config.train.steps
         # Above 0, because a valid config's warm-up ends before the decay does.
         decay = decay_end - decay_start
         return cls(
+            warmup_start=np.int32(warmup_start),
             warmup=np.int32(warmup),
             warmup_inverse=_inverse(max(warmup, 1)),
             decay_start=np.int32(decay_start),
@@ -138,11 +144,7 @@ def learning_rate(
     def rate(count: jax.Array) -> jax.Array:
         falling = decay(count)
         rising = warm_up(count).astype(falling.dtype)
-        is_rising = count < lengths.warmup
-        if optimizer.schedule_offset is ScheduleOffset.ORIGINAL:
-            # The script sets the rate after an update, for the next one. So update 0, which would
-            # have the rate 0, is at the peak, where its decay begins.
-            is_rising &= count > 0
+        is_rising = (lengths.warmup_start <= count) & (count < lengths.warmup)
         unscaled = jnp.where(is_rising, rising, falling)
         if average.lr_scale == 1 or average.start_step is None:
             return unscaled
