@@ -13,6 +13,9 @@ plain values.
 which you can publish; huggingface, for TransfoXLLMHeadModel of transformers 4.35.2; or original,
 with the names of the authors' PyTorch release. The files are read back and compared, tensors and
 losses, before the directory is renamed into place.
+
+The last two have no layer norm after the last layer. For them, train a pre-norm model, such as
+--flagfile=own_bytes or the quickstart, with --model.compat.final_norm=false.
 """
 
 import dataclasses

@@ -25,6 +25,7 @@ from txl_jax.config import (
     DynamicRule,
     EvalConfig,
     ExperimentConfig,
+    NormPlace,
     config_tree,
 )
 from txl_jax.config.experiment import evaluation_preset, evaluation_preset_names, preset_names
@@ -183,6 +184,16 @@ def test_a_flagfile_is_its_preset(name):
         f'txl_jax.preset("{name}")'
         in (flag_tree.FLAGFILE_DIR / f"{name}.flags").read_text().splitlines()[0]
     )
+
+
+@pytest.mark.parametrize("name", FLAGFILES)
+def test_a_flagfile_says_before_the_training_that_other_formats_lack_its_final_norm(name):
+    model = txl_jax.preset(name).model
+    flag = "--model.compat.final_norm=false"
+    lines = (flag_tree.FLAGFILE_DIR / f"{name}.flags").read_text().splitlines()
+    comments = [line for line in lines if line.startswith("#")]
+    has_final_norm = model.layer_norm is NormPlace.PRE and model.compat.final_norm
+    assert any(flag in comment for comment in comments) is has_final_norm
 
 
 def test_outside_of_a_clone_a_flagfile_is_its_preset(monkeypatch, tmp_path):

@@ -15,10 +15,13 @@ import pytest
 from safetensors import safe_open
 
 import txl_jax
+from experiments import quickstart
 from support import drawn_run, tiny, tiny_run, torch_bytes
 from support.cases import full_but
 from txl_jax.config import (
     AttentionWindow,
+    CorpusName,
+    DType,
     Encoding,
     ExperimentConfig,
     GenerateConfig,
@@ -29,7 +32,8 @@ from txl_jax.config import (
     Tokenizer,
     config_tree,
 )
-from txl_jax.config.experiment import apply_preset
+from txl_jax.config.experiment import apply_preset, preset, preset_names
+from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import original, portable, safetensors
 from txl_jax.interop.original import Format
@@ -37,6 +41,8 @@ from txl_jax.runs import convert as convert_job
 from txl_jax.runs.convert import TargetFormat
 
 TEXTS = [drawn_run.TEXT[:200], drawn_run.TEXT[200:230]]
+PRESET_NAMES = {TargetFormat.HUGGINGFACE: "hf", TargetFormat.ORIGINAL: "pytorch"}
+LEAVES = {leaf.name: leaf for leaf in config_tree.leaves(ExperimentConfig)}
 convert = functools.partial(convert_job.convert, log=lambda line: None)
 
 
@@ -177,6 +183,67 @@ def test_a_model_that_goes_to_another_format_comes_back_the_same(tmp_path, name,
         check_files_of_hugging_face(there, before)
 
 
+# The recipes that the README recommends for training. Only sizes and text are others here, and the
+# flag is added that README, docs and flagfiles name for a model that goes to other formats.
+RECIPES = {
+    "own_bytes": preset("own_bytes"),
+    "own_words": preset("own_words"),
+    "quickstart": quickstart.DEFAULTS,
+}
+MINIATURE = {
+    "model.n_layer": 2,
+    "model.d_model": 16,
+    "model.n_head": 2,
+    "model.d_head": 8,
+    "model.d_inner": 32,
+    "eval.segment_len": 5,
+    "eval.mem_len": 9,
+    "data.corpus": CorpusName.TEXT,
+    "model.compat.final_norm": False,
+}
+
+
+def recipe_run(folder, recipe, **changes):
+    """Returns a run of a recipe's miniature, on `drawn_run.TEXT`."""
+    folder.mkdir()
+    (folder / "text").write_bytes(drawn_run.TEXT)
+    values = MINIATURE | {"data.file": str(folder / "text")} | changes
+    config = config_tree.replace(recipe, values)
+    corpus = read_corpus(config.data, "nowhere", str(folder))
+    return drawn_run.make(folder / "run", config, corpus)[0]
+
+
+WAYS_OUT = [(recipe, to_format) for recipe in RECIPES for to_format in PRESET_NAMES]
+QUICK_WAYS = [(recipe, TargetFormat.HUGGINGFACE) for recipe in RECIPES]
+
+
+@pytest.mark.parametrize(("recipe", "to_format"), full_but(QUICK_WAYS, WAYS_OUT))
+def test_a_recommended_recipe_goes_out_and_comes_back(recipe, to_format, tmp_path):
+    """With the same nats."""
+    made = recipe_run(tmp_path / "made", RECIPES[recipe])
+    convert(made.path, tmp_path / "there", to_format=to_format)
+    convert(tmp_path / "there", tmp_path / "back")
+
+    before = txl_jax.load(made.path)
+    after = txl_jax.load(tmp_path / "back")
+    assert portable.stored_settings(after.config) == portable.stored_settings(before.config)
+    [expected] = before.score(TEXTS[:1], per_token=True)
+    [found] = after.score(TEXTS[:1], per_token=True)
+    assert len(expected) > 2 * before.config.eval.mem_len
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("to_format", PRESET_NAMES)
+@pytest.mark.parametrize("name", preset_names())
+def test_one_flag_makes_the_model_of_every_flagfile_one_that_other_formats_have(name, to_format):
+    """Except for the Penn Treebank's author, whose layers have no matrix of positions."""
+    config = config_tree.replace(preset(name), {"model.compat.final_norm": False})
+    if config.model.tie_positions:
+        assert name == "ptb_author"
+        config = config_tree.replace(config, {"model.tie_positions": False})
+    original.check_exportable(config.model, Format(str(to_format)))
+
+
 def check_files_of_hugging_face(folder, model):
     assert (folder / "vocab.txt").read_text().splitlines() == list(model.vocabulary.words)
     with safe_open(folder / "model.safetensors", "np") as file:
@@ -199,7 +266,7 @@ REFUSED = {
     "final norm": (
         {"model.layer_norm": NormPlace.PRE},
         None,
-        ["--compat=PRESET", "--model.layer_norm=post"],
+        ["--model.compat.final_norm=false"],
     ),
     "tied positions": ({"model.tie_positions": True}, None, ["--model.tie_positions=false"]),
     "LSTM": ({"model.network": Network.LSTM}, None, ["--model.network=transformer_xl"]),
@@ -216,7 +283,6 @@ REFUSED = {
         ["--compat=PRESET"],
     ),
 }
-PRESET_NAMES = {TargetFormat.HUGGINGFACE: "hf", TargetFormat.ORIGINAL: "pytorch"}
 
 
 @pytest.mark.parametrize(("changes", "only", "flags"), REFUSED.values(), ids=REFUSED)
@@ -240,18 +306,19 @@ def test_a_formula_that_a_format_cannot_hold_is_refused_before_anything_is_writt
 
 
 def config_of_flag(name, value):
+    assert LEAVES[name].setting.flag, f"--{name} is not a flag"
     kind = type(config_tree.get(ExperimentConfig(), name))
     return {name: kind(value) if issubclass(kind, str) else value == "true"}
 
 
 def test_a_refused_model_leaves_nothing(tmp_path, monkeypatch):
-    """The default of --layer_norm=pre, as in the recipe for a text of one's own."""
+    """The default of --model.layer_norm=pre."""
     made = drawn_run.of_words(tmp_path / "run", **{"model.layer_norm": NormPlace.PRE})
     monkeypatch.setattr(
         convert_job.storage, "new_folder", lambda folder: pytest.fail("it began to write")
     )
-    for to_format, preset in PRESET_NAMES.items():
-        with pytest.raises(UserError, match=f"--compat={preset}"):
+    for to_format in PRESET_NAMES:
+        with pytest.raises(UserError, match=r"--model\.compat\.final_norm=false"):
             convert(made.path, tmp_path / "there", to_format=to_format)
     assert not (tmp_path / "there").exists()
 
@@ -496,6 +563,28 @@ def test_its_tokenizer_reads_the_words(library, tmp_path):
     assert len(tokenizer) == vocabulary.size and tokenizer.eos_token_id == vocabulary.mark
 
 
+def nats_of_transformers(library, folder, model, text):
+    """Returns the nats of each token of a text in their class, read from a converted directory.
+
+    The class reads segments of the model's length, and carries its memory from one to the next.
+    """
+    torch, transformers = library
+    peer = transformers.TransfoXLLMHeadModel.from_pretrained(folder).eval()
+    if model.config.model.dtype is DType.FLOAT64:
+        peer = peer.double()
+    tokens = torch.tensor(model.encode(text).astype(np.int64))
+    length = model.config.eval.segment_len
+    memory = None
+    nats = []
+    for begin in range(0, len(tokens) - 1, length):
+        segment = tokens[begin : begin + length + 1]
+        with torch.no_grad():
+            found = peer(segment[None, :-1], mems=memory)
+        memory = found.mems
+        nats.append(-found.prediction_scores[0].gather(1, segment[1:, None])[:, 0].numpy())
+    return np.concatenate(nats)
+
+
 @pytest.mark.nightly(part="huggingface")
 @THEIR_WARNINGS
 @pytest.mark.parametrize(
@@ -505,23 +594,61 @@ def test_a_run_with_its_preset_has_the_nats_of_transformers(library, tmp_path, c
     """A run trained with --compat=hf, read by their class from the files that a conversion
     writes.
     """
-    torch, transformers = library
     hf = {"model.compat.memory_start": MemoryStart.ZEROS, "model.compat.final_norm": False}
     made = drawn_run.of_words(tmp_path / "run", **(changes | hf))
     convert(made.path, tmp_path / "theirs", to_format=TargetFormat.HUGGINGFACE)
-    peer = transformers.TransfoXLLMHeadModel.from_pretrained(tmp_path / "theirs").eval()
     model = txl_jax.load(made.path)
     [ours] = model.score(TEXTS[:1], per_token=True)
-    ids = model.encode(TEXTS[0]).astype(np.int64)
-    memory, theirs = None, []
-    length = model.config.eval.segment_len
-    for begin in range(0, len(ids) - 1, length):
-        segment = ids[begin : begin + length + 1]
-        with torch.no_grad():
-            found = peer(torch.tensor(segment[None, :-1]), mems=memory)
-        memory = found.mems
-        targets = torch.tensor(segment[1:, None])
-        theirs.append(-found.prediction_scores[0].gather(1, targets)[:, 0].numpy())
-    theirs = np.concatenate(theirs)
+    theirs = nats_of_transformers(library, tmp_path / "theirs", model, TEXTS[0])
     assert len(ours) == len(theirs)
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-5 * theirs.max())
+
+
+@pytest.fixture
+def float64(library, x64, monkeypatch):
+    """float64 in both libraries."""
+    torch, _ = library
+    # Their attention casts to float32 and there writes the lowest number of float64.
+    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)
+    return {"model.dtype": DType.FLOAT64}
+
+
+@pytest.mark.nightly(part="huggingface")
+@THEIR_WARNINGS
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_recipe_with_its_preset_has_the_nats_of_transformers(library, tmp_path, float64, recipe):
+    """A model of the recipe with --compat=hf. What differs are the frequencies of its positions,
+    which the files have in float32.
+    """
+    made = recipe_run(tmp_path / "made", apply_preset(recipe, "hf"), **float64)
+    convert(made.path, tmp_path / "theirs", to_format=TargetFormat.HUGGINGFACE)
+    model = txl_jax.load(made.path)
+    text = drawn_run.TEXT[:1200]
+    [ours] = model.score([text], per_token=True)
+    theirs = nats_of_transformers(library, tmp_path / "theirs", model, text)
+    assert len(ours) == len(theirs) > 300
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-6 * theirs.max())
+
+
+@pytest.mark.nightly(part="huggingface")
+@THEIR_WARNINGS
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_recipe_differs_in_transformers_only_at_the_beginning(
+    library, tmp_path, float64, recipe
+):
+    """Without --compat=hf, its memory begins empty and theirs with zeros, which layer n no longer
+    sees after n memories.
+    """
+    made = recipe_run(tmp_path / "made", recipe, **float64)
+    convert(made.path, tmp_path / "theirs", to_format=TargetFormat.HUGGINGFACE)
+    model = txl_jax.load(made.path)
+    text = drawn_run.TEXT[:1200]
+    [ours] = model.score([text], per_token=True)
+    theirs = nats_of_transformers(library, tmp_path / "theirs", model, text)
+
+    mem_len = model.config.eval.mem_len
+    tolerance = 1e-6 * theirs.max()
+    assert np.abs(theirs - ours)[:mem_len].max() > 1000 * tolerance
+    end = model.config.model.n_layer * mem_len
+    assert len(ours) == len(theirs) > 10 * end
+    np.testing.assert_allclose(theirs[end:], ours[end:], rtol=0, atol=tolerance)

@@ -102,7 +102,7 @@ def to_leaves(
 ) -> dict[str, Leaf]:
     """Returns the parameters of `TransformerXL` by path, in the tensors' dtypes.
 
-    The model has `final_norm` off.
+    The model has `model.compat.final_norm` off.
 
     `tensors` are by their names in `format`. A shared one needs only one of its names. Raises
     `UserError` if a tensor is missing, unknown or of the wrong shape, shared tensors differ, or the
@@ -182,10 +182,9 @@ def check_exportable(config: ModelConfig, format: Format) -> None:
             f"--model.network={Network.TRANSFORMER_XL}",
         )
     if config.layer_norm is NormPlace.PRE and config.compat.final_norm:
-        flags = f"{preset} or --model.layer_norm={NormPlace.POST}"
         refuse(
             "has no layer norm after the last layer (model.compat.final_norm, of a pre-norm model)",
-            flags,
+            "--model.compat.final_norm=false",
         )
     if config.tie_positions:
         refuse(
