@@ -633,9 +633,7 @@ def test_a_recipe_with_its_preset_has_the_nats_of_transformers(library, tmp_path
 @pytest.mark.nightly(part="huggingface")
 @THEIR_WARNINGS
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_a_recipe_differs_in_transformers_only_at_the_beginning(
-    library, tmp_path, float64, recipe
-):
+def test_a_recipe_differs_in_transformers_only_at_the_beginning(library, tmp_path, float64, recipe):
     """Without --compat=hf, its memory begins empty and theirs with zeros, which layer n no longer
     sees after n memories.
     """

@@ -190,8 +190,8 @@ class CompatConfig(Config, prefix="model.compat."):
     )
     final_norm: bool = setting(
         True,
-        "With model.layer_norm=pre: a layer norm after the last layer. Other implementations do not "
-        "have it: to convert the model to their formats later, train with false.",
+        "With model.layer_norm=pre: a layer norm after the last layer. Other implementations do "
+        "not have it: to convert the model to their formats later, train with false.",
         shapes_params=True,
     )
 
