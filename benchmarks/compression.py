@@ -17,6 +17,7 @@ gzip, bzip2, xz and zstd must be installed, and pyppmd (pip install pyppmd).
 import argparse
 import csv
 import datetime
+import importlib
 import importlib.metadata
 import os
 import subprocess
@@ -131,7 +132,7 @@ def _compressors() -> Iterator[tuple[str, Compressor]]:
         return compress
 
     def make_ppmd(order: int) -> Compressor:
-        import pyppmd
+        pyppmd = importlib.import_module("pyppmd")
 
         def compress(text: bytes) -> bytes:
             encoder = pyppmd.Ppmd7Encoder(order, PPMD_BYTES)
