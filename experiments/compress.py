@@ -185,8 +185,8 @@ def _decompress(
         predictor = Predictor(trained, header.coding, log=log)
         n_symbol = predictor.vocabulary.size
         file_format.check_length(header, payload, name=name, n_symbol=n_symbol)
-        _describe(trained, header.coding, log)
         _check_weights(predictor, header, name=name, model=plan.model)
+        _describe(trained, header.coding, log)
         probe_sha256 = predictor.probe(stop_requested=lambda: job.stop)
         _check_numbers(probe_sha256, header, header.environment, name=name)
         began = time.monotonic()
@@ -242,7 +242,7 @@ def _read(source: str) -> bytes:
     """Returns the content of a file, or of standard input."""
     if source == STANDARD:
         return sys.stdin.buffer.read()
-    with rephrased(f"cannot read {source} (%s)", OSError):
+    with rephrased(f"cannot read {source} (%s). For standard input, pass -.", OSError):
         return storage.read(source)
 
 
@@ -253,6 +253,7 @@ def _describe(trained: TrainedModel, coding: Coding, log: Callable[[str], None])
         f"{coding.mem_len}, learning rate {coding.learning_rate:g}, decay {coding.decay:g}, "
         f"threads {coding.threads}"
     )
+    log("probe     compiling, and computing numbers that both directions must share")
 
 
 def _progress(job: cli.Job, name: str, n_bytes: int, log: Callable[[str], None]) -> Any:

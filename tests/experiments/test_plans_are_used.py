@@ -9,15 +9,25 @@ from collections.abc import Callable
 
 import pytest
 
-from experiments import convert, ensemble, export, lm_eval, quickstart, report, tune_dynamic
+from experiments import (
+    compress,
+    convert,
+    ensemble,
+    export,
+    lm_eval,
+    quickstart,
+    report,
+    tune_dynamic,
+)
 from experiments.__main__ import HEADINGS
 from experiments.__main__ import programs as programs_in
 from experiments.bench import device, estimate, serving, session, speed
 from experiments.paper import ablation, attention, context_length, continuation, recl, table9
-from support import plan_starts
+from support import plan_starts, tiny_run
 from support.plan_starts import Seen
 from txl_jax import cli
 from txl_jax.cli.train_command import TrainPlan
+from txl_jax.compression.file_format import Coding
 from txl_jax.config import config_tree
 from txl_jax.runs.score import InputFormat
 
@@ -65,7 +75,50 @@ DEVICE = device.Plan(configs=("one",), tiles=(), paths=("reference",), out="/o")
 CASE = ("one", "training", 4, 7, "float32")
 VANILLA = "none-vaswani-half"
 
+COMPRESS = compress.Plan(model="/a", out="/b")
+# The memory is the model's.
+CODING = Coding(
+    streams=8,
+    segment_len=32,
+    mem_len=tiny_run.CONFIG.eval.mem_len,
+    learning_rate=7e-4,
+    decay=2e-3,
+    epsilon=1e-8,
+    threads=2,
+)
+
+
+def coded_with(**values):
+    """Returns the effect of settings of the coding."""
+    return {"Predictor.coding": dataclasses.replace(CODING, **values)}
+
+
 SCENES = [
+    Scene(
+        "compress",
+        plan_starts.start_compress,
+        COMPRESS,
+        {
+            "decompress": (
+                True,
+                {
+                    "load.content": b"content",
+                    "load.name": "/text",
+                    "use_cpu.threads": plan_starts.CODING.threads,
+                    "Predictor.coding": plan_starts.CODING,
+                },
+            ),
+            "model": ("/c", {"open_weights.path": "/c"}),
+            "ensemble_member": ("seed=2", {"open_weights.member": "seed=2"}),
+            "out": ("/c", {"check_new_file.path": "/c"}),
+            "streams": (3, coded_with(streams=3)),
+            "segment_len": (3, coded_with(segment_len=3)),
+            "learning_rate": (0.5, coded_with(learning_rate=0.5)),
+            "decay": (0.5, coded_with(decay=0.5)),
+            "epsilon": (0.5, coded_with(epsilon=0.5)),
+            "threads": (3, {"use_cpu.threads": 3} | coded_with(threads=3)),
+        },
+    ),
     Scene(
         "convert",
         plan_starts.start_convert,

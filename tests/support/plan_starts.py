@@ -15,6 +15,7 @@ import types
 import numpy as np
 
 from experiments import (
+    compress,
     convert,
     ensemble,
     export,
@@ -32,6 +33,7 @@ from support.calls import EnoughError
 from txl_jax import cli
 from txl_jax.cli import job as job_lib
 from txl_jax.cli import plans, train_command
+from txl_jax.compression.file_format import Coding, Environment, Header
 from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.metrics import Totals
@@ -141,6 +143,31 @@ def start_export(seen, plan, changed):
     seen.replace(export, "make_mesh", lambda config, devices: "mesh")
     seen.keep(export, "build_for", EnoughError())
     seen.run(export, plan, changed)
+    return seen.found
+
+
+# How a file was coded that a plan decompresses.
+CODING = Coding(
+    streams=5,
+    segment_len=6,
+    mem_len=9,
+    learning_rate=0.5,
+    decay=0.25,
+    epsilon=0.125,
+    threads=3,
+)
+
+
+def start_compress(seen, plan, changed):
+    header = Header(7, "text", CODING, Environment("device", "processor", "versions"))
+    seen.keep(storage, "check_new_file")
+    seen.replace(storage, "read", lambda path: b"content")
+    seen.keep(compress.file_format, "load", (header, b"payload"))
+    seen.replace(compress.cpu_threads, "available", lambda: 2)
+    seen.keep(compress.cpu_threads, "use_cpu")
+    seen.keep(compress, "open_weights", MODEL)
+    seen.keep(compress, "Predictor", EnoughError())
+    seen.run(compress, plan, changed, words=["/text"])
     return seen.found
 
 
