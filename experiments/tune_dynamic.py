@@ -40,7 +40,8 @@ from txl_jax.interop import leaves
 from txl_jax.metrics import Totals
 from txl_jax.runs.dynamic_statistics import digest_of_weights, learning_model
 from txl_jax.runs.run import Run
-from txl_jax.runs.score import Kind, Split, as_result, score
+from txl_jax.runs.score import as_result, score
+from txl_jax.runs.score_splits import Kind, Split
 from txl_jax.runs.trained import TrainedModel, load_to_score
 from txl_jax.runtime import environment, storage
 from txl_jax.runtime.output import say

@@ -30,10 +30,10 @@ from txl_jax.inference.generate import Generator
 from txl_jax.memory import Memory
 from txl_jax.metrics import Totals
 from txl_jax.runs.build import Built, build_for
+from txl_jax.runs.documents import DocumentReader, check_batch_size, read_all, takes_embeddings
 from txl_jax.runs.dynamic import DynamicModel, NamedDocument, built_with_rule, document_config
 from txl_jax.runs.dynamic_statistics import learning_model
 from txl_jax.runs.generate import check_can_generate, or_start, read_stop
-from txl_jax.runs.score import DocumentReader, check_batch_size, read_all, takes_embeddings
 from txl_jax.runs.trained import TrainedModel, open_weights
 from txl_jax.runtime import distributed
 

@@ -36,7 +36,7 @@ from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention import ScoreTerms, Visibility, score_terms
 from txl_jax.runs.build import Built
 from txl_jax.runs.run import Run
-from txl_jax.runs.score import Split
+from txl_jax.runs.score_splits import Split
 from txl_jax.runs.scoring_progress import progress_bar
 from txl_jax.runs.trained import load_to_score
 from txl_jax.runtime import environment

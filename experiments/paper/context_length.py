@@ -27,7 +27,8 @@ from txl_jax.modules.positions import encoding_of
 from txl_jax.runs.build import build_for
 from txl_jax.runs.run import Run
 from txl_jax.runs.run_tables import csv_file
-from txl_jax.runs.score import Split, as_record, score_with_line
+from txl_jax.runs.score import as_record, score_with_line
+from txl_jax.runs.score_splits import Split
 from txl_jax.runs.trained import load_to_score
 from txl_jax.runtime import distributed, storage
 from txl_jax.runtime.output import say

@@ -22,7 +22,7 @@ from txl_jax.config.config_tree import require, setting
 from txl_jax.data.corpus import Corpus
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runs.run import Run
-from txl_jax.runs.score import Split
+from txl_jax.runs.score_splits import Split
 from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runs.trained import load_to_score
 from txl_jax.runtime import distributed, environment, storage

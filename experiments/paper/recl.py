@@ -29,7 +29,8 @@ from txl_jax.evaluation.sliding_window import context_losses, positions
 from txl_jax.metrics import Totals
 from txl_jax.runs.run import Run
 from txl_jax.runs.run_tables import csv_file
-from txl_jax.runs.score import Split, format_scores
+from txl_jax.runs.score import format_scores
+from txl_jax.runs.score_splits import Split
 from txl_jax.runs.scoring_progress import check_finite, progress_bar
 from txl_jax.runs.trained import load_to_score
 from txl_jax.runtime import environment

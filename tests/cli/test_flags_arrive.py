@@ -26,7 +26,7 @@ from txl_jax.config.experiment import apply_preset
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.published import default_data
 from txl_jax.errors import UserError
-from txl_jax.runs import score
+from txl_jax.runs import score_input, score_splits
 from txl_jax.runs.run import TextInfo
 from txl_jax.runs.trainer import Outcome
 
@@ -402,8 +402,9 @@ def calls(monkeypatch):
 
     for name in ("generate_text", "continue_prompts"):
         replace(train_command, name)
-    for name in ("evaluate_splits", "score_tokens", "score_documents"):
-        replace(score, name)
+    replace(score_splits, "evaluate_splits")
+    replace(score_splits, "score_tokens")
+    replace(score_input, "score_documents")
     replace(train_command, "train_run", Outcome(finished=False, step=1, results=None))
     monkeypatch.setattr(cli.Job, "corpus", lambda job, config, *rest: None)
     return found

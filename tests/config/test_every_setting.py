@@ -30,7 +30,7 @@ from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.data.vocabulary import dumps
-from txl_jax.runs import score, warm_start
+from txl_jax.runs import score_input, score_splits, warm_start
 from txl_jax.runs.build import build, build_for
 from txl_jax.runs.generate import read_prompt, read_stop
 from txl_jax.runs.run import Run
@@ -173,14 +173,14 @@ def scored(config):
     trained = config_tree.replace(config, {"eval.average_checkpoints": None})
     corpus, folder = read_corpus(config.data, "."), f"scored-{hash(config)}"
     runs.train(trained, corpus, folder)
-    return score.evaluate_splits(config, corpus, Run.read(folder))["test"]
+    return score_splits.evaluate_splits(config, corpus, Run.read(folder))["test"]
 
 
 def learned(config):
     """The test score of a model that learns while it reads, or does not."""
     folder = f"learned-{hash(config)}"
     corpus = _train_without_dynamic(config, folder)
-    results = score.evaluate_splits(config, corpus, Run.read(folder))
+    results = score_splits.evaluate_splits(config, corpus, Run.read(folder))
     return results.get("dynamic", results)["test"]
 
 
@@ -191,7 +191,7 @@ def documents(config):
     trained = TrainedModel.of(Run.read(folder), config)
     lines = []
     texts = iter([(1, b"one two one two one two"), (2, b"two one two one two one")])
-    score.score_documents(trained, texts, name="texts", per_token=False, write=lines.append)
+    score_input.score_documents(trained, texts, name="texts", per_token=False, write=lines.append)
     return lines
 
 

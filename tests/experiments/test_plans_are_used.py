@@ -29,7 +29,7 @@ from txl_jax import cli
 from txl_jax.cli.train_command import TrainPlan
 from txl_jax.compression.file_format import Coding
 from txl_jax.config import config_tree
-from txl_jax.runs.score import InputFormat
+from txl_jax.runs.score_input import InputFormat
 
 GONE = "gone"  # In place of a call that is not made any more.
 

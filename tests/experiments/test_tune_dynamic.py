@@ -15,7 +15,7 @@ from support import drawn_run
 from txl_jax.cli import precedence
 from txl_jax.config import DynamicRule, ExperimentConfig, config_tree
 from txl_jax.errors import UserError
-from txl_jax.runs.score import Kind, Split, evaluate_splits
+from txl_jax.runs.score_splits import Kind, Split, evaluate_splits
 from txl_jax.runs.scoring_progress import Interrupted
 
 PLAN = Plan(learning_rates=(1e-3, 2e-3, 4e-3), decays=(0.0, 1e-2))

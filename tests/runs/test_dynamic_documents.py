@@ -23,7 +23,7 @@ from txl_jax.data.segments import evaluation_segments
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.evaluation import dynamic
 from txl_jax.recurrence import Segments
-from txl_jax.runs import score as score_job
+from txl_jax.runs import score_input
 from txl_jax.runs.build import build_for
 from txl_jax.runs.dynamic import DynamicModel, built_with_rule
 from txl_jax.runs.trained import TrainedModel
@@ -224,7 +224,7 @@ def records(run, lines, rule: DynamicConfig, *, per_token=False, written=None):
     written = [] if written is None else written
     config = config_tree.replace(run.config, {"eval.dynamic": rule})
     texts = ((number, line.encode()) for number, line in enumerate(lines, start=11))
-    score_job.score_documents(
+    score_input.score_documents(
         TrainedModel.of(run, config),
         texts,
         name="book.txt",

@@ -31,7 +31,7 @@ from txl_jax.runs.convert import convert
 from txl_jax.runs.dynamic import DynamicModel
 from txl_jax.runs.dynamic_statistics import learning_model
 from txl_jax.runs.run import Run
-from txl_jax.runs.score import evaluate_splits
+from txl_jax.runs.score_splits import evaluate_splits
 from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runs.trained import TrainedModel, open_weights
 from txl_jax.runtime import storage

@@ -21,9 +21,10 @@ from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.word_tokens import CharacterVocabulary
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.metrics import Measure, Totals
+from txl_jax.runs import dynamic, score_input, score_splits, scoring_progress
 from txl_jax.runs import score as score_job
-from txl_jax.runs import scoring_progress
-from txl_jax.runs.score import InputFormat, documents, evaluate_splits, open_input
+from txl_jax.runs.score_input import InputFormat, documents, open_input
+from txl_jax.runs.score_splits import evaluate_splits
 from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runs.trained import TrainedModel
 
@@ -40,10 +41,10 @@ def run(tmp_path_factory):
 
 
 def test_both_splits_are_scored_in_total_and_per_token(run, monkeypatch):
-    monkeypatch.setattr(score_job, "_TOKENS_PER_BLOCK", 13)
+    monkeypatch.setattr(score_splits, "_TOKENS_PER_BLOCK", 13)
     config, corpus, workdir, components = run
     results = evaluate_splits(config, corpus, workdir)
-    totals = score_job.score_tokens(config, corpus, workdir)
+    totals = score_splits.score_tokens(config, corpus, workdir)
     assert json.loads(Path(workdir.path, "evaluation.json").read_text()) == results
     assert (results["step"], results["text_sha256"]) == (drawn_run.STEP, corpus.digest)
     for split in ("valid", "test"):
@@ -106,7 +107,7 @@ def test_the_score_of_each_token_is_from_before_it_was_learned(run):
     config, corpus, workdir, _ = run
     learning = config_tree.replace(config, LEARNING)
 
-    totals = score_job.score_tokens(learning, corpus, workdir)
+    totals = score_splits.score_tokens(learning, corpus, workdir)
 
     results = evaluate_splits(learning, corpus, workdir)
     for split in ("valid", "test"):
@@ -133,7 +134,7 @@ def test_averaged_checkpoints_of_a_member_do_not_learn(run):
     config, corpus, workdir, _ = run
     averaged = config_tree.replace(config, LEARNING | {"eval.average_checkpoints": 2})
     trained = TrainedModel.of(workdir, averaged)
-    score_job._check_dynamic(trained)
+    dynamic.check_can_learn(trained)
 
     as_member = copy.copy(workdir)
     as_member.member = "seed=2"
@@ -155,7 +156,7 @@ def test_a_text_that_is_both_splits_is_scored_once(run, capsys, monkeypatch):
     scored = []
     real = score_job.score
     monkeypatch.setattr(
-        score_job, "score", lambda *given, **named: scored.append(1) or real(*given, **named)
+        score_splits, "score", lambda *given, **named: scored.append(1) or real(*given, **named)
     )
     results = evaluate_splits(config, same, workdir)
     assert results["test"] == results["valid"] and len(scored) == 1
@@ -165,7 +166,7 @@ def test_a_text_that_is_both_splits_is_scored_once(run, capsys, monkeypatch):
         re.findall(rf"(?m)^{split} (bits per byte .* tokens\))", out) for split in ("valid", "test")
     )
     assert valid == test
-    totals = score_job.score_tokens(config, same, workdir)
+    totals = score_splits.score_tokens(config, same, workdir)
     assert totals["test"] == totals["valid"] and len(scored) == 2
     lines = [Path(workdir.path, f"scores-{split}.tsv").read_bytes() for split in ("valid", "test")]
     assert lines[0] == lines[1]
@@ -263,7 +264,7 @@ def unescaped(text):
 @example(bytes(range(256)))
 def test_a_name_is_one_cell_of_one_line_and_can_be_read_back(name):
     name = name if isinstance(name, bytes) else name.encode()
-    shown = score_job.printable(name)
+    shown = score_splits.printable(name)
     assert "\t" not in shown and len(shown.splitlines()) <= 1
     assert not {chr(i) for i in range(32)} & set(shown)
     assert unescaped(shown) == name
@@ -274,7 +275,7 @@ def test_tables_of_tokens_are_read_by_readers_of_csv():
     names = [b'"', b'""', b'a"', b'"a', b"a", b"'"]
     vocabulary = types.SimpleNamespace(names=lambda: names)
     tokens = np.array([0, 0, 1, 2, 3, 4, 5, 0])
-    lines = list(score_job.token_lines(tokens, np.arange(8.0), vocabulary))
+    lines = list(score_splits.token_lines(tokens, np.arange(8.0), vocabulary))
     _, *rows = csv.reader(lines, delimiter="\t")
     assert [unescaped(name) for _, name, _ in rows] == [names[token] for token in tokens[1:]]
 
@@ -333,7 +334,7 @@ def records(lines, *, per_token=False, params=None, written=None, vocabulary=tin
     weights = types.SimpleNamespace(vocabulary=vocabulary, build=lambda log: model.components)
     weights.params = lambda components, log: (7, params or model.params)
     texts = enumerate(lines, start=1)
-    score_job.score_documents(
+    score_input.score_documents(
         weights, texts, name="book.txt", per_token=per_token, write=written.append
     )
     assert len(written) == len(lines)

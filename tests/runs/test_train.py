@@ -24,7 +24,7 @@ from support.runs import numbers, stop_after
 from txl_jax import flops
 from txl_jax.config import config_tree
 from txl_jax.errors import NonFiniteError, UserError
-from txl_jax.runs import score, validation
+from txl_jax.runs import score_splits, validation
 from txl_jax.runs.build import Compilation, build
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.generate import generate_text, make_sampler
@@ -196,7 +196,7 @@ def test_samples_are_written_at_evaluations_and_change_nothing_else(
     generate_text(sampling, Run.read(folder))
     best = (folder / "samples" / f"step-{outcome.results['best_valid']['step']}.txt").read_bytes()
     assert best == (folder / "sample-seed0.txt").read_bytes() and best.startswith(b"one ")
-    assert all(score.printable(line) in printed for line in best.splitlines())
+    assert all(score_splits.printable(line) in printed for line in best.splitlines())
     logged = runs.log_lines(folder / "log.txt")
     # On one device, in log.txt alone.
     for begins in ("command  ", "versions ", "attention", "remat "):
@@ -215,7 +215,7 @@ def test_a_run_that_diverges_ends_with_results_that_json_can_hold(config, corpus
     }
     changed = config_tree.replace(config, wild)
     assert runs.train(changed, corpus, tmp_path).finished
-    score.evaluate_splits(changed, corpus, Run.read(tmp_path))
+    score_splits.evaluate_splits(changed, corpus, Run.read(tmp_path))
     results, again = (
         json.loads((tmp_path / f"{name}.json").read_text()) for name in ("results", "evaluation")
     )

@@ -22,10 +22,10 @@ from txl_jax.data.corpus import refuse_packed
 from txl_jax.data.published import program_of
 from txl_jax.data.text import json_texts
 from txl_jax.errors import UserError
-from txl_jax.runs import score, warm_start
+from txl_jax.runs import score_input, score_splits, warm_start
 from txl_jax.runs.generate import check_can_generate, continue_prompts, generate_text
 from txl_jax.runs.run import Run
-from txl_jax.runs.score import InputFormat
+from txl_jax.runs.score_input import InputFormat
 from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runs.trained import TrainedModel, open_weights
 from txl_jax.runs.trainer import train_run
@@ -236,9 +236,11 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
             generate_text(config, model, stop_requested=lambda: job.stop)
         return None
     corpus = job.corpus(config, run, model.vocabulary)
-    score_splits = score.evaluate_splits if plan.mode is Mode.EVAL else score.score_tokens
     with job.stop:
-        score_splits(config, corpus, model, stop_requested=lambda: job.stop)
+        if plan.mode is Mode.EVAL:
+            score_splits.evaluate_splits(config, corpus, model, stop_requested=lambda: job.stop)
+        else:
+            score_splits.score_tokens(config, corpus, model, stop_requested=lambda: job.stop)
     return None
 
 
@@ -297,13 +299,13 @@ def _use_documents(
     plan: TrainPlan, model: TrainedModel, name: str, write: Callable[[str], None]
 ) -> None:
     """Scores or continues the documents of the file `name`, and writes their records."""
-    with score.open_input(name) as file:
+    with score_input.open_input(name) as file:
         # Pairs of the number of a document's first line and its text in UTF-8, or its bytes.
         documents: Iterator[tuple[int, bytes]]
         field = model.config.data.json_field
         if field is None:
             as_bytes = isinstance(model.vocabulary, ByteVocabulary)
-            documents = score.documents(file, plan.input_format, as_bytes=as_bytes)
+            documents = score_input.documents(file, plan.input_format, as_bytes=as_bytes)
         else:
             lines = json_texts(file, field, name=name)
             documents = ((number, text.encode()) for number, text in lines)
@@ -311,7 +313,7 @@ def _use_documents(
         if plan.mode is Mode.GENERATE:
             continue_prompts(model, documents, name=name, write=write)
         else:
-            score.score_documents(
+            score_input.score_documents(
                 model, documents, name=name, per_token=plan.per_token, write=write
             )
 

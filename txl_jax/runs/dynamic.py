@@ -23,6 +23,7 @@ from txl_jax.evaluation import dynamic
 from txl_jax.evaluation.streaming import EvalStep, SegmentLosses, evaluate
 from txl_jax.metrics import Measure, Totals
 from txl_jax.runs.build import Built, shardings_of
+from txl_jax.runs.run import Run
 from txl_jax.runs.scoring_progress import Interrupted, progress_bar
 from txl_jax.runs.trained import TrainedModel
 from txl_jax.runtime import distributed
@@ -294,4 +295,16 @@ def built_with_rule(built: Built, rule: optax.GradientTransformation | None = No
         attention=built.attention,
         remat=built.remat,
         rule=rule,
+    )
+
+
+def check_can_learn(trained: TrainedModel) -> None:
+    """Raises `UserError` if a member of an ensemble would learn from averaged checkpoints."""
+    settings = trained.config.eval
+    is_member = isinstance(trained.source, Run) and trained.source.member is not None
+    require(
+        settings.dynamic.rule is None or not settings.average_checkpoints or not is_member,
+        f"eval.average_checkpoints must be none for eval.dynamic.rule={settings.dynamic.rule} with "
+        f"a member of an ensemble, got {settings.average_checkpoints}. Split the member off first "
+        "(python -m experiments.ensemble --mode=split).",
     )

@@ -16,7 +16,8 @@ from txl_jax.runs.build import Built
 from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.generate import as_file
 from txl_jax.runs.run import RESULTS, Run, read_results
-from txl_jax.runs.score import Split, as_record, as_result, printable, score_with_line
+from txl_jax.runs.score import as_record, as_result, score_with_line
+from txl_jax.runs.score_splits import Split, printable
 from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runtime import distributed, environment, storage
 from txl_jax.runtime.log import RunLog, read_metrics

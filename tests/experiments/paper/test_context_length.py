@@ -14,8 +14,8 @@ from support import tiny_run
 from txl_jax import plots
 from txl_jax.config import Encoding, config_tree
 from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step, window_batches
-from txl_jax.runs import score
-from txl_jax.runs.score import Split
+from txl_jax.runs import score_splits
+from txl_jax.runs.score_splits import Split
 from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runs.validation import as_record
 
@@ -50,7 +50,9 @@ def test_each_row_is_an_evaluation_at_that_length(recurrent, split):
     # Those of evaluation have 5.
     for length, row, segment_len in zip(found, rows, [3, 5], strict=True):
         at = {"eval.mem_len": length, "eval.same_length": True, "eval.segment_len": segment_len}
-        alone = score.evaluate_splits(config_tree.replace(config, at), corpus, workdir)[split]
+        alone = score_splits.evaluate_splits(config_tree.replace(config, at), corpus, workdir)[
+            split
+        ]
         assert (
             as_record(found[length], corpus.vocabulary)
             == alone

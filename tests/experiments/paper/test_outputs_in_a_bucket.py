@@ -11,7 +11,7 @@ from experiments.paper import attention, context_length, continuation, recl
 from support import programs
 from txl_jax.config import config_tree
 from txl_jax.errors import UserError
-from txl_jax.runs import score
+from txl_jax.runs import score_input, score_splits
 from txl_jax.runtime.storage import names, read
 
 
@@ -47,12 +47,12 @@ def test_studies_of_one_run(make_run, bucket, tmp_path):
 @pytest.mark.full
 def test_scores_and_reports_are_written_and_inputs_read_there_too(make_run, bucket, tmp_path):
     config, corpus, workdir = make_run(bucket, text_folder=tmp_path)
-    score.evaluate_splits(config, corpus, workdir)
-    score.score_tokens(config, corpus, workdir)
+    score_splits.evaluate_splits(config, corpus, workdir)
+    score_splits.score_tokens(config, corpus, workdir)
     assert {"evaluation.json", "scores-valid.tsv", "scores-test.tsv"} < set(names(workdir.path))
-    with score.open_input(f"{workdir.path}/scores-test.tsv") as file:
+    with score_input.open_input(f"{workdir.path}/scores-test.tsv") as file:
         assert len(file.readlines()) == len(corpus.test)
     with pytest.raises(UserError, match=r"gs://.*--input"):
-        score.open_input(str(bucket / "missing.txt"))
+        score_input.open_input(str(bucket / "missing.txt"))
     code, _, err = programs.run("experiments.report", workdir.path, f"--out={bucket / 'report'}")
     assert code == 0 and {"report.md", "report.csv"} <= set(names(bucket / "report")), err
