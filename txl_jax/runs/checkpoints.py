@@ -6,7 +6,8 @@ checkpoint counts on the best parameters of its evaluation, so these are on disk
 """
 
 import contextlib
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from txl_jax.runs.run import Run
@@ -14,6 +15,31 @@ from txl_jax.runtime import distributed
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.training.member_axis import Members
 from txl_jax.training.step import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainNotes:
+    """What a checkpoint notes besides the training state, as JSON with these keys."""
+
+    # Sums since the last logged line, for `Progress`. An ensemble has one entry for each member.
+    # None means that nothing was summed yet.
+    running_totals: Any = None
+    # Whether the evaluation of this step is still to be made, because a stop cut it short.
+    evaluation_pending: bool = False
+    # `train.steps` of the start that saved, or None at the first start.
+    steps: int | None = None
+    # Changes of `train.steps` between starts, each with "step", "name", "old" and "new".
+    changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any]) -> "TrainNotes":
+        """Returns the notes of a checkpoint. Keys that this version does not know are dropped."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the values by key."""
+        return dataclasses.asdict(self)
 
 
 class RunCheckpoints(contextlib.ExitStack):
@@ -41,22 +67,24 @@ class RunCheckpoints(contextlib.ExitStack):
             checkpointer.sweep()
         return self
 
-    def restore(self, abstract_state: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
+    def restore(self, abstract_state: TrainState) -> tuple[int, TrainState, TrainNotes] | None:
         """Restores the latest valid step, like `Checkpointer.restore`.
 
         Returns (updates done, state, notes), or None.
         """
         restored = self._latest.restore(abstract_state)
-        if restored is not None:
-            self.saved_step, _, _ = restored
-        return restored
+        if restored is None:
+            return None
+        step, state, notes = restored
+        self.saved_step = step
+        return step, state, TrainNotes.of_json(notes)
 
-    def save(self, step: int, state: TrainState, notes: dict[str, Any]) -> None:
+    def save(self, step: int, state: TrainState, notes: TrainNotes) -> None:
         """Starts writing a step, once the best parameters of its evaluation are on disk."""
         # Else a kill could leave a checkpoint whose evaluation's best is lost.
         self.wait_for_best()
         distributed.run_on_all(self._confirm)
-        self._latest.save(step, state, notes)
+        self._latest.save(step, state, notes.to_json())
         self.saved_step = step
 
     def save_best(self, index: int, step: int, params: Any, notes: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ from txl_jax.errors import NonFiniteError
 from txl_jax.recurrence import Segments
 from txl_jax.runs import announce, attention_check, ensemble, warm_start
 from txl_jax.runs.build import Built, Compilation, build_for
-from txl_jax.runs.checkpoints import RunCheckpoints
+from txl_jax.runs.checkpoints import RunCheckpoints, TrainNotes
 from txl_jax.runs.generate import make_sampler
 from txl_jax.runs.run import (
     MemberSettings,
@@ -271,7 +271,7 @@ class _Start(NamedTuple):
 
     step: int  # Updates done.
     state: TrainState  # The state after them, with a leading member axis in an ensemble.
-    notes: Mapping[str, Any]  # The notes of the checkpoint (see `Trainer._save`), or empty.
+    notes: TrainNotes  # The notes of the checkpoint, or those of a run without one.
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -379,10 +379,10 @@ class Trainer:
             warm_state = None if self.pretrained is None else self.pretrained.state
             step = 0
             state = built.init_state(warm_state)
-            notes = {}
+            notes = TrainNotes()
         start = _Start(step, state, notes)
 
-        self._validation.pending = start.notes.get("evaluation_pending", False)
+        self._validation.pending = start.notes.evaluation_pending
         self._validation.changes = self._changes(start)
         return start
 
@@ -391,10 +391,10 @@ class Trainer:
 
         They are the checkpoint's changes, and the change made by this start, if any.
         """
-        changes = start.notes.get("changes", [])
+        changes = start.notes.changes
         new_steps = self._config.steps
-        old_steps = start.notes.get("steps", new_steps)
-        if old_steps == new_steps:
+        old_steps = start.notes.steps
+        if old_steps is None or old_steps == new_steps:
             return changes
 
         old_config = config_tree.replace(self.built.config, {"train.steps": old_steps})
@@ -458,7 +458,7 @@ class Trainer:
         announce.report_build(self.built, compilation, self._log, show_details=show_details)
         return compilation.program
 
-    def _make_progress(self, notes: Mapping[str, Any]) -> Progress:
+    def _make_progress(self, notes: TrainNotes) -> Progress:
         built = self.built
         cost = flops.of_step(
             built.config, vocab_size=built.model.vocab_size, n_device=built.mesh.size
@@ -470,7 +470,7 @@ class Trainer:
             cost=cost,
             measure=self.corpus.vocabulary.measure,
             members=built.members,
-            running_totals=notes.get("running_totals"),
+            running_totals=notes.running_totals,
         )
 
     # Updates
@@ -585,12 +585,12 @@ class Trainer:
 
     def _save(self, context: HookContext) -> None:
         """Starts writing a checkpoint with all that a later start needs."""
-        notes = {
-            "running_totals": self._progress.state(),
-            "evaluation_pending": self._validation.pending,
-            "steps": self._config.steps,
-            "changes": self._validation.changes,
-        }
+        notes = TrainNotes(
+            running_totals=self._progress.state(),
+            evaluation_pending=self._validation.pending,
+            steps=self._config.steps,
+            changes=self._validation.changes,
+        )
         # `seal` returns when the lines and metrics up to here are kept, in a bucket too. A run that
         # resumes from this checkpoint does not make them again.
         self._log.seal()
