@@ -23,7 +23,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from txl_jax.config import GenerateConfig
-from txl_jax.data import ready_ids
+from txl_jax.data import encode
 from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
 from txl_jax.trained_model import load
@@ -69,7 +69,7 @@ class HarnessModel(LM):
         self._max_gen_toks = max_gen_toks
         vocabulary = self.model.vocabulary
         self._first = int(
-            (vocabulary.start if first is None else ready_ids.one_token(vocabulary, first))[0]
+            (vocabulary.start if first is None else encode.one_token(vocabulary, first))[0]
         )
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:

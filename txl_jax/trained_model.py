@@ -21,8 +21,8 @@ from txl_jax.config import (
     config_tree,
 )
 from txl_jax.config.config_tree import require
-from txl_jax.data import ready_ids
-from txl_jax.data.ready_ids import Document, Token, refuse_single_text
+from txl_jax.data import encode
+from txl_jax.data.encode import Document, Token, refuse_single_text
 from txl_jax.data.vocabulary import Vocabulary, check_ids
 from txl_jax.errors import UserError, rephrased
 from txl_jax.evaluation.dynamic import training_config
@@ -278,12 +278,11 @@ class LanguageModel:
         if first is None:
             before = self.vocabulary.start
         else:
-            before = ready_ids.one_token(self.vocabulary, first)
+            before = encode.one_token(self.vocabulary, first)
 
         # Ids of each context with its continuation, and the number of the continuation's tokens.
         joined = [
-            ready_ids.joined(self.vocabulary, context, continuation)
-            for context, continuation in pairs
+            encode.joined(self.vocabulary, context, continuation) for context, continuation in pairs
         ]
 
         # The first token of a document is not scored, so that a continuation without context needs
@@ -451,7 +450,7 @@ class LanguageModel:
         Raises:
           UserError: If the vocabulary lacks one of the text's characters.
         """
-        return ready_ids.token_ids(self.vocabulary, text)
+        return encode.token_ids(self.vocabulary, text)
 
     def decode(self, tokens: Any) -> str:
         """Returns the text of token ids. Bytes that are not valid UTF-8 become U+FFFD."""
@@ -572,11 +571,11 @@ class LanguageModel:
         refuse_single_text(documents)
         if first is None:
             return map(self._ids, documents)
-        before = ready_ids.one_token(self.vocabulary, first)
+        before = encode.one_token(self.vocabulary, first)
         return (np.concatenate([before, self._ids(document)]) for document in documents)
 
     def _ids(self, document: Document) -> np.ndarray:
-        return ready_ids.token_ids(self.vocabulary, document)
+        return encode.token_ids(self.vocabulary, document)
 
 
 def _nats_before_learning(

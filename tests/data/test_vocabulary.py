@@ -24,7 +24,7 @@ from txl_jax.data import subwords
 from txl_jax.data import vocabulary as vocabulary_lib
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.corpus import KINDS
-from txl_jax.data.ready_ids import IdVocabulary
+from txl_jax.data.id_tokens import IdVocabulary
 from txl_jax.data.subwords import SubwordVocabulary, given_tokenizer, train
 from txl_jax.data.vocabulary import MARKS, digest, dumps, escape, loads
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary

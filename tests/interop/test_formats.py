@@ -13,7 +13,7 @@ import pytest
 
 from support import foreign, tiny, torch_bytes
 from txl_jax.config import AttentionWindow, Encoding, EvalConfig
-from txl_jax.data.ready_ids import IdVocabulary
+from txl_jax.data.id_tokens import IdVocabulary
 from txl_jax.data.word_tokens import WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.interop import formats, leaves, original, safetensors

@@ -16,7 +16,7 @@ import txl_jax
 from support import drawn_run, hf_tokenizers
 from txl_jax.config import CacheDType, Encoding, GenerateConfig, LineMark, Newlines, config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
-from txl_jax.data.ready_ids import find_tokens
+from txl_jax.data.encode import find_tokens
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError

@@ -39,7 +39,7 @@ with atheris.instrument_imports(
 ):
     from txl_jax.data import prepare, subwords, text, token_store, vocabulary
     from txl_jax.data.corpus import KINDS
-    from txl_jax.data.ready_ids import IdVocabulary
+    from txl_jax.data.id_tokens import IdVocabulary
     from txl_jax.errors import UserError
     from txl_jax.interop import exported, foreign_vocabulary, formats, portable, safetensors
     from txl_jax.runs import dynamic_statistics, run_tables, trained
@@ -51,7 +51,7 @@ import numpy as np
 
 from experiments import export
 from support import drawn_run, foreign, hf_tokenizers, miniature, recorded_run, torch_bytes
-from txl_jax.data import ready_ids
+from txl_jax.data import id_files
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.runs.build import build_for
@@ -290,7 +290,7 @@ def manifests(folder: Path) -> list[Seed]:
     found += [
         (
             folder / "own" / "a.npy",
-            lambda path: ready_ids._scan(ready_ids._open("file", [str(path)]), "file"),
+            lambda path: id_files._scan(id_files._open("file", [str(path)]), "file"),
         )
     ]
     return found

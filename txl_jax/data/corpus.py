@@ -1,7 +1,7 @@
 """Entry point of the data: reads the text of a config as three memory-mapped splits of token ids.
 
 files -> Text (own_text, prepare) -> Vocabulary (KINDS) -> token_store -> Corpus
-files of ready-made ids (ready_ids) -> Corpus
+files of ready-made ids (id_files) -> Corpus
 """
 
 import collections
@@ -21,8 +21,9 @@ from txl_jax.config.config_tree import require, setting_of
 from txl_jax.config.data import DEFAULT_SUBWORDS
 from txl_jax.data import own_text, subwords, token_store
 from txl_jax.data.byte_tokens import ByteVocabulary, distinct
+from txl_jax.data.id_files import read_ids
+from txl_jax.data.id_tokens import IdVocabulary
 from txl_jax.data.published import CORPORA, check_file
-from txl_jax.data.ready_ids import IdVocabulary, read_ids
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.text import SPLITS, Text, checked, file_part, packed_as, text_blocks, with_bar
 from txl_jax.data.vocabulary import MARKS, Vocabulary, digest, dumps, loads, unescape

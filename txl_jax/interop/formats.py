@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from txl_jax.config import AttentionWindow, CompatConfig, ExperimentConfig
 from txl_jax.config.experiment import apply_preset
-from txl_jax.data.ready_ids import IdVocabulary
+from txl_jax.data.id_tokens import IdVocabulary
 from txl_jax.errors import UserError, reading, rephrased
 from txl_jax.interop import foreign_vocabulary as vocabularies
 from txl_jax.interop import (

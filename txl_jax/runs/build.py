@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from txl_jax.config import EvalConfig, ExperimentConfig, Network, Remat, TrainConfig
 from txl_jax.config.config_tree import require
-from txl_jax.data import ready_ids
+from txl_jax.data import encode
 from txl_jax.data.segments import SegmentReader, evaluation_segments
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import UserError
@@ -579,5 +579,5 @@ def build_for(config: ExperimentConfig, vocabulary: Vocabulary, **options: Any) 
     """
     end_token = None
     if config.data.reset_at is not None:
-        [end_token] = ready_ids.find_tokens(vocabulary, config.data.reset_at, name="data.reset_at")
+        [end_token] = encode.find_tokens(vocabulary, config.data.reset_at, name="data.reset_at")
     return build(config, vocab_size=vocabulary.size, end_token=end_token, **options)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from txl_jax.config import ExperimentConfig, GenerateConfig, Network
-from txl_jax.data import ready_ids
+from txl_jax.data import encode
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.text import BYTE_ORDER_MARK
@@ -140,7 +140,7 @@ def _requests(
 ) -> Iterator[_Request]:
     """Yields the requests for each prompt, which is read and encoded when its first one is due."""
     for index, (line, prompt) in enumerate(prompts):
-        ids = ready_ids.token_ids(vocabulary, prompt, name=f"line {line} of {name}")
+        ids = encode.token_ids(vocabulary, prompt, name=f"line {line} of {name}")
         for sample in range(samples):
             yield _Request(index, sample, prompt, ids)
 
@@ -171,7 +171,7 @@ def make_sampler(config: ExperimentConfig, vocabulary: Vocabulary) -> "Sampler":
     typed = distributed.broadcast_from_primary(
         lambda: os.fsdecode(read_prompt(settings, as_bytes=as_bytes))
     )
-    ids = ready_ids.token_ids(vocabulary, os.fsencode(typed), name="the prompt")
+    ids = encode.token_ids(vocabulary, os.fsencode(typed), name="the prompt")
     note_unknown(
         vocabulary.count_unknown(ids),
         len(ids),
@@ -318,7 +318,7 @@ def read_stop(config: GenerateConfig, vocabulary: Vocabulary) -> Ending:
     """
     if not config.stop:
         return None
-    ids = ready_ids.find_tokens(vocabulary, config.stop, name="generate.stop", several=True)
+    ids = encode.find_tokens(vocabulary, config.stop, name="generate.stop", several=True)
     if isinstance(vocabulary, SubwordVocabulary):
         # The text may be inside a token, so it is found in the text instead of by tokens.
         return os.fsencode(unescape(config.stop))

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from txl_jax.config import EvalConfig
-from txl_jax.data import ready_ids
+from txl_jax.data import encode
 from txl_jax.data.text import BYTE_ORDER_MARK
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import rephrased
@@ -199,7 +199,7 @@ def _encoded(
 ) -> Iterator[_Document]:
     """Encodes each document when it is asked for. Errors name the input `name` and the line."""
     for line, text in texts:
-        yield _Document(line, ready_ids.token_ids(vocabulary, text, name=f"line {line} of {name}"))
+        yield _Document(line, encode.token_ids(vocabulary, text, name=f"line {line} of {name}"))
 
 
 def _document_record(index: int, totals: Totals, n_byte: int) -> dict[str, Any]:

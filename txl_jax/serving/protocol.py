@@ -17,7 +17,7 @@ import numpy as np
 import pydantic
 from pydantic import ConfigDict, Field
 
-from txl_jax.data import ready_ids
+from txl_jax.data import encode
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import RequestError
 from txl_jax.inference.decode import Scores
@@ -449,7 +449,7 @@ def _check_total(total: int, limits: Limits) -> None:
 
 def _ids(prompt: str | list[int], vocabulary: Vocabulary) -> np.ndarray:
     try:
-        return ready_ids.token_ids(vocabulary, prompt).astype(np.int32)
+        return encode.token_ids(vocabulary, prompt).astype(np.int32)
     except ValueError as error:
         # Of the vocabulary, or of halves of surrogate pairs, which JSON may hold.
         raise RequestError(str(error), param="prompt") from None

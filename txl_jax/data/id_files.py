@@ -1,33 +1,23 @@
-"""Ready-made token ids, in files and in callers' documents.
-
-The module covers files of ids as a text, ids as tokens without a text, and the ids of callers'
-documents.
+"""Files of ready-made token ids, read as a text.
 
 Files are memory-mapped where they are: they are read once for their digest and largest id, and
 nothing is copied.
 """
 
-import dataclasses
 import hashlib
-import os
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from txl_jax.config import DataConfig
 from txl_jax.config.config_tree import require
+from txl_jax.data.id_tokens import LARGEST_SIZE, IdVocabulary
 from txl_jax.data.subwords import given_tokenizer
 from txl_jax.data.text import BLOCK_BYTES, SPLITS, digest_of, expanded, file_part, with_bar
-from txl_jax.data.vocabulary import Vocabulary, check_ids, id_type, unescape
+from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import UserError, rephrased
 
-# A text (bytes: UTF-8, or any for a model of bytes), or ids [T].
-Document = str | bytes | Sequence[int] | np.ndarray
-# A token's text or id.
-Token = str | bytes | int
-# Of a vocabulary: ids are int32 on a device.
-_LARGEST_SIZE = 2**31 - 1
 # First bytes of files that are not plain ids. All have at least three, as two may be an id.
 _HEADERS = {
     b"\x93NUMPY": "the header of a .npy file. Rename it to .npy.",
@@ -208,182 +198,9 @@ def _scan(array: np.memmap, name: str) -> tuple[str, int]:
         for block in file.blocks():
             digest.update(block)
             ids = np.frombuffer(block, array.dtype)
-            if (foreign := np.flatnonzero((ids < 0) | (ids >= _LARGEST_SIZE))).size:
+            if (foreign := np.flatnonzero((ids < 0) | (ids >= LARGEST_SIZE))).size:
                 found = f"{ids[foreign[0]]} at position {position + foreign[0]} of {path}"
                 raise UserError(f"ids must be from 0 to below 2^31 - 1, got {found}")
             largest = max(largest, int(ids.max()))
             position += len(ids)
     return digest.hexdigest(), largest
-
-
-@dataclasses.dataclass(frozen=True)
-class IdVocabulary(Vocabulary):
-    """Token ids as tokens, for ids or weights without a vocabulary.
-
-    The tokens are the numbers from 0 to V - 1, with white space between them.
-
-    >>> IdVocabulary(size=20).encode(b"5 17").tolist()
-    [5, 17]
-    """
-
-    # Ids have no text to save.
-    tokens: tuple[()] = ()
-    # V. A default, because a dataclass would take the property of `Vocabulary` for one.
-    size: int = 0
-
-    kind: ClassVar[str] = "id"
-    join: ClassVar[Any] = tuple
-
-    def __post_init__(self) -> None:
-        is_size = type(self.size) is int and 1 <= self.size <= _LARGEST_SIZE
-        require(
-            is_size,
-            f"a vocabulary of ids must have a size from 1 to {_LARGEST_SIZE}, got {self.size!r}",
-        )
-
-    @property
-    def start(self) -> np.ndarray:
-        """Returns the id 0."""
-        return np.zeros(1, id_type(self.size))
-
-    def names(self) -> list[bytes]:
-        """Returns the number of each token."""
-        return [str(token).encode() for token in range(self.size)]
-
-    def decode(self, ids: Any) -> bytes:
-        """Returns each number and a space."""
-        return "".join(f"{token} " for token in check_ids(ids, self.size).tolist()).encode()
-
-    def _encode(self, text: str) -> np.ndarray:
-        words = text.split()
-        foreign = [
-            word[:40]
-            for word in words
-            if not (word.isascii() and word.isdecimal() and len(word) < 10)
-        ]
-        advice = (
-            f"This model has no vocabulary: pass ids from 0 to {self.size - 1}, "
-            "separated by spaces."
-        )
-        require(not foreign, f"{foreign[:1]} is not a token id. {advice}")
-        return check_ids(np.array(words, dtype=np.int64), self.size).astype(id_type(self.size))
-
-
-# Documents that callers pass
-
-
-def token_ids(vocabulary: Vocabulary, document: Document, *, name: str = "") -> np.ndarray:
-    """Returns the token ids [T] of a document.
-
-    Raises `UserError`, with a text's `name`, if it has no ids.
-    """
-    if isinstance(document, str | bytes):
-        with rephrased(
-            f"{name or f'the text {document[:40]!r}'} cannot be read by this model: %s", ValueError
-        ):
-            return vocabulary.encode(_bytes(document))
-    ids = np.asarray(document)
-    is_ids = ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu")
-    require(
-        is_ids,
-        f"a document must be a text or integer ids [T], got {ids.dtype} of shape {ids.shape}",
-    )
-    return check_ids(ids, vocabulary.size).astype(np.int32)
-
-
-def _bytes(text: str | bytes) -> bytes:
-    return text.encode() if isinstance(text, str) else text
-
-
-def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
-    """Returns the ids [1] of a token by its id or text.
-
-    Raises `UserError` for a text of another number of tokens.
-    """
-    ids = token_ids(vocabulary, token if isinstance(token, str | bytes) else [token])
-    require(
-        len(ids) == 1,
-        f"first must be one token, got {token!r}, which this model reads as {len(ids)} tokens",
-    )
-    return ids
-
-
-def find_tokens(
-    vocabulary: Vocabulary, text: str, *, name: str, several: bool = False
-) -> list[int]:
-    r"""Returns the id of the token that the setting `name` names by its text.
-
-    In the text, \n, \r and \t stand for white space.
-
-    The token that ends a line is named by a newline or by its own word, `<eos>`. Raises `UserError`
-    if the text is not exactly one token of the vocabulary, or, with `several`, one or more.
-    """
-    content, names = os.fsencode(unescape(text)), vocabulary.names()
-    # Not by `encode`, which puts two marks for a newline between sentences, and takes <S> in lower
-    # case for a word.
-    if vocabulary.mark is not None and content in (b"\n", names[vocabulary.mark]):
-        return [vocabulary.mark]
-    with rephrased(f"{name} cannot be read by this model: %s", ValueError):
-        ids: list[int] = vocabulary.encode(content).tolist()
-    if not ids or (len(ids) > 1 and not several) or vocabulary.unknown_id in ids:
-        found = [names[token].decode(errors="backslashreplace") for token in ids[:8]]
-        wanted = (
-            f"{name} must be the text of {'tokens' if several else 'one token'} of the vocabulary"
-        )
-        raise UserError(
-            f"{wanted}, got {text!r}, which this model reads as {len(ids)} tokens, {found}"
-        )
-    return ids
-
-
-def joined(
-    vocabulary: Vocabulary, context: Document, continuation: Document
-) -> tuple[np.ndarray, int]:
-    """Returns the ids [T] of a context and its continuation, and the continuation's number of ids.
-
-    Two texts are encoded together, because a token may begin in the context and end in the
-    continuation. The continuation's ids are the ones from the first that differs from the context's
-    own ids. An empty continuation has 0.
-
-    Raises:
-      UserError: If a document cannot be encoded, or a continuation that is not empty adds no token
-        to its context.
-    """
-    if isinstance(context, str | bytes) and isinstance(continuation, str | bytes):
-        ids = token_ids(vocabulary, _bytes(context) + _bytes(continuation))
-        # Counting the ids beyond the context's would give 0 for a continuation that only lengthens
-        # its last token.
-        count = len(ids) - _common_length(ids, token_ids(vocabulary, context))
-    else:
-        continuation_ids = token_ids(vocabulary, continuation)
-        ids = np.concatenate([token_ids(vocabulary, context), continuation_ids])
-        count = len(continuation_ids)
-
-    if not len(continuation):
-        return ids, 0
-    # Without a token of its own, its logprob would be 0, and it would win every comparison.
-    if not count:
-        added = (
-            f"got {continuation[:40]!r} after {context[-40:]!r}, which this model reads "
-            "as the same tokens"
-        )
-        raise UserError(
-            f"a continuation must add a token to its context, {added}. Pass another continuation."
-        )
-    return ids, count
-
-
-def _common_length(ids: np.ndarray, others: np.ndarray) -> int:
-    """Returns how many ids two arrays [T] have in common at their start."""
-    shorter = min(len(ids), len(others))
-    differences = np.flatnonzero(ids[:shorter] != others[:shorter])
-    return int(differences[0]) if len(differences) else shorter
-
-
-def refuse_single_text(texts: Any) -> None:
-    """Raises `UserError` for a string instead of a list of documents.
-
-    Otherwise, the string's characters would count as documents.
-    """
-    if isinstance(texts, str | bytes):
-        raise UserError(f"texts must be a list of texts, got {texts[:40]!r}. Write [text].")

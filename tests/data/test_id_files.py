@@ -9,7 +9,7 @@ from support import hf_tokenizers
 from support.encoded_text import in_blocks, joined, own_text
 from txl_jax.config import Tokenizer
 from txl_jax.data.corpus import KINDS, read_corpus
-from txl_jax.data.ready_ids import IdVocabulary
+from txl_jax.data.id_tokens import IdVocabulary
 from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.vocabulary import dumps, loads
 from txl_jax.data.word_tokens import WordVocabulary

@@ -1,0 +1,133 @@
+"""Encodes what callers pass: documents and prompts as texts or ids, and tokens by their text."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from txl_jax.config.config_tree import require
+from txl_jax.data.vocabulary import Vocabulary, check_ids, unescape
+from txl_jax.errors import UserError, rephrased
+
+# A text (bytes: UTF-8, or any for a model of bytes), or ids [T].
+Document = str | bytes | Sequence[int] | np.ndarray
+# A token's text or id.
+Token = str | bytes | int
+
+
+def token_ids(vocabulary: Vocabulary, document: Document, *, name: str = "") -> np.ndarray:
+    """Returns the token ids [T] of a document.
+
+    Raises `UserError`, with a text's `name`, if it has no ids.
+    """
+    if isinstance(document, str | bytes):
+        with rephrased(
+            f"{name or f'the text {document[:40]!r}'} cannot be read by this model: %s", ValueError
+        ):
+            return vocabulary.encode(_bytes(document))
+    ids = np.asarray(document)
+    is_ids = ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu")
+    require(
+        is_ids,
+        f"a document must be a text or integer ids [T], got {ids.dtype} of shape {ids.shape}",
+    )
+    return check_ids(ids, vocabulary.size).astype(np.int32)
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
+
+
+def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
+    """Returns the ids [1] of a token by its id or text.
+
+    Raises `UserError` for a text of another number of tokens.
+    """
+    ids = token_ids(vocabulary, token if isinstance(token, str | bytes) else [token])
+    require(
+        len(ids) == 1,
+        f"first must be one token, got {token!r}, which this model reads as {len(ids)} tokens",
+    )
+    return ids
+
+
+def find_tokens(
+    vocabulary: Vocabulary, text: str, *, name: str, several: bool = False
+) -> list[int]:
+    r"""Returns the id of the token that the setting `name` names by its text.
+
+    In the text, \n, \r and \t stand for white space.
+
+    The token that ends a line is named by a newline or by its own word, `<eos>`. Raises `UserError`
+    if the text is not exactly one token of the vocabulary, or, with `several`, one or more.
+    """
+    content, names = os.fsencode(unescape(text)), vocabulary.names()
+    # Not by `encode`, which puts two marks for a newline between sentences, and takes <S> in lower
+    # case for a word.
+    if vocabulary.mark is not None and content in (b"\n", names[vocabulary.mark]):
+        return [vocabulary.mark]
+    with rephrased(f"{name} cannot be read by this model: %s", ValueError):
+        ids: list[int] = vocabulary.encode(content).tolist()
+    if not ids or (len(ids) > 1 and not several) or vocabulary.unknown_id in ids:
+        found = [names[token].decode(errors="backslashreplace") for token in ids[:8]]
+        wanted = (
+            f"{name} must be the text of {'tokens' if several else 'one token'} of the vocabulary"
+        )
+        raise UserError(
+            f"{wanted}, got {text!r}, which this model reads as {len(ids)} tokens, {found}"
+        )
+    return ids
+
+
+def joined(
+    vocabulary: Vocabulary, context: Document, continuation: Document
+) -> tuple[np.ndarray, int]:
+    """Returns the ids [T] of a context and its continuation, and the continuation's number of ids.
+
+    Two texts are encoded together, because a token may begin in the context and end in the
+    continuation. The continuation's ids are the ones from the first that differs from the context's
+    own ids. An empty continuation has 0.
+
+    Raises:
+      UserError: If a document cannot be encoded, or a continuation that is not empty adds no token
+        to its context.
+    """
+    if isinstance(context, str | bytes) and isinstance(continuation, str | bytes):
+        ids = token_ids(vocabulary, _bytes(context) + _bytes(continuation))
+        # Counting the ids beyond the context's would give 0 for a continuation that only lengthens
+        # its last token.
+        count = len(ids) - _common_length(ids, token_ids(vocabulary, context))
+    else:
+        continuation_ids = token_ids(vocabulary, continuation)
+        ids = np.concatenate([token_ids(vocabulary, context), continuation_ids])
+        count = len(continuation_ids)
+
+    if not len(continuation):
+        return ids, 0
+    # Without a token of its own, its logprob would be 0, and it would win every comparison.
+    if not count:
+        added = (
+            f"got {continuation[:40]!r} after {context[-40:]!r}, which this model reads "
+            "as the same tokens"
+        )
+        raise UserError(
+            f"a continuation must add a token to its context, {added}. Pass another continuation."
+        )
+    return ids, count
+
+
+def _common_length(ids: np.ndarray, others: np.ndarray) -> int:
+    """Returns how many ids two arrays [T] have in common at their start."""
+    shorter = min(len(ids), len(others))
+    differences = np.flatnonzero(ids[:shorter] != others[:shorter])
+    return int(differences[0]) if len(differences) else shorter
+
+
+def refuse_single_text(texts: Any) -> None:
+    """Raises `UserError` for a string instead of a list of documents.
+
+    Otherwise, the string's characters would count as documents.
+    """
+    if isinstance(texts, str | bytes):
+        raise UserError(f"texts must be a list of texts, got {texts[:40]!r}. Write [text].")
