@@ -24,7 +24,7 @@ from jax import export
 
 import txl_jax
 from support import ROOT, drawn_run, foreign, torch_bytes
-from txl_jax.data import prepare, token_store
+from txl_jax.data import archives, token_store
 from txl_jax.data.corpus import KINDS
 from txl_jax.data.vocabulary import TITLE, loads
 from txl_jax.errors import CheckpointError, UserError
@@ -231,7 +231,7 @@ def test_what_gzip_makes_of_few_bytes_is_not_kept_in_memory(kind, tmp_path):
         info.type, content = kind, bytes(40 << 20)
     (tmp_path / "x.tar.gz").write_bytes(gzip.compress(info.tobuf(tarfile.PAX_FORMAT) + content, 1))
     with pytest.raises(UserError, match=r"x\.tar\.gz.*(sparse|8 KiB)"):
-        prepare.open_files([("x.tar.gz", str(tmp_path / "x.tar.gz"), "http://example.org")])
+        archives.open_files([("x.tar.gz", str(tmp_path / "x.tar.gz"), "http://example.org")])
 
 
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
@@ -241,11 +241,11 @@ def test_attributes_of_a_tar_are_short(kind, tmp_path):
     """
     info = tarfile.TarInfo("x")
     info.type = kind
-    info.size = prepare._MAX_ATTRIBUTES + 1
+    info.size = archives._MAX_ATTRIBUTES + 1
     content = info.tobuf(tarfile.USTAR_FORMAT) + b"1" * info.size + bytes(-info.size % 512 + 1024)
     (tmp_path / "x.tar").write_bytes(content)
     with pytest.raises(UserError, match=r"x\.tar.*8 KiB"):
-        prepare.open_files([("x.tar", str(tmp_path / "x.tar"), "http://example.org")])
+        archives.open_files([("x.tar", str(tmp_path / "x.tar"), "http://example.org")])
 
 
 # Whatever a reader raises

@@ -24,7 +24,9 @@ from support.cases import full_but
 from support.miniature import ARRANGEMENTS, arrange, place
 from txl_jax.config import CorpusName, DataConfig, Heldout, Tokenizer
 from txl_jax.data import prepare
-from txl_jax.data.prepare import Tally, fit, open_files, read_files
+from txl_jax.data.archives import open_files, read_files
+from txl_jax.data.corpus_files import fit
+from txl_jax.data.prepare import Tally
 from txl_jax.data.published import ARCHIVE_SUFFIXES, CORPORA, WHOLE, Facts, Remote, check_file
 from txl_jax.errors import UserError
 
@@ -96,7 +98,9 @@ def write(path, content):
 
 def unpacked_from(places, names):
     found = dict.fromkeys(names, b"")
-    for each, block in read_files({each: [each.size] for each in places if each.name in names}):
+    for each, block in read_files(
+        {each: [each.size] for each in places if each.name in names}, 1 << 16
+    ):
         found[each.name] += block
     return found
 

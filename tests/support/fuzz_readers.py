@@ -37,7 +37,8 @@ with atheris.instrument_imports(
     + ["json", "pickletools", "tarfile", "zipfile", "numpy.lib"],
     enable_loader_override=False,
 ):
-    from txl_jax.data import prepare, subwords, text, token_store, vocabulary
+    from txl_jax.data import archives as archive_files
+    from txl_jax.data import subwords, text, token_store, vocabulary
     from txl_jax.data.corpus import KINDS
     from txl_jax.data.id_tokens import IdVocabulary
     from txl_jax.errors import UserError
@@ -159,8 +160,9 @@ def read_json_lines(path: Path) -> None:
 
 def read_archive(path: Path) -> None:
     """Reads all members of an archive, as many bytes as a corpus has."""
-    places = prepare.open_files([(path.name, str(path), "http://example.org")])
-    list(prepare.read_files({place: [min(place.size, 100_000)] for place in places}))
+    places = archive_files.open_files([(path.name, str(path), "http://example.org")])
+    pieces = {place: [min(place.size, 100_000)] for place in places}
+    list(archive_files.read_files(pieces, 1 << 16))
 
 
 # Whole files

@@ -11,36 +11,23 @@ import codecs
 import contextlib
 import errno
 import functools
-import gzip
 import hashlib
 import itertools
-import os
 import posixpath
 import shutil
-import tarfile
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Self
+from typing import Any
 
 import numpy as np
-import requests
 import tensorflow_datasets as tfds
-from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
 
 from txl_jax.config import CorpusName, Heldout
-from txl_jax.config.config_tree import require
-from txl_jax.data.published import (
-    ARCHIVE_SUFFIXES,
-    CORPORA,
-    WHOLE,
-    Facts,
-    Layout,
-    PublishedCorpus,
-    Remote,
-)
+from txl_jax.data.archives import Place, read_files, refusing_damage
+from txl_jax.data.corpus_files import difference, find_files, fit
+from txl_jax.data.published import CORPORA, WHOLE, Facts
 from txl_jax.data.text import File, Text, bar, digest_of
-from txl_jax.errors import UserError, first_line
+from txl_jax.errors import UserError
 from txl_jax.runtime import storage
 from txl_jax.runtime.output import say
 
@@ -49,17 +36,8 @@ RECORD_BYTES = 1 << 16
 SHARD_RECORDS = 1 << 10
 # Together a megabyte.
 _RECORDS_PER_BLOCK = 16
-# To connect, and to answer.
-_ASK_SECONDS = 3, 10
 # It appears with the complete directory of records, which is renamed.
 _DONE = "dataset_info.json"
-# In the order in which they are checked.
-_FACTS = {
-    "size": "{:,} bytes instead of {:,}",
-    "tokens": "{:,} tokens (words and line ends) instead of {:,}",
-    "lines": "{:,} lines instead of {:,}",
-    "sha256": "sha256 {} instead of {}",
-}
 
 
 def read(
@@ -163,31 +141,9 @@ def _files(
 
 
 def _reading_records(folder: Path) -> contextlib.AbstractContextManager[None]:
-    return _refusing_damage(
+    return refusing_damage(
         f"the prepared text in {folder} is corrupted", "Remove this directory to prepare it again."
     )
-
-
-def _reading(path: str, url: str) -> contextlib.AbstractContextManager[None]:
-    advice = f"It may be corrupted or incomplete. Download it again from {url}"
-    return _refusing_damage(f"{path} cannot be read", advice)
-
-
-@contextlib.contextmanager
-def _refusing_damage(what: str, advice: str) -> Iterator[None]:
-    """Turns any error into a `UserError` of one line.
-
-    Corrupted archives and records raise nearly any type of error.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{what} ({first_line(error)}). {advice}") from error
-
-
-# Records
 
 
 class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
@@ -255,7 +211,7 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
         """Yields the records of a part's splits, one split after the other, and counts them."""
         counts_words = self._corpus.facts[part].tokens is not None
         with bar(f"preparing {part}", sum(map(sum, sizes.values()))) as shown:
-            for number, (place, block) in enumerate(read_files(sizes)):
+            for number, (place, block) in enumerate(read_files(sizes, RECORD_BYTES)):
                 self._tallies[part][place].add(block, words=counts_words)
                 shown.update(len(block))
                 yield number, {"block": block}
@@ -290,7 +246,7 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
 
     def _check(self, part: str, found: Facts) -> None:
         """Raises `UserError` if a fact of a part is known and another was found."""
-        if wrong := _difference(self._corpus.facts[part], found):
+        if wrong := difference(self._corpus.facts[part], found):
             place, *others = self._tallies[part]
             where = f"{place.member} in {place.path}" if place.member else place.path
             more = f" and {len(others)} more" if others else ""
@@ -306,18 +262,6 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
         """Does nothing: tensorflow-datasets would print that sizes are unknown."""
 
     _log_download_done = _log_download_bytes
-
-
-def _difference(known: Facts | Remote, found: Facts) -> str:
-    """Describes the first known fact that was found to differ: "12 bytes instead of 10".
-
-    Returns "" if no known fact differs.
-    """
-    for fact, shown in _FACTS.items():
-        expected, value = getattr(known, fact, None), getattr(found, fact)
-        if None not in (expected, value) and expected != value:
-            return shown.format(value, expected)
-    return ""
 
 
 class Tally:
@@ -340,243 +284,3 @@ class Tally:
         if words and (text := self._decoder.decode(block)):  # Else it ended inside a character.
             self.words += len(text.split()) - (self._in_word and not text[0].isspace())
             self._in_word = not text[-1].isspace()
-
-
-# Where the files are: unpacked in the data directory, in archives there, or on the network
-
-
-class Place(NamedTuple):
-    """Where a file is."""
-
-    name: str  # Its path below a directory, or in its archive.
-    size: int  # Bytes.
-    path: str  # Of the file, or of the archive that it is a member of.
-    member: str  # Its name in the archive; empty for a plain file.
-    url: str  # To get the file or the archive from again.
-
-
-def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Place]:
-    """Opens the corpus's files, in the first directory that has all of them, or downloaded.
-
-    Raises `UserError` if only some of them are there, or none and they cannot be downloaded, or
-    they are not official.
-    """
-    folders, partly = corpus.places(data_dir), ""
-    for folder in folders:
-        for names in corpus.file_sets(os.path.basename(folder)):
-            paths = {name: os.path.join(folder, name) for name in names}
-            lacking = [name for name, path in paths.items() if not os.path.isfile(path)]
-            if not lacking:
-                for official in itertools.chain(*corpus.sources):
-                    if official.is_archive and official.file in paths:
-                        _check_official(paths[official.file], official)
-                return open_files(
-                    [(name, path, corpus.url_of(name)) for name, path in paths.items()]
-                )
-            if len(lacking) < len(names):
-                there, urls = (
-                    min(set(names) - set(lacking)),
-                    " and ".join(dict.fromkeys(map(corpus.url_of, lacking))),
-                )
-                lacks = (
-                    f"{folder} has {there}, but not {_some(lacking)} of {corpus.title}. "
-                    f"Download it from {urls}"
-                )
-                partly = partly or lacks
-    require(not partly, partly)
-    return _download(corpus, folders, manager)
-
-
-def _check_official(path: str, official: Remote) -> None:
-    found = Facts(size=os.path.getsize(path), sha256=official.sha256 and storage.sha256(path))
-    wrong = _difference(official, found)
-    require(
-        not wrong,
-        f"{path} does not match the official file: {wrong}. Download it again from {official.url}",
-    )
-
-
-def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list[Place]:
-    """Downloads the first source that can be. Raises `UserError` if none can."""
-    failed = []
-    for source in corpus.sources:
-        files, remote = list[tuple[str, str, str]](), source[0]
-        try:
-            # Asked first, as the manager retries for minutes.
-            requests.head(remote.url, timeout=_ASK_SECONDS, allow_redirects=True).raise_for_status()
-            for remote in source:  # One by one, so that the one that fails is known.
-                files.append((remote.file, str(manager.download(remote.url)), remote.url))
-                _check_official(files[-1][1], remote)
-            return open_files(files)
-        except (
-            tfds.download.DownloadError,
-            NonMatchingChecksumError,
-            requests.RequestException,
-            UserError,
-        ) as error:
-            # Others have several lines, of layers of libraries.
-            is_short = isinstance(
-                error, tfds.download.DownloadError | requests.HTTPError | UserError
-            )
-            failed.append(f"{remote.url} failed ({error if is_short else type(error).__name__})")
-    wanted = ", or ".join(
-        " and ".join(remote.url for remote in source) for source in corpus.sources
-    )
-    missing = (
-        f"{corpus.title} is not in {' or '.join(folders)}, and downloading it failed "
-        f"({'; '.join(failed)})"
-    )
-    raise UserError(f"{missing}. Put {wanted} into {folders[0]} (--data_dir){corpus.advice}")
-
-
-def fit(places: Sequence[Place], layouts: Sequence[Layout]) -> dict[str, list[Place]]:
-    """Returns the files of each part, by the first layout whose files are all there.
-
-    A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'. Raises
-    `UserError` if no layout fits, or a file is there twice.
-    """
-    holder = " and ".join(dict.fromkeys(place.path for place in places))
-    urls = " and ".join(dict.fromkeys(place.url for place in places))
-    found = {
-        tail: [
-            place for place in places if f"/{place.name}".replace("\\", "/").endswith(f"/{tail}")
-        ]
-        for tail in itertools.chain(*(names for layout in layouts for names in layout.values()))
-    }
-    lacking = [
-        [tail for tail in itertools.chain(*layout.values()) if not found[tail]]
-        for layout in layouts
-    ]
-    least, there = _some(min(lacking, key=len)), _some([place.name for place in places])
-    require(
-        not least, f"{holder} has no {least} (it contains {there}). Download it again from {urls}"
-    )
-    layout = layouts[lacking.index([])]
-    for tail in itertools.chain(*layout.values()):
-        both = " and ".join(place.name for place in found[tail])
-        require(len(found[tail]) == 1, f"{holder} has both {both}, so it is ambiguous. Remove one.")
-    return {
-        part: sorted((found[tail][0] for tail in tails), key=places.index)
-        for part, tails in layout.items()
-    }
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-# Files and archives as streams
-
-
-def open_files(files: Sequence[tuple[str, str, str]]) -> list[Place]:
-    """Opens files, given by name, path and URL, and the members of archives.
-
-    Raises `UserError` for a corrupted one.
-    """
-    places: dict[str, Place] = {}
-    for file, path, url in files:
-        with _reading(path, url):
-            found = [(member, size) for member, size, _ in members(path)]
-            if not found:
-                raise EOFError("it is empty")
-        for member, size in found:
-            name = member or file
-            # `read_files` takes the first too.
-            places.setdefault(name, Place(name, size, path, member, url))
-    return list(places.values())
-
-
-def read_files(sizes: Mapping[Place, Sequence[int]]) -> Iterator[tuple[Place, bytes]]:
-    """Yields the bytes of files in pieces of these sizes, each in blocks of a record.
-
-    The last block may be shorter.
-
-    An archive is read no further than needed. Raises `UserError` if it is corrupted, or a file
-    became shorter.
-    """
-    for (path, url), places in itertools.groupby(sizes, key=lambda place: (place.path, place.url)):
-        wanted = {place.member: place for place in places}
-        with _reading(path, url):
-            for member, _, open_member in members(path):
-                if place := wanted.pop(member, None):
-                    with open_member() as stream:
-                        for size in sizes[place]:
-                            yield from ((place, block) for block in _blocks(stream, size))
-                if not wanted:
-                    break
-
-
-def _blocks(stream: IO[bytes], size: int) -> Iterator[bytes]:
-    for left in range(size, 0, -RECORD_BYTES):
-        block = stream.read(min(left, RECORD_BYTES))
-        if len(block) < min(left, RECORD_BYTES):
-            raise EOFError(f"it ends {left - len(block):,} bytes early")
-        yield block
-
-
-Members = Iterator[tuple[str, int, Callable[[], Any]]]
-
-
-def members(path: str) -> Members:
-    """Yields the files of a zip or tar archive.
-
-    Each file is a tuple: its name, its size in bytes, and a function that opens it. The function
-    works until the next file is yielded.
-
-    Nothing is unpacked, so names may be of any kind. Another file is its own only member, without a
-    name. Raises nearly any exception if the archive is corrupted.
-    """
-    if path.endswith(".zip"):
-        with zipfile.ZipFile(path) as archive:
-            for entry in archive.infolist():
-                if not entry.is_dir():
-                    yield entry.filename, entry.file_size, functools.partial(archive.open, entry)
-    elif path.endswith(ARCHIVE_SUFFIXES):
-        yield from _tar_members(path)
-    else:
-        yield "", os.path.getsize(path), functools.partial(open, path, "rb")
-
-
-# Bytes of a name or of attributes in a tar. `tarfile` reads them whole, and before Python 3.11.10
-# and 3.12.6 it searches attributes in quadratic time, 0.2 s at this length. The longest path of
-# Linux has half as many.
-_MAX_ATTRIBUTES = 8 << 10
-
-
-class _Header(tarfile.TarInfo):
-    """A header that is an error if `tarfile` would read data of any size after it into memory."""
-
-    @staticmethod
-    def _refuse(*_: Any) -> None:
-        raise ValueError(
-            f"it has a sparse file, or a name or attributes above {_MAX_ATTRIBUTES >> 10} KiB"
-        )
-
-    # tarfile's reader of the list of holes in a newer kind of sparse file.
-    _proc_gnusparse_10 = _refuse
-
-    @classmethod
-    def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
-        header = super().frombuf(buf, encoding, errors)
-        if header.type == tarfile.GNUTYPE_SPARSE or (
-            not header.isreg() and header.size > _MAX_ATTRIBUTES
-        ):
-            cls._refuse()
-        return header
-
-
-def _tar_members(path: str) -> Members:
-    """Yields the files of a tar archive, either plain or compressed by gzip.
-
-    The archive can only be read in its own order.
-    """
-    with open(path, "rb") as file:
-        # tarfile's own reader takes a cut gzip file for a whole one and does not verify its
-        # checksum.
-        stream: Any = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
-        with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as archive:
-            for member in archive:
-                if member.isfile():
-                    yield member.name, member.size, functools.partial(archive.extractfile, member)
-        while stream.read(1 << 20):  # gzip's checksum comes after the archive's end.
-            pass
