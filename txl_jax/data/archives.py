@@ -1,6 +1,7 @@
 """Files and archives as streams: they are opened, checked for damage, and read in blocks.
 
-Nothing is unpacked.
+Archives come from the network or from strangers. Nothing is unpacked, so a member's name is only
+compared with the names of a corpus's files. It never becomes a path, wherever it may lead.
 """
 
 import contextlib
@@ -16,94 +17,127 @@ from typing import IO, Any, NamedTuple, Self
 from txl_jax.data.published import ARCHIVE_SUFFIXES
 from txl_jax.errors import UserError, first_line
 
+# How a file begins that gzip has compressed.
+_GZIP_MAGIC = b"\x1f\x8b"
+# Bytes of a name or of attributes in a tar. `tarfile` reads them whole, and before Python 3.11.10
+# and 3.12.6 it searches attributes in quadratic time, 0.2 s at this length. The longest path of
+# Linux has half as many.
+_MAX_ATTRIBUTES = 8 << 10
+# Bytes that are read at a time where nobody wants them.
+_SKIPPED_BYTES = 1 << 20
+
 
 class Place(NamedTuple):
-    """Where a file is."""
+    """Where a file is: in a directory, or in an archive."""
 
-    name: str  # Its path below a directory, or in its archive.
-    size: int  # Bytes.
-    path: str  # Of the file, or of the archive that it is a member of.
-    member: str  # Its name in the archive; empty for a plain file.
-    url: str  # To get the file or the archive from again.
+    # Path of the file below some directory, or in its archive.
+    name: str
+    # Number of bytes.
+    size: int
+    # Path of the file itself, or of the archive that it is a member of.
+    path: str
+    # Name of the member in the archive, or "" for a file that is not in an archive.
+    member: str
+    # URL to download the file or the archive from again.
+    url: str
+
+
+class Member(NamedTuple):
+    """A file in an archive. A file that is not an archive is its own only member."""
+
+    # Name in the archive, of any kind, or "" if the file is not an archive.
+    name: str
+    # Number of bytes.
+    size: int
+    # Opens the member for reading bytes. It works until the next member is asked for.
+    open: Callable[[], Any]
 
 
 def open_files(files: Sequence[tuple[str, str, str]]) -> list[Place]:
-    """Opens files, given by name, path and URL, and the members of archives.
+    """Returns the places of files, and of the members of archives.
 
-    Raises `UserError` for a corrupted one.
+    Args:
+      files: The name, path and URL of each file or archive.
+
+    Raises:
+      UserError: If a file cannot be read, or an archive is corrupted.
     """
     places: dict[str, Place] = {}
     for file, path, url in files:
         with _reading(path, url):
-            found = [(member, size) for member, size, _ in members(path)]
-            if not found:
+            listed = [(member.name, member.size) for member in members(path)]
+            # A tar of nothing but zeros, as an interrupted download may leave, reads as an archive
+            # without members. Otherwise it would pass for a whole archive of another corpus.
+            if not listed:
                 raise EOFError("it is empty")
-        for member, size in found:
+
+        for member, size in listed:
+            # A file that is not an archive keeps the name that it was listed by.
             name = member or file
-            # `read_files` takes the first too.
-            places.setdefault(name, Place(name, size, path, member, url))
+            # Two members may have one name, so that one is checked and the other is read. The first
+            # counts, here as in `read_files`.
+            if name not in places:
+                places[name] = Place(name, size, path, member, url)
     return list(places.values())
 
 
 def read_files(
-    sizes: Mapping[Place, Sequence[int]], block_bytes: int
+    pieces: Mapping[Place, Sequence[int]], block_bytes: int
 ) -> Iterator[tuple[Place, bytes]]:
-    """Yields the bytes of files in pieces of these sizes, each in blocks of `block_bytes`.
+    """Yields the bytes of files, each block with the file that it comes from.
 
-    The last block may be shorter.
+    An archive is read once for all its files, and no further than needed.
 
-    An archive is read no further than needed. Raises `UserError` if it is corrupted, or a file
-    became shorter.
+    Args:
+      pieces: The sizes in bytes of the consecutive pieces to read of each file. Files of one
+        archive follow one another, in the archive's order.
+      block_bytes: Size of a block. The last block of a piece may be shorter.
+
+    Raises:
+      UserError: If an archive is corrupted, or a file became shorter.
     """
-    for (path, url), places in itertools.groupby(sizes, key=lambda place: (place.path, place.url)):
-        wanted = {place.member: place for place in places}
+    for (path, url), places in itertools.groupby(pieces, key=lambda place: (place.path, place.url)):
+        remaining = {place.member: place for place in places}
         with _reading(path, url):
-            for member, _, open_member in members(path):
-                if place := wanted.pop(member, None):
-                    with open_member() as stream:
-                        for size in sizes[place]:
-                            yield from (
-                                (place, block) for block in _blocks(stream, size, block_bytes)
-                            )
-                if not wanted:
+            for member in members(path):
+                # After the first member of a name, others with this name are not read.
+                place = remaining.pop(member.name, None)
+                if place is not None:
+                    with member.open() as stream:
+                        for block in _blocks(stream, pieces[place], block_bytes):
+                            yield place, block
+                if not remaining:
                     break
 
 
-def _blocks(stream: IO[bytes], size: int, block_bytes: int) -> Iterator[bytes]:
-    for left in range(size, 0, -block_bytes):
-        block = stream.read(min(left, block_bytes))
-        if len(block) < min(left, block_bytes):
-            raise EOFError(f"it ends {left - len(block):,} bytes early")
-        yield block
+def _blocks(stream: IO[bytes], sizes: Sequence[int], block_bytes: int) -> Iterator[bytes]:
+    """Yields the bytes of consecutive pieces of a stream in blocks that end where a piece ends."""
+    for size in sizes:
+        for remaining in range(size, 0, -block_bytes):
+            expected = min(remaining, block_bytes)
+            block = stream.read(expected)
+            # A header may claim more bytes than follow it, and a file may have been cut since it
+            # was opened. The corpus would silently lack its end.
+            if len(block) < expected:
+                raise EOFError(f"it ends {remaining - len(block):,} bytes early")
+            yield block
 
 
-Members = Iterator[tuple[str, int, Callable[[], Any]]]
+def members(path: str) -> Iterator[Member]:
+    """Yields the files of a zip or tar archive, or the file itself if it is not an archive.
 
-
-def members(path: str) -> Members:
-    """Yields the files of a zip or tar archive.
-
-    Each file is a tuple: its name, its size in bytes, and a function that opens it. The function
-    works until the next file is yielded.
-
-    Nothing is unpacked, so names may be of any kind. Another file is its own only member, without a
-    name. Raises nearly any exception if the archive is corrupted.
+    Raises nearly any exception if the archive is corrupted.
     """
     if path.endswith(".zip"):
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
                 if not entry.is_dir():
-                    yield entry.filename, entry.file_size, functools.partial(archive.open, entry)
+                    open_entry = functools.partial(archive.open, entry)
+                    yield Member(entry.filename, entry.file_size, open_entry)
     elif path.endswith(ARCHIVE_SUFFIXES):
         yield from _tar_members(path)
     else:
-        yield "", os.path.getsize(path), functools.partial(open, path, "rb")
-
-
-# Bytes of a name or of attributes in a tar. `tarfile` reads them whole, and before Python 3.11.10
-# and 3.12.6 it searches attributes in quadratic time, 0.2 s at this length. The longest path of
-# Linux has half as many.
-_MAX_ATTRIBUTES = 8 << 10
+        yield Member("", os.path.getsize(path), functools.partial(open, path, "rb"))
 
 
 class _Header(tarfile.TarInfo):
@@ -115,50 +149,62 @@ class _Header(tarfile.TarInfo):
             f"it has a sparse file, or a name or attributes above {_MAX_ATTRIBUTES >> 10} KiB"
         )
 
-    # tarfile's reader of the list of holes in a newer kind of sparse file.
+    # tarfile's reader of the list of holes in a newer kind of sparse file. The list is as long as
+    # the file says: a megabyte of gzip becomes a gigabyte of numbers.
     _proc_gnusparse_10 = _refuse
 
     @classmethod
     def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
         header = super().frombuf(buf, encoding, errors)
-        if header.type == tarfile.GNUTYPE_SPARSE or (
-            not header.isreg() and header.size > _MAX_ATTRIBUTES
-        ):
+        # The older kind of sparse file has a list of holes of any length too.
+        if header.type == tarfile.GNUTYPE_SPARSE:
+            cls._refuse()
+        # Long names and attributes are read into memory whole, however large their header says
+        # they are, and attributes are searched in quadratic time.
+        if not header.isreg() and header.size > _MAX_ATTRIBUTES:
             cls._refuse()
         return header
 
 
-def _tar_members(path: str) -> Members:
+def _tar_members(path: str) -> Iterator[Member]:
     """Yields the files of a tar archive, either plain or compressed by gzip.
 
     The archive can only be read in its own order.
     """
     with open(path, "rb") as file:
-        # tarfile's own reader takes a cut gzip file for a whole one and does not verify its
-        # checksum.
-        stream: Any = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
+        stream: Any = file
+        # tarfile's own reader of gzip takes a file that was cut for a whole one, and does not
+        # verify its checksum.
+        if file.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC):
+            stream = gzip.GzipFile(fileobj=file)
         with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as archive:
             for member in archive:
+                # A link may lead out of the archive, and a device may never end.
                 if member.isfile():
-                    yield member.name, member.size, functools.partial(archive.extractfile, member)
-        while stream.read(1 << 20):  # gzip's checksum comes after the archive's end.
+                    open_member = functools.partial(archive.extractfile, member)
+                    yield Member(member.name, member.size, open_member)
+        # gzip's checksum comes after the archive's end. It is verified when it is read.
+        while stream.read(_SKIPPED_BYTES):
             pass
 
 
 def _reading(path: str, url: str) -> contextlib.AbstractContextManager[None]:
-    advice = f"It may be corrupted or incomplete. Download it again from {url}"
-    return refusing_damage(f"{path} cannot be read", advice)
+    """Turns any error of the block into a `UserError` that says where to get the file again."""
+    return refusing_damage(
+        f"{path} cannot be read", f"It may be corrupted or incomplete. Download it again from {url}"
+    )
 
 
 @contextlib.contextmanager
-def refusing_damage(what: str, advice: str) -> Iterator[None]:
-    """Turns any error into a `UserError` of one line.
+def refusing_damage(problem: str, advice: str) -> Iterator[None]:
+    """Turns any error of the block into a `UserError` of one line.
 
-    Corrupted archives and records raise nearly any type of error.
+    Corrupted archives and records raise nearly any type of error. A `UserError` is kept, because it
+    says more.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{what} ({first_line(error)}). {advice}") from error
+        raise UserError(f"{problem} ({first_line(error)}). {advice}") from error

@@ -1,4 +1,8 @@
-"""Where the files of a published corpus are: unpacked, in archives, or on the network."""
+"""Where the files of a published corpus are: unpacked, in archives, or on the network.
+
+`find_files` lists the files of the corpus, wherever they are, and `fit` says which of them are the
+files of a split.
+"""
 
 import itertools
 import os
@@ -9,75 +13,107 @@ import requests
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
 
-from txl_jax.config.config_tree import require
 from txl_jax.data.archives import Place, open_files
 from txl_jax.data.published import Facts, Layout, PublishedCorpus, Remote
 from txl_jax.errors import UserError
 from txl_jax.runtime import storage
 
-# To connect, and to answer.
+# Seconds in which a server must accept a connection, and in which it must answer.
 _ASK_SECONDS = 3, 10
-# In the order in which they are checked.
+# The facts that are compared, in order, and how a difference is described.
 _FACTS = {
     "size": "{:,} bytes instead of {:,}",
     "tokens": "{:,} tokens (words and line ends) instead of {:,}",
     "lines": "{:,} lines instead of {:,}",
     "sha256": "sha256 {} instead of {}",
 }
+# Names that an error lists in full.
+_LISTED_NAMES = 5
 
 
 def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Place]:
-    """Opens the corpus's files, in the first directory that has all of them, or downloaded.
+    """Opens the corpus's files in the first directory that has all of them, or downloads them.
 
-    Raises `UserError` if only some of them are there, or none and they cannot be downloaded, or
-    they are not official.
+    Args:
+      data_dir: Directory of the user's files. The corpus's own directory may be in it.
+      manager: The download manager of tensorflow-datasets.
+
+    Raises:
+      UserError: If a directory has only some of the files, if no directory has any and they cannot
+        be downloaded, or if an archive is not the official one.
     """
-    folders, partly = corpus.places(data_dir), ""
+    folders = corpus.places(data_dir)
+    incomplete = ""
     for folder in folders:
         for names in corpus.file_sets(os.path.basename(folder)):
             paths = {name: os.path.join(folder, name) for name in names}
             lacking = [name for name, path in paths.items() if not os.path.isfile(path)]
             if not lacking:
-                for official in itertools.chain(*corpus.sources):
-                    if official.is_archive and official.file in paths:
-                        _check_official(paths[official.file], official)
+                _check_archives(corpus, paths)
                 return open_files(
                     [(name, path, corpus.url_of(name)) for name, path in paths.items()]
                 )
-            if len(lacking) < len(names):
-                there, urls = (
-                    min(set(names) - set(lacking)),
-                    " and ".join(dict.fromkeys(map(corpus.url_of, lacking))),
-                )
-                lacks = (
-                    f"{folder} has {there}, but not {_some(lacking)} of {corpus.title}. "
+
+            # The first set of files that is there in part is an error, unless another is complete.
+            if len(lacking) < len(names) and not incomplete:
+                present = min(set(names) - set(lacking))
+                urls = " and ".join(dict.fromkeys(map(corpus.url_of, lacking)))
+                incomplete = (
+                    f"{folder} has {present}, but not {_list_some(lacking)} of {corpus.title}. "
                     f"Download it from {urls}"
                 )
-                partly = partly or lacks
-    require(not partly, partly)
+    if incomplete:
+        raise UserError(incomplete)
     return _download(corpus, folders, manager)
 
 
+def _check_archives(corpus: PublishedCorpus, paths: dict[str, str]) -> None:
+    """Raises `UserError` if a file has the name of an official archive, and other content.
+
+    Args:
+      paths: The path of each file by its name.
+    """
+    for remote in itertools.chain(*corpus.sources):
+        if remote.is_archive and remote.file in paths:
+            _check_official(paths[remote.file], remote)
+
+
 def _check_official(path: str, official: Remote) -> None:
-    found = Facts(size=os.path.getsize(path), sha256=official.sha256 and storage.sha256(path))
-    wrong = difference(official, found)
-    require(
-        not wrong,
-        f"{path} does not match the official file: {wrong}. Download it again from {official.url}",
-    )
+    # A proxy's page or an interrupted download often has the name of the file, and a manipulated
+    # archive has its size too.
+    sha256 = None
+    if official.sha256 is not None:
+        sha256 = storage.sha256(path)
+    mismatch = difference(official, Facts(size=os.path.getsize(path), sha256=sha256))
+    if mismatch:
+        raise UserError(
+            f"{path} does not match the official file: {mismatch}. "
+            f"Download it again from {official.url}"
+        )
 
 
 def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list[Place]:
-    """Downloads the first source that can be. Raises `UserError` if none can."""
-    failed = []
+    """Downloads the corpus from the first source that works.
+
+    Args:
+      folders: The directories that do not have the files, for the error.
+      manager: The download manager of tensorflow-datasets.
+
+    Raises:
+      UserError: If no source works.
+    """
+    failures = []
     for source in corpus.sources:
-        files, remote = list[tuple[str, str, str]](), source[0]
+        files = list[tuple[str, str, str]]()
+        remote = source[0]
         try:
-            # Asked first, as the manager retries for minutes.
+            # Whether the server answers is known in seconds. The manager would retry for minutes.
             requests.head(remote.url, timeout=_ASK_SECONDS, allow_redirects=True).raise_for_status()
-            for remote in source:  # One by one, so that the one that fails is known.
-                files.append((remote.file, str(manager.download(remote.url)), remote.url))
-                _check_official(files[-1][1], remote)
+            # After an error, `remote` is the file that failed.
+            for remote in source:
+                path = str(manager.download(remote.url))
+                _check_official(path, remote)
+                files.append((remote.file, path, remote.url))
             return open_files(files)
         except (
             tfds.download.DownloadError,
@@ -85,64 +121,88 @@ def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list
             requests.RequestException,
             UserError,
         ) as error:
-            # Others have several lines, of layers of libraries.
-            is_short = isinstance(
-                error, tfds.download.DownloadError | requests.HTTPError | UserError
-            )
-            failed.append(f"{remote.url} failed ({error if is_short else type(error).__name__})")
-    wanted = ", or ".join(
-        " and ".join(remote.url for remote in source) for source in corpus.sources
-    )
-    missing = (
+            # Other errors have several lines, from layers of libraries.
+            reason = type(error).__name__
+            if isinstance(error, tfds.download.DownloadError | requests.HTTPError | UserError):
+                reason = str(error)
+            failures.append(f"{remote.url} failed ({reason})")
+
+    alternatives = []
+    for source in corpus.sources:
+        alternatives.append(" and ".join(remote.url for remote in source))
+    raise UserError(
         f"{corpus.title} is not in {' or '.join(folders)}, and downloading it failed "
-        f"({'; '.join(failed)})"
+        f"({'; '.join(failures)}). Put {', or '.join(alternatives)} into {folders[0]} "
+        f"(--data_dir){corpus.advice}"
     )
-    raise UserError(f"{missing}. Put {wanted} into {folders[0]} (--data_dir){corpus.advice}")
 
 
 def fit(places: Sequence[Place], layouts: Sequence[Layout]) -> dict[str, list[Place]]:
     """Returns the files of each part, by the first layout whose files are all there.
 
-    A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'. Raises
-    `UserError` if no layout fits, or a file is there twice.
+    A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'. The files of a
+    part are in the order of `places`, in which an archive is read.
+
+    Raises:
+      UserError: If no layout fits, or two files could be meant.
     """
-    holder = " and ".join(dict.fromkeys(place.path for place in places))
-    urls = " and ".join(dict.fromkeys(place.url for place in places))
-    found = {
-        tail: [
-            place for place in places if f"/{place.name}".replace("\\", "/").endswith(f"/{tail}")
-        ]
-        for tail in itertools.chain(*(names for layout in layouts for names in layout.values()))
-    }
-    lacking = [
-        [tail for tail in itertools.chain(*layout.values()) if not found[tail]]
-        for layout in layouts
-    ]
-    least, there = _some(min(lacking, key=len)), _some([place.name for place in places])
-    require(
-        not least, f"{holder} has no {least} (it contains {there}). Download it again from {urls}"
-    )
-    layout = layouts[lacking.index([])]
-    for tail in itertools.chain(*layout.values()):
-        both = " and ".join(place.name for place in found[tail])
-        require(len(found[tail]) == 1, f"{holder} has both {both}, so it is ambiguous. Remove one.")
-    return {
-        part: sorted((found[tail][0] for tail in tails), key=places.index)
-        for part, tails in layout.items()
-    }
+    matches: dict[str, list[Place]] = {}
+    for layout in layouts:
+        for file in itertools.chain(*layout.values()):
+            matches[file] = [place for place in places if _is_at(place, file)]
+
+    # The error names the files of the layout that lacks the fewest.
+    lacking = []
+    for layout in layouts:
+        lacking.append([file for file in itertools.chain(*layout.values()) if not matches[file]])
+    fewest = min(lacking, key=len)
+    paths = " and ".join(dict.fromkeys(place.path for place in places))
+    if fewest:
+        contents = _list_some([place.name for place in places])
+        urls = " and ".join(dict.fromkeys(place.url for place in places))
+        raise UserError(
+            f"{paths} has no {_list_some(fewest)} (it contains {contents}). "
+            f"Download it again from {urls}"
+        )
+
+    layout = layouts[lacking.index(fewest)]
+    for file in itertools.chain(*layout.values()):
+        # An old copy of a file beside the file itself: either could be the corpus.
+        if len(matches[file]) > 1:
+            both = " and ".join(place.name for place in matches[file])
+            raise UserError(f"{paths} has both {both}, so it is ambiguous. Remove one.")
+
+    parts = {}
+    for part, files in layout.items():
+        parts[part] = sorted((matches[file][0] for file in files), key=places.index)
+    return parts
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def _is_at(place: Place, file: str) -> bool:
+    """Returns whether the name of a place ends in the path of a file.
+
+    Archives that were made on Windows may have backslashes in their names.
+    """
+    return f"/{place.name}".replace("\\", "/").endswith(f"/{file}")
 
 
-def difference(known: Facts | Remote, found: Facts) -> str:
-    """Describes the first known fact that was found to differ: "12 bytes instead of 10".
+def _list_some(names: Sequence[str]) -> str:
+    """Returns the first names as a list in a sentence, and how many others there are."""
+    listed = ", ".join(names[:_LISTED_NAMES])
+    if len(names) > _LISTED_NAMES:
+        listed += f" and {len(names) - _LISTED_NAMES} more"
+    return listed
+
+
+def difference(known: Facts | Remote, actual: Facts) -> str:
+    """Describes the first known fact that differs from the actual one: "12 bytes instead of 10".
 
     Returns "" if no known fact differs.
     """
-    for fact, shown in _FACTS.items():
-        expected, value = getattr(known, fact, None), getattr(found, fact)
-        if None not in (expected, value) and expected != value:
-            return shown.format(value, expected)
+    for fact, description in _FACTS.items():
+        # The size and sha256 are all that is known of a remote file.
+        expected = getattr(known, fact, None)
+        value = getattr(actual, fact)
+        if expected is not None and value is not None and expected != value:
+            return description.format(value, expected)
     return ""

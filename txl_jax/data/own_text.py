@@ -2,8 +2,8 @@
 
 The text of the library is its source.
 
-Remote files are first copied to `fetched` in the cache, which you can delete at any time: ids are
-memory-mapped, and archives are read at random.
+Remote files are first copied to the directory `fetched` in the cache, because ids are memory-mapped
+and archives are not read in order. You can delete this directory at any time.
 """
 
 import contextlib
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from txl_jax.config import CorpusName, DataConfig, LineMark, Tokenizer, config_tree
-from txl_jax.config.config_tree import require
 from txl_jax.data.published import CORPORA, PublishedCorpus
 from txl_jax.data.text import (
     BLOCK_BYTES,
@@ -30,6 +29,7 @@ from txl_jax.data.text import (
     digest_of,
     expanded,
     file_part,
+    is_inside_character,
     json_texts,
     with_bar,
 )
@@ -53,83 +53,117 @@ STDLIB_SKIPPED_DIRS = {
 # has more bytes than the difference, so a split cannot exceed the most (`split_by_name`).
 STDLIB_LEAST_HELDOUT = 600_000
 STDLIB_MOST_HELDOUT = 680_000
+# Fewer training files by themselves are split by position. Others are split between files.
+_FEWEST_FILES = 3
+# One file in this number is held out for the validation split, and as many for the test split.
+_FILES_PER_HELDOUT_FILE = 20
 # How a .npy file begins.
 _NPY_MAGIC = b"\x93NUMPY"
-# Bytes by which a border between splits may move to the beginning of a line.
-_BORDER_WINDOW = 1 << 16
+# Bytes in which ends of lines are searched: a border between splits may move on by as many, and the
+# empty lines at the end of a file are among its last ones.
+_WINDOW_BYTES = 1 << 16
 
 
 def read_own_text(
     config: DataConfig, cache: Path = Path("data", "prepared"), document_end: str = "\n"
 ) -> Text:
-    """Reads one file, split 90/5/5, or the user's own files, a list per split.
+    """Reads one file, or the user's own files, a list per split.
 
-    The files of a list are concatenated in the order given.
+    The files of a list are concatenated in the order of the list, and a pattern in it matches files
+    in the order of their names. One file is split 90/5/5, as is a training list by itself: by
+    position or, from three files on, between files. With a published corpus the file is a part of
+    it.
 
-    With a published corpus the file is a part of it. A pattern in a list matches files in the order
-    of their names. A training list by itself is split: by position or, from three files on, between
-    files. JSON lines become text in `cache`, each document followed by `document_end`. Raises
-    `UserError` if a name has no file, or a file is a directory, empty, a NumPy array, or ends in
-    empty lines, each of which would be a token.
+    Args:
+      cache: Directory of this machine for the text of JSON lines.
+      document_end: What follows each document of JSON lines in their text.
+
+    Raises:
+      UserError: If a name has no file, or a file is a directory, empty, a NumPy array, or ends in
+        empty lines, each of which would be a token.
     """
-    given = (
-        {"file": (config.file,)}
-        if config.file
-        else {split: getattr(config, split) for split in SPLITS}
-    )
-    lists = {name: expanded(paths, flag=f"--data.{name}") for name, paths in given.items() if paths}
-    original: dict[str, str] = {}  # The user's files by the files of their text in the cache.
+    lists = {}
+    if config.file:
+        lists["file"] = expanded((config.file,), flag="--data.file")
+    else:
+        for split in SPLITS:
+            paths = getattr(config, split)
+            if paths:
+                lists[split] = expanded(paths, flag=f"--data.{split}")
+
+    # The text of JSON lines is a file in the cache. For errors, its path leads to the user's file.
+    json_paths: dict[str, str] = {}
     if config.json_field is not None:
         for name, paths in lists.items():
-            lists[name] = [_text_of_json(path, config, document_end, cache) for path in paths]
-            original |= zip(lists[name], paths, strict=True)
-    first, name = next(iter(lists.values())), Path(config.file or "").name
-    total, held_out = sum(map(os.path.getsize, first)), max(len(first) // 20, 1)
-    # Its alphabet is not closed: it may lack bytes of the rest.
+            lists[name] = []
+            for path in paths:
+                text_path = _text_of_json(path, config, document_end, cache)
+                lists[name].append(text_path)
+                json_paths[text_path] = path
+
+    # The file, or the training files.
+    first_paths = next(iter(lists.values()))
+    n_bytes = sum(map(os.path.getsize, first_paths))
     if config.corpus is not CorpusName.TEXT:
-        return _split_text(
-            f"{config.corpus} prefix", f"prefix of {total} bytes of {name}", first, config
-        )
+        # The alphabet of this text is not closed, because it may lack bytes of the rest.
+        description = f"prefix of {n_bytes} bytes of {Path(config.file or '').name}"
+        return _split_text(f"{config.corpus} prefix", description, first_paths, config)
+
     for paths in lists.values():
         _check_text(config, paths)
-    if len(lists) == 1 and len(first) < 3:
-        name = name or " and ".join(Path(path).name for path in first)
-        text = _split_text("text", f"own text, {total:,} bytes of {name}", first, config)
-        return dataclasses.replace(text, splits=_named_as(original, text.splits))
-    if len(lists) == 1:
-        parts = first[: -2 * held_out], first[-2 * held_out : -held_out], first[-held_out:]
-        lists = dict(zip(SPLITS, parts, strict=True))
+    is_one_list = len(lists) == 1
+    if is_one_list and len(first_paths) < _FEWEST_FILES:
+        names = " and ".join(Path(path).name for path in first_paths)
+        if config.file:
+            # Not the name of the text of JSON lines.
+            names = Path(config.file).name
+        description = f"own text, {n_bytes:,} bytes of {names}"
+        text = _split_text("text", description, first_paths, config)
+        return dataclasses.replace(text, splits=_with_json_names(text.splits, json_paths))
+
+    if is_one_list:
+        n_heldout = max(len(first_paths) // _FILES_PER_HELDOUT_FILE, 1)
+        lists = {
+            "train": first_paths[: -2 * n_heldout],
+            "valid": first_paths[-2 * n_heldout : -n_heldout],
+            "test": first_paths[-n_heldout:],
+        }
     splits = {split: tuple(map(file_part, paths)) for split, paths in lists.items()}
-    sizes = " + ".join(f"{sum(file.size for file in files):,}" for files in splits.values())
-    # Digests of digests of digests: it matters where a file ends, as a line does there, and which
-    # split it is in.
-    digest = digest_of(
-        digest_of(_digest([file]) for file in with_bar(f"reading {split}", files))
-        for split, files in splits.items()
-    )
+
+    # A line ends with its file, and splits are not alike. So the digest is of the splits' digests,
+    # and theirs is of the files' digests.
+    sizes = []
+    digests = []
+    for split, files in splits.items():
+        sizes.append(sum(file.size for file in files))
+        digests.append(digest_of(_digest([file]) for file in with_bar(f"reading {split}", files)))
+    shown_sizes = " + ".join(f"{size:,}" for size in sizes)
     return Text(
-        "text",
-        f"own text, {sizes} bytes in train + valid + test",
-        digest,
-        _named_as(original, splits),
+        name="text",
+        description=f"own text, {shown_sizes} bytes in train + valid + test",
+        digest=digest_of(digests),
+        splits=_with_json_names(splits, json_paths),
     )
 
 
-def _named_as(
-    original: dict[str, str], splits: dict[str, tuple[File, ...]]
+def _with_json_names(
+    splits: dict[str, tuple[File, ...]], json_paths: dict[str, str]
 ) -> dict[str, tuple[File, ...]]:
-    """Returns splits whose errors name the user's files too.
+    """Returns splits whose errors name the user's files of JSON lines too.
 
-    This applies if the text in the splits was made of other files.
+    Args:
+      json_paths: Path of the JSON lines by the path of their text.
     """
-
-    def named(file: File) -> File:
-        return dataclasses.replace(file, name=f"{original[file.name]} (its text is {file.name})")
-
-    return {
-        split: tuple(named(file) if file.name in original else file for file in files)
-        for split, files in splits.items()
-    }
+    named = {}
+    for split, files in splits.items():
+        named_files = []
+        for file in files:
+            if file.name in json_paths:
+                name = f"{json_paths[file.name]} (its text is {file.name})"
+                file = dataclasses.replace(file, name=name)
+            named_files.append(file)
+        named[split] = tuple(named_files)
+    return named
 
 
 def read_python_stdlib(config: DataConfig) -> Text:
@@ -143,7 +177,8 @@ def read_python_stdlib(config: DataConfig) -> Text:
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = set(subfolders) - STDLIB_SKIPPED_DIRS
         paths += [os.path.join(folder, name) for name in files if name.endswith(".py")]
-    paths = sorted(filter(os.path.isfile, paths))  # Some distributions leave dangling links behind.
+    # Some distributions leave dangling links behind.
+    paths = sorted(filter(os.path.isfile, paths))
     if not paths:
         raise UserError(
             f"the standard library at {root} has no .py files (it may be packed in an archive). "
@@ -204,15 +239,19 @@ def split_by_name(root: str, paths: Sequence[str]) -> dict[str, tuple[File, ...]
             n_bytes += sizes[next_name]
 
     parts: dict[str, list[File]] = {split: [] for split in SPLITS}
-    for name, its_paths in files.items():
-        parts[split_of[name]] += map(file_part, its_paths)
+    for name, files_of_name in files.items():
+        parts[split_of[name]] += map(file_part, files_of_name)
     return {split: tuple(parts[split]) for split in SPLITS}
 
 
 def _split_text(name: str, description: str, paths: Sequence[str], config: DataConfig) -> Text:
+    """Returns the text of files that are concatenated and split by position.
+
+    Its digest is of the bytes, wherever a file or a split ends.
+    """
     splits = split_by_position(paths, at_lines=config.tokenizer.kind is not Tokenizer.BYTE)
-    whole = [file for split in SPLITS for file in splits[split]]
-    return Text(name, description, _digest(with_bar("reading", whole)), splits)
+    files = itertools.chain.from_iterable(splits[split] for split in SPLITS)
+    return Text(name, description, _digest(with_bar("reading", files)), splits)
 
 
 def split_by_position(paths: Sequence[str], *, at_lines: bool) -> dict[str, tuple[File, ...]]:
@@ -224,37 +263,47 @@ def split_by_position(paths: Sequence[str], *, at_lines: bool) -> dict[str, tupl
     long, of a word.
     """
     total = sum(map(os.path.getsize, paths))
-    inner = [total * 90 // 100, total * 95 // 100]
-    borders = [0, *([_line_start(paths, border) for border in inner] if at_lines else inner), total]
-    ranges = zip(SPLITS, itertools.pairwise(borders), strict=True)
-    return {split: tuple(_between(paths, first, last)) for split, (first, last) in ranges}
+    valid_start = total * 90 // 100
+    test_start = total * 95 // 100
+    if at_lines:
+        valid_start = _line_start(paths, valid_start)
+        test_start = _line_start(paths, test_start)
+    return {
+        "train": tuple(_between(paths, 0, valid_start)),
+        "valid": tuple(_between(paths, valid_start, test_start)),
+        "test": tuple(_between(paths, test_start, total)),
+    }
 
 
 def _between(paths: Sequence[str], first: int, last: int) -> Iterator[File]:
-    """Yields the parts of files between two positions in their concatenation."""
+    """Yields the parts of files from position `first` to before `last` in their concatenation."""
     start = 0
     for path in paths:
-        size = os.path.getsize(path)
-        low, high = max(first - start, 0), min(last - start, size)
-        if low < high:
-            yield file_part(path, low, high)
-        start += size
+        n_bytes = os.path.getsize(path)
+        part_first = max(first - start, 0)
+        part_last = min(last - start, n_bytes)
+        if part_first < part_last:
+            yield file_part(path, part_first, part_last)
+        start += n_bytes
 
 
 def _line_start(paths: Sequence[str], border: int) -> int:
     """Returns the first position from `border` on at which a line begins.
 
-    If there is none, a word begins at the position, or at least a character.
+    If no line begins nearby, a word begins at the position, or at least a character.
     """
     # The byte before the border decides whether a line begins there already.
     first = max(border - 1, 0)
-    files = _between(paths, first, first + _BORDER_WINDOW)
-    window = b"".join(block for file in files for block in file.blocks())
+    files = _between(paths, first, first + _WINDOW_BYTES)
+    window = b"".join(itertools.chain.from_iterable(file.blocks() for file in files))
     for white in (b"\n", b" "):
-        if (found := window.find(white)) >= 0:
-            return first + found + 1
-    starts = (i for i, byte in enumerate(window) if byte & 0xC0 != 0x80 and first + i >= border)
-    return first + next(starts, len(window))
+        end = window.find(white)
+        if end >= 0:
+            return first + end + 1
+    for position, byte in enumerate(window, start=first):
+        if position >= border and not is_inside_character(byte):
+            return position
+    return first + len(window)
 
 
 def _check_text(config: DataConfig, paths: Sequence[str]) -> None:
@@ -262,59 +311,79 @@ def _check_text(config: DataConfig, paths: Sequence[str]) -> None:
 
     Empty lines are an error only if each would be a token.
     """
-    kind, line_mark = config.tokenizer.kind, config.tokenizer.line_mark
-    marked = kind is Tokenizer.WORD and line_mark is not LineMark.NONE
+    kind = config.tokenizer.kind
+    marks_lines = kind is Tokenizer.WORD and config.tokenizer.line_mark is not LineMark.NONE
     for path in paths:
         with open(path, "rb") as file:
             is_array = file.read(len(_NPY_MAGIC)) == _NPY_MAGIC
-            file.seek(max(os.path.getsize(path) - _BORDER_WINDOW, 0))
+            file.seek(max(os.path.getsize(path) - _WINDOW_BYTES, 0))
             end = file.read()
-        wrong = (
-            f"{path} is a NumPy array, but data.tokenizer.kind is {kind}. "
-            "For ids, pass --data.tokenizer.kind=id."
-        )
-        require(not is_array, wrong)
+
+        # Its bytes would be trained on as if they were text.
+        if is_array:
+            raise UserError(
+                f"{path} is a NumPy array, but data.tokenizer.kind is {kind}. "
+                "For ids, pass --data.tokenizer.kind=id."
+            )
+
+        # The first newline ends the last line with words. Each line after it is empty, also one of
+        # spaces without a newline.
         white = end[len(end.rstrip()) :]
-        # A newline ends a line; what follows is another one.
-        empty = white.count(b"\n") - white.endswith(b"\n")
-        wrong = (
-            f"{path} ends in {empty} empty line(s), each of which would be scored as a line. "
-            "Remove them."
-        )
-        require(not marked or empty <= 0, wrong)
+        n_empty = white.count(b"\n")
+        if white.endswith(b"\n"):
+            n_empty -= 1
+        if marks_lines and n_empty > 0:
+            raise UserError(
+                f"{path} ends in {n_empty} empty line(s), each of which would be scored as a line. "
+                "Remove them."
+            )
 
 
 def _text_of_json(path: str, config: DataConfig, end: str, cache: Path) -> str:
-    """Writes a file's documents as text, unless the cache has the text, and returns its path.
+    """Writes the documents of a file as text, unless the cache has the text, and returns its path.
 
     Each document is written with its end.
 
-    Raises `UserError` with the file and the line of a document that is not a text.
+    Raises:
+      UserError: If a line is not a document. The error has the file and the line.
     """
     field = config.json_field
     assert field is not None
-    about = os.stat(path)
-    facts = repr((os.path.abspath(path), about.st_size, about.st_mtime_ns, field, end))
-    made = _copy_of(facts, cache) / f"{Path(path).stem}.txt"
-    if not made.exists():
-        with (
-            storage.writable(made.parent, what="the text of JSON lines"),
-            open(path, "rb") as lines,
-        ):
-            zeros_allowed = config.tokenizer.kind is Tokenizer.BYTE
-            numbered = json_texts(lines, field, name=path, zeros_allowed=zeros_allowed)
-            texts = (text for _, text in numbered if text.strip())
-            # With newlines of its own at its end a document would end in empty lines.
-            storage.write_lines(
-                made, ((text.rstrip("\n") if end[0] == "\n" else text) + end for text in texts)
-            )
-    return str(made)
+    # Everything that the text depends on. A file that was changed has another size or time.
+    status = os.stat(path)
+    facts = repr((os.path.abspath(path), status.st_size, status.st_mtime_ns, field, end))
+    text_path = _copy_of(facts, cache) / f"{Path(path).stem}.txt"
+    if text_path.exists():
+        return str(text_path)
+
+    # Only bytes may contain zeros.
+    zeros_allowed = config.tokenizer.kind is Tokenizer.BYTE
+    with (
+        storage.writable(text_path.parent, what="the text of JSON lines"),
+        open(path, "rb") as lines,
+    ):
+        numbered = json_texts(lines, field, name=path, zeros_allowed=zeros_allowed)
+        storage.write_lines(text_path, _with_ends((text for _, text in numbered), end))
+    return str(text_path)
+
+
+def _with_ends(documents: Iterable[str], end: str) -> Iterator[str]:
+    """Yields each document that is not empty, followed by `end`."""
+    for document in documents:
+        if not document.strip():
+            continue
+        # Newlines at its end would make empty lines of the one that follows.
+        if end[0] == "\n":
+            document = document.rstrip("\n")
+        yield document + end
 
 
 def _digest(files: Iterable[File]) -> str:
+    """Returns sha256 of the concatenated files, in hexadecimal."""
     digest = hashlib.sha256()
-    for block in itertools.chain.from_iterable(file.blocks() for file in files):
-        digest.update(block)
+    for file in files:
+        for block in file.blocks():
+            digest.update(block)
     return digest.hexdigest()
 
 
@@ -322,146 +391,187 @@ def _digest(files: Iterable[File]) -> str:
 
 
 def copied(config: DataConfig, data_dir: str, cache: Path) -> tuple[DataConfig, str]:
-    """Returns a config and `data_dir` with copies in the cache instead of remote files.
+    """Returns a config and `data_dir` with copies in the cache instead of remote files and pipes.
 
-    Raises `UserError`.
+    A directory or pattern in `data.file` becomes a list of training files.
+
+    Raises:
+      UserError: If a file cannot be read, or a pattern has no match.
     """
-    settings = [leaf.name for leaf in config_tree.leaves(DataConfig) if leaf.setting.path]
-    config = _without_pipes(config, settings, cache)
+    path_settings = [leaf.name for leaf in config_tree.leaves(DataConfig) if leaf.setting.path]
+    config = _without_pipes(config, path_settings, cache)
     try:
         config = _listed(config)
-        given = {name: value for name in settings if (value := config_tree.get(config, name))}
-        local = {name: _copies(value, cache) for name, value in given.items()}
+        copies = {}
+        for name in path_settings:
+            value = config_tree.get(config, name)
+            if value:
+                copies[name] = _copies(value, cache)
         if is_remote(data_dir) and config.corpus in CORPORA and not config.file:
             data_dir = local_folder(CORPORA[config.corpus], data_dir, cache)
     except OSError as error:
         raise storage.access_error("read", error.filename or "a remote file", error) from error
-    return config_tree.replace(config, local), data_dir
+    return config_tree.replace(config, copies), data_dir
 
 
-def _without_pipes(config: DataConfig, settings: Sequence[str], cache: Path) -> DataConfig:
+def _without_pipes(config: DataConfig, path_settings: Sequence[str], cache: Path) -> DataConfig:
     """Returns a config with copies in the cache instead of pipes, such as a shell's <(command)."""
-    # A pipe can be read only once, even if several settings name it.
-    copy = functools.cache(functools.partial(_copy_of_pipe, cache=cache))
+
+    # A pipe can be read only once, even if more than one setting names it.
+    @functools.cache
+    def without_pipe(path: str) -> str:
+        return _copy_of_pipe(path, cache) if storage.is_pipe(path) else path
+
     changed: dict[str, Any] = {}
-    for name in settings:
+    for name in path_settings:
         value = config_tree.get(config, name)
         if isinstance(value, str):
-            changed[name] = copy(value) if storage.is_pipe(value) else value
+            changed[name] = without_pipe(value)
         elif value:
-            changed[name] = tuple(copy(path) if storage.is_pipe(path) else path for path in value)
+            changed[name] = tuple(map(without_pipe, value))
     return config_tree.replace(config, changed)
 
 
 def _copy_of_pipe(path: str, cache: Path) -> str:
     """Writes the content of a pipe to a file that is named after it, and returns its path.
 
-    Raises `UserError` if it has no content, or several processes would read a part of it each.
+    Raises:
+      UserError: If the pipe has no content, or several processes would each read a part of it.
     """
-    shared = f"a text must be a file if several processes read it, got {path}, which is a pipe"
-    require(not distributed.is_multiprocess(), f"{shared}. Write it to a file first.")
+    if distributed.is_multiprocess():
+        raise UserError(
+            f"a text must be a file if several processes read it, got {path}, which is a pipe. "
+            "Write it to a file first."
+        )
     folder = cache / "fetched" / "pipes"
     digest = hashlib.sha256()
     with storage.writable(folder, what="the content of a pipe"):
-        part = folder / f".{os.getpid()}.tmp"
+        partial = folder / f".{os.getpid()}.tmp"
         try:
-            with open(path, "rb") as pipe, open(part, "wb") as copy:
+            with open(path, "rb") as pipe, open(partial, "wb") as copy:
                 while block := pipe.read(BLOCK_BYTES):
                     digest.update(block)
                     copy.write(block)
-            require(
-                size(part),
-                f"the pipe {path} has no content. Its command may have failed, or it "
-                "was read before.",
-            )
-            made = folder / f"pipe-{digest.hexdigest()[:16]}"
-            # The text of JSON lines is found again by the time of their file.
-            if not made.exists():
-                os.replace(part, made)
+            if not size(partial):
+                raise UserError(
+                    f"the pipe {path} has no content. Its command may have failed, or it "
+                    "was read before."
+                )
+            local = folder / f"pipe-{digest.hexdigest()[:16]}"
+            # An earlier copy of this content is kept with its time, by which the text of JSON lines
+            # is found again.
+            if not local.exists():
+                os.replace(partial, local)
         finally:
-            part.unlink(missing_ok=True)
-    return str(made)
+            partial.unlink(missing_ok=True)
+    return str(local)
 
 
 def _listed(config: DataConfig) -> DataConfig:
-    """Returns a config with a training list instead of a directory or pattern in `data.file`.
+    """Returns a config with a list of training files instead of a directory or pattern.
 
-    The list has the files of the directory or pattern.
+    Only `data.file` of one's own text may be one.
     """
     path = config.file
     if not path or config.corpus is not CorpusName.TEXT or config.tokenizer.kind is Tokenizer.ID:
         return config
+
+    # Each file, and the part of its path that the user did not type: hidden files are skipped, but
+    # not those of a hidden directory that was named.
     if storage.is_dir(path):
-        found = {name: os.path.relpath(name, path) for name in storage.files_below(path)}
+        relative_paths = {file: os.path.relpath(file, path) for file in storage.files_below(path)}
     elif glob.has_magic(path) and not storage.exists(path):
-        local = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-        found = {
-            name: os.path.basename(name)
-            for name in (storage.matching(path) if is_remote(path) else local)
-        }
+        if is_remote(path):
+            matches = storage.matching(path)
+        else:
+            matches = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+        relative_paths = {file: os.path.basename(file) for file in matches}
     else:
         return config
-    kept = tuple(name for name, below in found.items() if "/." not in f"/{below}" and size(name))
-    require(
-        kept,
-        f"--data.file is {path}, which contains only hidden or empty files. Pass another path.",
-    )
-    if len(kept) < len(found):
-        say(f"note      {len(found) - len(kept)} hidden or empty files in {path} were skipped")
-    return dataclasses.replace(config, file=None, train=kept)
+
+    files = []
+    for file, relative_path in relative_paths.items():
+        is_hidden = "/." in f"/{relative_path}"
+        if not is_hidden and size(file):
+            files.append(file)
+    if not files:
+        raise UserError(
+            f"--data.file is {path}, which contains only hidden or empty files. Pass another path."
+        )
+    n_skipped = len(relative_paths) - len(files)
+    if n_skipped:
+        say(f"note      {n_skipped} hidden or empty files in {path} were skipped")
+    return dataclasses.replace(config, file=None, train=tuple(files))
 
 
 def _copies(value: str | tuple[str, ...], cache: Path) -> Any:
     """Returns a path, or a list of paths and patterns, with copies instead of the remote ones."""
     if isinstance(value, str):
-        return _copy(as_path(value), cache) if is_remote(value) else value
-    return tuple(_copies(path, cache) for pattern in value for path in _expanded(pattern))
+        return _local_path(value, cache)
+    paths = []
+    for pattern in value:
+        for path in _expanded(pattern):
+            paths.append(_local_path(path, cache))
+    return tuple(paths)
+
+
+def _local_path(path: str, cache: Path) -> str:
+    return _copy(as_path(path), cache) if is_remote(path) else path
 
 
 def _expanded(pattern: str) -> list[str]:
-    found = (
-        storage.matching(as_path(pattern))
-        if is_remote(pattern) and glob.has_magic(pattern)
-        else [pattern]
-    )
-    require(found, f"no object matches {pattern}. Check the pattern.")
-    return found
+    """Returns the objects that match a remote pattern. Others are left for `text.expanded`."""
+    if not is_remote(pattern) or not glob.has_magic(pattern):
+        return [pattern]
+    paths = storage.matching(as_path(pattern))
+    if not paths:
+        raise UserError(f"no object matches {pattern}. Check the pattern.")
+    return paths
 
 
 def local_folder(corpus: PublishedCorpus, data_dir: str, cache: Path) -> str:
     """Returns a directory of this machine with copies of a corpus's files in a remote one."""
     root = as_path(data_dir)
     wanted = set(itertools.chain(*corpus.file_sets(corpus.folders[0])))
-    for place, folder in itertools.product(
-        corpus.places(root), {os.path.dirname(name) for name in wanted}
-    ):
-        with contextlib.suppress(FileNotFoundError):
-            there = storage.names(os.path.join(place, folder).rstrip("/"))
-            for name in wanted & {os.path.join(folder, each) for each in there}:
-                _copy(os.path.join(place, name), cache, root)
+    wanted_folders = {os.path.dirname(path) for path in wanted}
+    for place in corpus.places(root):
+        for folder in wanted_folders:
+            # Most of the places do not exist.
+            with contextlib.suppress(FileNotFoundError):
+                for name in storage.names(os.path.join(place, folder).rstrip("/")):
+                    path = os.path.join(folder, name)
+                    if path in wanted:
+                        _copy(os.path.join(place, path), cache, root)
     return str(_copy_of(root, cache))
 
 
 def _copy_of(folder: str, cache: Path) -> Path:
+    """Returns the directory for copies of files in a remote directory, or with other facts."""
     return cache / "fetched" / hashlib.sha256(folder.encode()).hexdigest()[:16]
 
 
 def _copy(url: str, cache: Path, root: str | None = None) -> str:
-    """Downloads an object unless there is a copy of its size and time.
+    """Downloads an object, unless there is a copy of its size and time, and returns its path.
 
-    The object is downloaded under a temporary name first.
+    Args:
+      root: The remote directory below which the copy keeps its path, or None for the object's own.
     """
-    root = root or os.path.dirname(url)  # Copies keep their paths relative to it.
+    root = root or os.path.dirname(url)
     local = _copy_of(root, cache) / os.path.relpath(url, root)
-    # Before the download: an object that is replaced meanwhile is copied again.
+    # The time from before the download: an object that is replaced meanwhile is copied again.
     time = storage.modified(url)
-    if not local.exists() or (local.stat().st_size, local.stat().st_mtime) != (size(url), time):
-        local.parent.mkdir(parents=True, exist_ok=True)
-        part = local.with_name(f".{local.name}.{os.getpid()}.tmp")
-        try:
-            storage.download(url, part)
-            os.utime(part, (time, time))
-            os.replace(part, local)
-        finally:
-            part.unlink(missing_ok=True)
+    if local.exists():
+        status = local.stat()
+        if status.st_size == size(url) and status.st_mtime == time:
+            return str(local)
+
+    local.parent.mkdir(parents=True, exist_ok=True)
+    # Under another name first, so that no interrupted download passes for a copy.
+    partial = local.with_name(f".{local.name}.{os.getpid()}.tmp")
+    try:
+        storage.download(url, partial)
+        os.utime(partial, (time, time))
+        os.replace(partial, local)
+    finally:
+        partial.unlink(missing_ok=True)
     return str(local)

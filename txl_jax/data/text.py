@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import glob
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,8 @@ from txl_jax.runtime import storage
 # Large enough that the cost per block is negligible, small compared with any model.
 BLOCK_BYTES = 1 << 20
 SPLITS = ("train", "valid", "test")
-BYTE_ORDER_MARK = "\ufeff"  # Windows writes it before a file's first word.
+# Windows writes it before a file's first word.
+BYTE_ORDER_MARK = "\ufeff"
 # First bytes of files that are seldom meant to be read as they are.
 _PACKED = {
     b"\x1f\x8b": "gzip",
@@ -28,20 +28,24 @@ _PACKED = {
     b"BZh": "bzip2",
     b"\xfd7zXZ": "xz",
     b"(\xb5/\xfd": "zstd",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
 }
-_PACKED |= dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "UTF-16")
-_LONGEST_WORD = 1 << 16  # Bytes. Longer ranges without white space are cut between characters.
+# Bytes. Longer ranges without white space are cut between characters.
+_LONGEST_WORD = 1 << 16
+# Bytes of a line that an error shows.
+_SHOWN_BYTES = 60
 
 
 @dataclasses.dataclass(frozen=True)
 class File:
     """A named range of consecutive bytes."""
 
-    # For errors: a path, or the name of a part of a corpus.
+    # A path, or the name of a part of a corpus, for errors.
     name: str
-    # Bytes.
+    # Number of bytes.
     size: int
-    # Each call starts at the first byte; together `size` bytes.
+    # Yields all bytes, in blocks. Each call starts at the first byte.
     blocks: Callable[[], Iterator[bytes]]
     # Position of the first byte in the file of that name.
     offset: int = 0
@@ -57,9 +61,9 @@ class Text:
     description: str
     # sha256 of the content, in hexadecimal.
     digest: str
-    # Keys: SPLITS.
+    # The files of each of SPLITS.
     splits: dict[str, tuple[File, ...]]
-    # Byte tokens are the values that occur in it: a whole published corpus.
+    # Whether byte tokens are only the values that occur in it, as in a whole published corpus.
     closed_alphabet: bool = False
 
 
@@ -76,23 +80,25 @@ def bar(description: str, size: int) -> tqdm.tqdm:
 def with_bar(description: str, files: Iterable[File]) -> Iterator[File]:
     """Yields the files, with a bar that shows how far their bytes are read."""
     files = list(files)
-    with bar(description, sum(file.size for file in files)) as shown:
-
-        def blocks(file: File) -> Iterator[bytes]:
-            for block in file.blocks():
-                yield block
-                shown.update(len(block))
-
+    with bar(description, sum(file.size for file in files)) as progress:
         for file in files:
-            yield dataclasses.replace(file, blocks=functools.partial(blocks, file))
+            blocks = functools.partial(_counted_blocks, file, progress)
+            yield dataclasses.replace(file, blocks=blocks)
+
+
+def _counted_blocks(file: File, progress: tqdm.tqdm) -> Iterator[bytes]:
+    for block in file.blocks():
+        yield block
+        progress.update(len(block))
 
 
 # Files that the user names
 
 
 def file_part(path: str, first: int = 0, last: int | None = None) -> File:
-    """Returns bytes `first` to `last - 1` of the file at `path`."""
-    last = os.path.getsize(path) if last is None else last
+    """Returns the bytes of a file from position `first` to before `last`, or to its end."""
+    if last is None:
+        last = os.path.getsize(path)
     return File(path, last - first, functools.partial(_blocks, path, first, last), offset=first)
 
 
@@ -101,6 +107,7 @@ def _blocks(path: str, first: int, last: int) -> Iterator[bytes]:
         source.seek(first)
         while first < last:
             block = source.read(min(BLOCK_BYTES, last - first))
+            # Ids and digests would silently lack its end.
             if not block:
                 raise UserError(
                     f"{path} became shorter while it was read. Do not change it while a run starts."
@@ -112,62 +119,85 @@ def _blocks(path: str, first: int, last: int) -> Iterator[bytes]:
 def checked(path: str, *, flag: str) -> str:
     """Returns the path of a file that the user named.
 
-    Raises `UserError` if it is not a file with content.
+    Raises:
+      UserError: If it is not a file with content. The error names the flag.
     """
     if os.path.isfile(path) and os.path.getsize(path):
         return path
     if not os.path.exists(path):
-        wrong = "does not exist"
+        problem = "does not exist"
     elif os.path.isdir(path):
-        wrong = "is a directory"
+        problem = "is a directory"
     elif storage.is_pipe(path):
-        wrong = "is a pipe, which can be read only once. Write it to a file first"
+        problem = "is a pipe, which can be read only once. Write it to a file first"
     elif os.path.isfile(path):
-        wrong = "is empty"
+        problem = "is empty"
     else:
-        wrong = "is a device or a socket"
-    raise UserError(f"{flag} must name a non-empty file, got {path}, which {wrong}")
+        problem = "is a device or a socket"
+    raise UserError(f"{flag} must name a non-empty file, got {path}, which {problem}")
 
 
 def expanded(names: Iterable[str], *, flag: str) -> list[str]:
-    """Returns the files of names and patterns. Raises `UserError` like `checked`."""
-    found = (
-        [name] if os.path.exists(name) else sorted(glob.glob(name)) or [name] for name in names
-    )
-    return [checked(path, flag=flag) for path in itertools.chain(*found)]
+    """Returns the paths of files by their names or patterns.
+
+    Raises:
+      UserError: If a name or a match is not a file with content, or a pattern has no match.
+    """
+    paths: list[str] = []
+    for name in names:
+        # A file may have a name that is also a pattern.
+        if os.path.exists(name):
+            paths.append(name)
+        else:
+            # Without a match, the error is about the pattern.
+            paths += sorted(glob.glob(name)) or [name]
+    return [checked(path, flag=flag) for path in paths]
 
 
 def json_texts(
     lines: Iterable[bytes], field: str, *, name: str, zeros_allowed: bool = True
 ) -> Iterator[tuple[int, str]]:
-    """Yields the line number and the text of a field for each JSON line that is not empty.
+    """Yields the line number, from 1 on, and the text of each JSON line that is not empty.
 
-    Line numbers start at 1.
+    Args:
+      field: The field of a line's object that has the text.
+      name: Name of the file, for errors.
+      zeros_allowed: Whether a text may have zero characters, which only bytes may contain.
 
-    Raises `UserError` with number and `name` of the file for a line without such a text, or, unless
-    `zeros_allowed`, for a text with a zero character, which only bytes may contain.
+    Raises:
+      UserError: If a line has no text in the field, or a zero character that is not allowed. The
+        error has the number of the line.
     """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        if number == 1 and (kind := packed_as(line)):
-            unpack = "Unpack or convert it first, or pass a pipe, such as --data.file=<(zcat FILE)."
-            raise UserError(f"{name} must be JSON lines in UTF-8, got {kind}. {unpack}")
+        kind = packed_as(line) if number == 1 else ""
+        # What follows would be an error about JSON, which is no help.
+        if kind:
+            raise UserError(
+                f"{name} must be JSON lines in UTF-8, got {kind}. Unpack or convert it first, or "
+                "pass a pipe, such as --data.file=<(zcat FILE)."
+            )
+
         try:
             text = json.loads(line)[field]
-            text.encode()  # A number has no such method, and half a surrogate pair no UTF-8.
+            # A number has no such method, and half a surrogate pair, which JSON can spell, has no
+            # UTF-8: it would be an error much later, when the text is written.
+            text.encode()
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            wanted = (
-                f"line {number} of {name} must be a JSON object with a text in the field {field!r}"
-            )
-            advice = "Correct the line, or change --data.json_field (none for plain text files)."
-            raise UserError(f"{wanted}, got {line.strip()[:60]!r}. {advice}") from None
-        if not zeros_allowed and (place := text.find("\0")) >= 0:
-            found = (
+            # RecursionError: a line of a hundred thousand brackets.
+            raise UserError(
+                f"line {number} of {name} must be a JSON object with a text in the field "
+                f"{field!r}, got {line.strip()[:_SHOWN_BYTES]!r}. Correct the line, or change "
+                "--data.json_field (none for plain text files)."
+            ) from None
+
+        if not zeros_allowed and "\0" in text:
+            raise UserError(
                 f"line {number} of {name} has a zero character (\\u0000) at position "
-                f"{place} of its text"
+                f"{text.index(chr(0))} of its text. Remove it, or read bytes with "
+                "--data.tokenizer.kind=byte."
             )
-            raise UserError(f"{found}. Remove it, or read bytes with --data.tokenizer.kind=byte.")
         yield number, text
 
 
@@ -179,58 +209,81 @@ def text_blocks(files: Iterable[File], *, close_lines: bool) -> Iterator[str]:
 
     The blocks cut neither a character nor a word of usual length.
 
-    With `close_lines` a last line without a newline gets one, so that the line ends with its file.
-    Raises `UserError`, which names file and offset, for a byte that is zero or not UTF-8.
+    Args:
+      close_lines: Whether a last line without a newline gets one, so that it ends with its file.
+
+    Raises:
+      UserError: If a byte is zero or not UTF-8. The error names the file and the offset.
     """
     for file in files:
-        rest, offset = b"", file.offset
+        # The bytes after the last cut, and the position of the first of them in the file.
+        rest = b""
+        offset = file.offset
         for block in file.blocks():
             block = rest + block
             cut = _last_border(block)
             yield _decode(block[:cut], file.name, offset)
-            rest, offset = block[cut:], offset + cut
-        last = _decode(rest, file.name, offset)
-        # A text that ends in a newline leaves no remainder.
-        yield last + "\n" if close_lines and last else last
+            rest = block[cut:]
+            offset += cut
+
+        last_text = _decode(rest, file.name, offset)
+        # Only a text that does not end in a newline leaves a rest.
+        if close_lines and last_text:
+            last_text += "\n"
+        yield last_text
 
 
 def _last_border(block: bytes) -> int:
-    """Returns the position at which to cut a block.
+    """Returns the position at which to cut a block, or 0 if it has no border.
 
-    It is after the last white space or, in a very long word, before a character.
+    The position is after the last white space or, in a very long word, before a character.
     """
-    # White space at the very end stays with the next block: a line without its newline leaves a
-    # remainder.
-    border = (
-        max(block.rfind(b"\n"), *(block.rfind(white, 0, -1) for white in (b" ", b"\t", b"\r"))) + 1
-    )
-    if not border and len(block) >= _LONGEST_WORD:
-        border = len(block) - 1
-        while border > 0 and block[border] & 0xC0 == 0x80:  # Inside a character of several bytes.
-            border -= 1
+    border = block.rfind(b"\n") + 1
+    # Other white space at the very end stays with the next block. So a line without its newline
+    # leaves a rest, by which `text_blocks` knows that it is not closed.
+    for white in (b" ", b"\t", b"\r"):
+        border = max(border, block.rfind(white, 0, -1) + 1)
+    if border or len(block) < _LONGEST_WORD:
+        return border
+
+    border = len(block) - 1
+    while border > 0 and is_inside_character(block[border]):
+        border -= 1
     return border
+
+
+def is_inside_character(byte: int) -> bool:
+    """Returns whether a byte of UTF-8 (10xxxxxx) continues a character of more than one byte."""
+    return byte & 0xC0 == 0x80
 
 
 def packed_as(head: bytes) -> str:
     """Returns the format of a file that begins like a compressed or UTF-16 file, or else ""."""
-    return next((kind for start, kind in _PACKED.items() if head.startswith(start)), "")
+    for start, kind in _PACKED.items():
+        if head.startswith(start):
+            return kind
+    return ""
 
 
 def _decode(block: bytes, name: str, offset: int) -> str:
+    """Returns the text of a block that is at a position `offset` of the file `name`."""
     try:
-        if (zero := block.find(b"\0")) >= 0:
+        # Valid UTF-8, but a sign of a binary file, of which words would be made.
+        zero = block.find(b"\0")
+        if zero >= 0:
             raise UnicodeDecodeError("utf-8", block, zero, zero + 1, "no text has a zero byte")
         text = block.decode("utf-8")
     except UnicodeDecodeError as error:
-        kind = "" if offset else packed_as(block)
-        found = (
-            f"got {kind}"
-            if kind
-            else f"got byte {block[error.start]:#04x} at offset {offset + error.start}"
-        )
-        advice = (
-            "Unpack or convert it" if kind else "Convert it (iconv -f LATIN1 -t UTF-8, for example)"
-        )
-        other = "or read its bytes with --data.tokenizer.kind=byte."
-        raise UserError(f"{name} must be text in UTF-8, {found}. {advice}, {other}") from None
+        kind = packed_as(block) if offset == 0 else ""
+        if kind:
+            content = kind
+            advice = "Unpack or convert it"
+        else:
+            content = f"byte {block[error.start]:#04x} at offset {offset + error.start}"
+            advice = "Convert it (iconv -f LATIN1 -t UTF-8, for example)"
+        raise UserError(
+            f"{name} must be text in UTF-8, got {content}. {advice}, or read its bytes with "
+            "--data.tokenizer.kind=byte."
+        ) from None
+    # At the beginning of a file it is a mark, elsewhere a character.
     return text.removeprefix(BYTE_ORDER_MARK) if offset == 0 else text
