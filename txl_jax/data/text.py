@@ -193,10 +193,10 @@ def json_texts(
             ) from None
 
         if not zeros_allowed and "\0" in text:
+            position = text.index("\0")
             raise UserError(
                 f"line {number} of {name} has a zero character (\\u0000) at position "
-                f"{text.index(chr(0))} of its text. Remove it, or read bytes with "
-                "--data.tokenizer.kind=byte."
+                f"{position} of its text. Remove it, or read bytes with --data.tokenizer.kind=byte."
             )
         yield number, text
 
