@@ -14,19 +14,28 @@ from txl_jax.errors import UserError, rephrased
 Document = str | bytes | Sequence[int] | np.ndarray
 # A token's text or id.
 Token = str | bytes | int
+# Characters of a text that an error shows.
+_SHOWN_CHARACTERS = 40
+# Tokens that an error names.
+_SHOWN_TOKENS = 8
 
 
 def token_ids(vocabulary: Vocabulary, document: Document, *, name: str = "") -> np.ndarray:
     """Returns the token ids [T] of a document.
 
-    Raises `UserError`, with a text's `name`, if it has no ids.
+    Args:
+      name: Name of a text for errors, or "" for its first characters.
+
+    Raises:
+      UserError: If the text cannot be encoded, or the document has no ids.
     """
     if isinstance(document, str | bytes):
-        with rephrased(
-            f"{name or f'the text {document[:40]!r}'} cannot be read by this model: %s", ValueError
-        ):
+        text_name = name or f"the text {document[:_SHOWN_CHARACTERS]!r}"
+        with rephrased(f"{text_name} cannot be read by this model: %s", ValueError):
             return vocabulary.encode(_bytes(document))
+
     ids = np.asarray(document)
+    # An empty list is an array of floats.
     is_ids = ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu")
     require(
         is_ids,
@@ -42,9 +51,11 @@ def _bytes(text: str | bytes) -> bytes:
 def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
     """Returns the ids [1] of a token by its id or text.
 
-    Raises `UserError` for a text of another number of tokens.
+    Raises:
+      UserError: If a text is not exactly one token.
     """
-    ids = token_ids(vocabulary, token if isinstance(token, str | bytes) else [token])
+    document = token if isinstance(token, str | bytes) else [token]
+    ids = token_ids(vocabulary, document)
     require(
         len(ids) == 1,
         f"first must be one token, got {token!r}, which this model reads as {len(ids)} tokens",
@@ -55,27 +66,36 @@ def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
 def find_tokens(
     vocabulary: Vocabulary, text: str, *, name: str, several: bool = False
 ) -> list[int]:
-    r"""Returns the id of the token that the setting `name` names by its text.
+    r"""Returns the ids of the token that a setting names by its text.
 
-    In the text, \n, \r and \t stand for white space.
+    In the text, \n, \r and \t stand for white space. The token that ends a line is named by a
+    newline or by its own word, `<eos>`.
 
-    The token that ends a line is named by a newline or by its own word, `<eos>`. Raises `UserError`
-    if the text is not exactly one token of the vocabulary, or, with `several`, one or more.
+    Args:
+      text: The setting's value.
+      name: The setting's name, for errors.
+      several: Whether the text may be more than one token.
+
+    Raises:
+      UserError: If the text is not exactly one token of the vocabulary, or, with `several`, one or
+        more.
     """
-    content, names = os.fsencode(unescape(text)), vocabulary.names()
+    content = os.fsencode(unescape(text))
+    names = vocabulary.names()
     # Not by `encode`, which puts two marks for a newline between sentences, and takes <S> in lower
     # case for a word.
     if vocabulary.mark is not None and content in (b"\n", names[vocabulary.mark]):
         return [vocabulary.mark]
+
     with rephrased(f"{name} cannot be read by this model: %s", ValueError):
         ids: list[int] = vocabulary.encode(content).tolist()
-    if not ids or (len(ids) > 1 and not several) or vocabulary.unknown_id in ids:
-        found = [names[token].decode(errors="backslashreplace") for token in ids[:8]]
-        wanted = (
-            f"{name} must be the text of {'tokens' if several else 'one token'} of the vocabulary"
-        )
+    has_right_length = len(ids) == 1 or (several and len(ids) > 1)
+    if not has_right_length or vocabulary.unknown_id in ids:
+        number = "tokens" if several else "one token"
+        shown = [names[token].decode(errors="backslashreplace") for token in ids[:_SHOWN_TOKENS]]
         raise UserError(
-            f"{wanted}, got {text!r}, which this model reads as {len(ids)} tokens, {found}"
+            f"{name} must be the text of {number} of the vocabulary, got {text!r}, "
+            f"which this model reads as {len(ids)} tokens, {shown}"
         )
     return ids
 
@@ -86,8 +106,8 @@ def joined(
     """Returns the ids [T] of a context and its continuation, and the continuation's number of ids.
 
     Two texts are encoded together, because a token may begin in the context and end in the
-    continuation. The continuation's ids are the ones from the first that differs from the context's
-    own ids. An empty continuation has 0.
+    continuation. The continuation's ids are then the ids from the first that differs from those of
+    the context by itself. An empty continuation has 0 ids.
 
     Raises:
       UserError: If a document cannot be encoded, or a continuation that is not empty adds no token
@@ -107,18 +127,16 @@ def joined(
         return ids, 0
     # Without a token of its own, its logprob would be 0, and it would win every comparison.
     if not count:
-        added = (
-            f"got {continuation[:40]!r} after {context[-40:]!r}, which this model reads "
-            "as the same tokens"
-        )
         raise UserError(
-            f"a continuation must add a token to its context, {added}. Pass another continuation."
+            "a continuation must add a token to its context, "
+            f"got {continuation[:_SHOWN_CHARACTERS]!r} after {context[-_SHOWN_CHARACTERS:]!r}, "
+            "which this model reads as the same tokens. Pass another continuation."
         )
     return ids, count
 
 
 def _common_length(ids: np.ndarray, others: np.ndarray) -> int:
-    """Returns how many ids two arrays [T] have in common at their start."""
+    """Returns how many ids two arrays of ids, [T] each, have in common at their start."""
     shorter = min(len(ids), len(others))
     differences = np.flatnonzero(ids[:shorter] != others[:shorter])
     return int(differences[0]) if len(differences) else shorter
@@ -130,4 +148,6 @@ def refuse_single_text(texts: Any) -> None:
     Otherwise, the string's characters would count as documents.
     """
     if isinstance(texts, str | bytes):
-        raise UserError(f"texts must be a list of texts, got {texts[:40]!r}. Write [text].")
+        raise UserError(
+            f"texts must be a list of texts, got {texts[:_SHOWN_CHARACTERS]!r}. Write [text]."
+        )

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from txl_jax.config import DataConfig
-from txl_jax.config.config_tree import require
 from txl_jax.data.id_tokens import LARGEST_SIZE, IdVocabulary
 from txl_jax.data.subwords import given_tokenizer
 from txl_jax.data.text import BLOCK_BYTES, SPLITS, digest_of, expanded, file_part, with_bar
@@ -37,86 +36,120 @@ _HEADERS = {
     b"\xfd7zXZ": "the header of an xz file. Unpack it.",
     b"(\xb5/\xfd": "the header of a zstd file. Unpack it.",
 }
-# Ids of 32 bits below 2^18, of the largest vocabularies in use, have an upper half of at most 3.
+# Ids of 32 bits below 2^18, as in the largest vocabularies in use, have an upper half of at most 3.
 _LARGEST_UPPER_HALF = 3
-_FEWEST_HALVES = 32  # In fewer ids every other one may be small by chance.
-_FEWEST_BYTES = 1024  # In fewer ids their upper and lower bytes may be alike by chance.
+# With fewer ids every other one may be small by chance.
+_FEWEST_HALVES = 32
+# With fewer ids their upper and lower bytes may be alike by chance.
+_FEWEST_BYTES = 1024
 # Share of their distributions that upper and lower bytes have in common. It is 1 for ids of one
 # byte, and below a half for uint16 ids of text, whose frequent ids are small.
 _ALIKE = 0.8
+_FORMATS = (
+    "A file of ids must be .npy (numpy.save) with integers along one axis, or .bin with uint16."
+)
 
 
 def read_ids(config: DataConfig, *, vocabulary: Vocabulary | None = None) -> dict[str, Any]:
     """Opens the user's files of ids as the fields of a `Corpus`.
 
-    There is either one file, split 90/5/5 by position, or one file per split.
+    There is either one file, split 90/5/5 by position, or one file per split. Without a test file
+    the validation ids are the test split too.
 
-    Without a test file the validation ids are the test split too. `vocabulary` is a trained run's,
-    or None for the config's. Raises `UserError` if a file is missing or has no ids, or an id is
-    outside the vocabulary.
+    Args:
+      vocabulary: A trained run's vocabulary, or None for the config's.
+
+    Raises:
+      UserError: If a file is missing or has no ids, or an id is outside the vocabulary.
     """
+    arrays: dict[str, Any] = {}
+    if config.file:
+        arrays["file"] = _open("file", (config.file,))
+    else:
+        for split in SPLITS:
+            paths = getattr(config, split)
+            if paths:
+                arrays[split] = _open(split, paths)
+
+    digests = []
+    largest = -1
+    for name, array in arrays.items():
+        digest, largest_in_file = _scan(array, name)
+        digests.append(digest)
+        largest = max(largest, largest_in_file)
+
     tokenizer = config.tokenizer
-    named = (
-        {"file": (config.file,)}
-        if config.file
-        else {split: getattr(config, split) for split in SPLITS}
-    )
-    arrays: dict[str, Any] = {name: _open(name, paths) for name, paths in named.items() if paths}
-    digests, each_largest = zip(
-        *(_scan(array, name) for name, array in arrays.items()), strict=True
-    )
-    largest = max(each_largest)
     if vocabulary is None and tokenizer.hf_file:
         vocabulary = given_tokenizer(tokenizer.hf_file)
-    vocabulary = vocabulary or IdVocabulary(size=tokenizer.vocab_size or largest + 1)
-    advice = (
-        "Pass ids of this vocabulary, or change --data.tokenizer.vocab_size or "
-        "--data.tokenizer.hf_file."
-    )
-    found = f"token ids must be less than {vocabulary.size} (the vocabulary size), got {largest}"
-    require(largest < vocabulary.size, f"{found}. {advice}")
+    elif vocabulary is None:
+        vocabulary = IdVocabulary(size=tokenizer.vocab_size or largest + 1)
+    if largest >= vocabulary.size:
+        raise UserError(
+            f"token ids must be less than {vocabulary.size} (the vocabulary size), got {largest}. "
+            "Pass ids of this vocabulary, or change --data.tokenizer.vocab_size or "
+            "--data.tokenizer.hf_file."
+        )
+
     if config.file:
-        borders = [len(arrays["file"]) * percent // 100 for percent in (90, 95)]
-        arrays = dict(zip(SPLITS, np.split(arrays["file"], borders), strict=True))
-    splits = {split: arrays.get(split, arrays["valid"]) for split in SPLITS}
+        ids = arrays["file"]
+        valid_start = len(ids) * 90 // 100
+        test_start = len(ids) * 95 // 100
+        splits = {
+            "train": ids[:valid_start],
+            "valid": ids[valid_start:test_start],
+            "test": ids[test_start:],
+        }
+        digest = digests[0]
+    else:
+        splits = {split: arrays.get(split, arrays["valid"]) for split in SPLITS}
+        digest = digest_of(digests)
+
     sizes = " + ".join(f"{len(ids):,}" for ids in splits.values())
-    is_counted = isinstance(vocabulary, IdVocabulary) and tokenizer.vocab_size is None
-    counted = " (the largest id + 1)" if is_counted else ""
-    tested = "" if config.file or config.test else ", test on the validation ids"
+    description = f"own ids, {sizes} in train + valid + test"
+    if not config.file and not config.test:
+        description += ", test on the validation ids"
+    description += f", of {vocabulary.size:,} tokens"
+    if isinstance(vocabulary, IdVocabulary) and tokenizer.vocab_size is None:
+        description += " (the largest id + 1)"
     return splits | {
         "name": "ids",
-        "description": (
-            f"own ids, {sizes} in train + valid + test{tested}, of {vocabulary.size:,} "
-            f"tokens{counted}"
-        ),
-        "digest": digests[0] if config.file else digest_of(digests),
+        "description": description,
+        "digest": digest,
         "vocabulary": vocabulary,
     }
 
 
 def _open(name: str, paths: Sequence[str]) -> np.memmap:
+    """Opens the file of a split, or of all splits, without reading its ids.
+
+    Args:
+      name: Setting below `data` that names the file, for errors.
+      paths: The setting's names and patterns.
+    """
     path, *others = expanded(paths, flag=f"--data.{name}")
-    require(
-        not others,
-        f"--data.{name} must name one file of ids, got {1 + len(others)} files. Concatenate them.",
-    )
-    known = (
-        "A file of ids must be .npy (numpy.save) with integers along one axis, or .bin with uint16."
-    )
-    # NumPy parses headers as Python.
-    with rephrased(f"{path} cannot be read (%s). {known}", Exception):
-        array: Any = (
-            np.load(path, mmap_mode="r") if path.endswith(".npy") else np.memmap(path, "<u2", "r")
+    if others:
+        raise UserError(
+            f"--data.{name} must name one file of ids, got {1 + len(others)} files. "
+            "Concatenate them."
         )
-    # Not `np.issubdtype`, which takes durations (timedelta64) for integers.
+
+    array: Any
+    # NumPy parses a header as a Python expression, so a corrupted one raises nearly any exception.
+    # An array of objects, whose pickles could run code, is an error too.
+    with rephrased(f"{path} cannot be read (%s). {_FORMATS}", Exception):
+        if path.endswith(".npy"):
+            array = np.load(path, mmap_mode="r")
+        else:
+            array = np.memmap(path, "<u2", "r")
+
+    # A renamed .npz is not an array, and other arrays are not ids. Not by `np.issubdtype`, which
+    # takes durations (timedelta64) for integers.
     is_ids = isinstance(array, np.memmap) and array.ndim == 1 and array.dtype.kind in "iu"
     if not path.endswith((".npy", ".bin")) or not is_ids:
-        found = (
-            f"type {array.dtype} and shape {array.shape}"
-            if isinstance(array, np.ndarray)
-            else type(array).__name__
-        )
-        raise UserError(f"{path} has {found}. {known}")
+        content = type(array).__name__
+        if isinstance(array, np.ndarray):
+            content = f"type {array.dtype} and shape {array.shape}"
+        raise UserError(f"{path} has {content}. {_FORMATS}")
     if path.endswith(".bin"):
         _check_plain(path, array[: BLOCK_BYTES // array.itemsize])
     return array
@@ -125,45 +158,43 @@ def _open(name: str, paths: Sequence[str]) -> np.memmap:
 def _check_plain(path: str, ids: np.ndarray) -> None:
     """Raises `UserError` if the first ids [T] of a .bin file are not plain uint16 ids.
 
-    The ids were read as uint16, but may be a header or ids of another width.
-
-    They would be trained on without a sign that they are not the user's ids.
+    The ids were read as uint16, but may be a header or ids of another width. They would be trained
+    on without a sign that they are not the user's ids.
     """
     content = ids.tobytes()
-    for magic, meaning in _HEADERS.items():
-        if content.startswith(magic):
+    for header, meaning in _HEADERS.items():
+        if content.startswith(header):
             raise UserError(
                 f"{path} must have ids of uint16 and nothing else, but it begins with {meaning}"
             )
-    found = _other_width(ids)
-    if found is not None:
-        what, dtype = found
-        save = f"numpy.save('ids.npy', numpy.fromfile({path!r}, {dtype!r}))"
-        advice = (
-            f"Save them as .npy, which records their type: {save}, with 'uint16' if they are "
-            "uint16 all the same."
-        )
+    other_width = _other_width(ids)
+    if other_width is not None:
+        anomaly, dtype = other_width
         raise UserError(
-            f"{path} must have ids of uint16, but {what}, as in ids of {dtype}. {advice}"
+            f"{path} must have ids of uint16, but {anomaly}, as in ids of {dtype}. "
+            "Save them as .npy, which records their type: "
+            f"numpy.save('ids.npy', numpy.fromfile({path!r}, {dtype!r})), with 'uint16' if they "
+            "are uint16 all the same."
         )
 
 
 def _other_width(ids: np.ndarray) -> tuple[str, str] | None:
     """Detects ids [T] that were read as uint16 but seem to have another dtype.
 
-    Returns a description of the anomaly and the dtype that the ids seem to have, or None if they
-    look like uint16.
+    Returns:
+      A description of the anomaly and the dtype that the ids seem to have, or None if they look
+      like uint16.
     """
     if len(ids) >= _FEWEST_HALVES:
-        even, odd = ids[0::2], ids[1::2]
+        even = ids[0::2]
+        odd = ids[1::2]
+        # Little-endian ids have their upper half behind the lower one, big-endian ids before it.
         for upper, lower, order in ((odd, even, "<"), (even, odd, ">")):
             if upper.max() <= _LARGEST_UPPER_HALF < lower.max():
                 is_64_bit = not upper.any() and not lower[1::2].any()
-                at_most = f"at most {upper.max()}" if upper.any() else "0"
-                return (
-                    f"every other one of the first {len(ids):,} is {at_most}",
-                    f"{order}u{8 if is_64_bit else 4}",
-                )
+                dtype = f"{order}u8" if is_64_bit else f"{order}u4"
+                largest = f"at most {upper.max()}" if upper.any() else "0"
+                return f"every other one of the first {len(ids):,} is {largest}", dtype
 
     if len(ids) >= _FEWEST_BYTES:
         pairs = ids.astype("<u2").view(np.uint8).reshape(-1, 2)
@@ -171,36 +202,41 @@ def _other_width(ids: np.ndarray) -> tuple[str, str] | None:
         upper_counts = np.bincount(pairs[:, 1], minlength=256)
         if not lower_counts[1:].any() and upper_counts[1:].any():
             return f"the first {len(ids):,} are multiples of 256", ">u2"
+
         alike = np.minimum(lower_counts, upper_counts).sum() / len(ids)
         # With all values of a byte they may be random ids. One value is a single id, repeated.
         if alike > _ALIKE and 1 < np.count_nonzero(lower_counts) < 256:
-            return (
-                f"the two bytes of the first {len(ids):,} have the same values equally often",
-                "u1",
-            )
+            anomaly = f"the two bytes of the first {len(ids):,} have the same values equally often"
+            return anomaly, "u1"
     return None
 
 
 def _scan(array: np.memmap, name: str) -> tuple[str, int]:
-    """Returns sha256 of a file's dtype and ids, and the largest id.
+    """Reads a file of ids once, with a bar of this name.
 
-    Raises `UserError` for an id out of range.
+    Returns:
+      sha256 of the file's dtype and ids, and the largest id.
+
+    Raises:
+      UserError: If an id is out of range.
     """
-    path, digest, largest, position = (
-        str(array.filename),
-        hashlib.sha256(array.dtype.str.encode()),
-        -1,
-        0,
-    )
-    for file in with_bar(
-        f"reading {name}", [file_part(path, array.offset, array.offset + array.nbytes)]
-    ):
+    path = str(array.filename)
+    digest = hashlib.sha256(array.dtype.str.encode())
+    largest = -1
+    # Of the block's first id.
+    position = 0
+    content = file_part(path, array.offset, array.offset + array.nbytes)
+    for file in with_bar(f"reading {name}", [content]):
         for block in file.blocks():
             digest.update(block)
             ids = np.frombuffer(block, array.dtype)
-            if (foreign := np.flatnonzero((ids < 0) | (ids >= LARGEST_SIZE))).size:
-                found = f"{ids[foreign[0]]} at position {position + foreign[0]} of {path}"
-                raise UserError(f"ids must be from 0 to below 2^31 - 1, got {found}")
+            # Ids are int32 on a device, where larger ones would silently become others.
+            foreign = np.flatnonzero((ids < 0) | (ids >= LARGEST_SIZE))
+            if foreign.size:
+                raise UserError(
+                    f"ids must be from 0 to below 2^31 - 1, got {ids[foreign[0]]} "
+                    f"at position {position + foreign[0]} of {path}"
+                )
             largest = max(largest, int(ids.max()))
             position += len(ids)
     return digest.hexdigest(), largest

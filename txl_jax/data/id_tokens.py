@@ -7,9 +7,14 @@ import numpy as np
 
 from txl_jax.config.config_tree import require
 from txl_jax.data.vocabulary import Vocabulary, check_ids, id_type
+from txl_jax.errors import UserError
 
-# Sizes of a vocabulary are below 2^31, because ids are int32 on a device.
+# Largest size of a vocabulary: ids are int32 on a device.
 LARGEST_SIZE = 2**31 - 1
+# Digits of a number in a text that may be an id. An int64 has room for it.
+_MOST_DIGITS = 9
+# Characters of a text that an error shows.
+_SHOWN_CHARACTERS = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +29,14 @@ class IdVocabulary(Vocabulary):
 
     # Ids have no text to save.
     tokens: tuple[()] = ()
-    # V. A default, because a dataclass would take the property of `Vocabulary` for one.
+    # V. Without this default the dataclass would take the property of `Vocabulary` for a default.
     size: int = 0
 
     kind: ClassVar[str] = "id"
     join: ClassVar[Any] = tuple
 
     def __post_init__(self) -> None:
+        # A saved vocabulary may have any JSON value here. `True` is an `int` too.
         is_size = type(self.size) is int and 1 <= self.size <= LARGEST_SIZE
         require(
             is_size,
@@ -52,14 +58,11 @@ class IdVocabulary(Vocabulary):
 
     def _encode(self, text: str) -> np.ndarray:
         words = text.split()
-        foreign = [
-            word[:40]
-            for word in words
-            if not (word.isascii() and word.isdecimal() and len(word) < 10)
-        ]
-        advice = (
-            f"This model has no vocabulary: pass ids from 0 to {self.size - 1}, "
-            "separated by spaces."
-        )
-        require(not foreign, f"{foreign[:1]} is not a token id. {advice}")
+        for word in words:
+            is_number = word.isascii() and word.isdecimal() and len(word) <= _MOST_DIGITS
+            if not is_number:
+                raise UserError(
+                    f"{[word[:_SHOWN_CHARACTERS]]} is not a token id. This model has no "
+                    f"vocabulary: pass ids from 0 to {self.size - 1}, separated by spaces."
+                )
         return check_ids(np.array(words, dtype=np.int64), self.size).astype(id_type(self.size))

@@ -309,43 +309,41 @@ _LM1B = PublishedCorpus(
     vocab_size=793_470,
 )
 
-_ROWS = (
-    _mahoney(
-        CorpusName.ENWIK8,
-        contents="bytes of Wikipedia",
-        zip_size=36_445_475,
-        zip_sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
-        sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8",
-        # The published numbers are for enwik8 without its newlines (V = 204).
-        newlines=Newlines.DROP,
-        vocab_size=204,
-    ),
-    _mahoney(
-        CorpusName.TEXT8,
-        contents="letters of Wikipedia",
-        zip_size=31_344_016,
-        zip_sha256="a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
-        sha256="6e890197040d37d85beb962ae1f041ff1d9a9ca8d20c7d99c85027eebf51dca7",
-        newlines=Newlines.KEEP,
-        vocab_size=27,
-    ),
-    _wikitext(
-        CorpusName.WIKITEXT103,
-        vocab_size=267_735,
-        train_tokens=103_227_021,
-        zip_size=190_229_076,
-        zip_sha256="242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
-    ),
-    _wikitext(
-        CorpusName.WIKITEXT2,
-        vocab_size=33_278,
-        train_tokens=2_088_628,
-        zip_size=4_475_746,
-        zip_sha256="92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
-    ),
-    _PTB,
-    _LM1B,
+_ENWIK8 = _mahoney(
+    CorpusName.ENWIK8,
+    contents="bytes of Wikipedia",
+    zip_size=36_445_475,
+    zip_sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+    sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8",
+    # The published numbers are for enwik8 without its newlines (V = 204).
+    newlines=Newlines.DROP,
+    vocab_size=204,
 )
+_TEXT8 = _mahoney(
+    CorpusName.TEXT8,
+    contents="letters of Wikipedia",
+    zip_size=31_344_016,
+    zip_sha256="a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
+    sha256="6e890197040d37d85beb962ae1f041ff1d9a9ca8d20c7d99c85027eebf51dca7",
+    newlines=Newlines.KEEP,
+    vocab_size=27,
+)
+_WIKITEXT103 = _wikitext(
+    CorpusName.WIKITEXT103,
+    vocab_size=267_735,
+    train_tokens=103_227_021,
+    zip_size=190_229_076,
+    zip_sha256="242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
+)
+_WIKITEXT2 = _wikitext(
+    CorpusName.WIKITEXT2,
+    vocab_size=33_278,
+    train_tokens=2_088_628,
+    zip_size=4_475_746,
+    zip_sha256="92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
+)
+
+_ROWS = (_ENWIK8, _TEXT8, _WIKITEXT103, _WIKITEXT2, _PTB, _LM1B)
 CORPORA = {row.defaults.corpus: row for row in _ROWS}
 
 
