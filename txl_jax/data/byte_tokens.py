@@ -23,7 +23,8 @@ class ByteVocabulary(Vocabulary):
     [2, 0, 1]
     """
 
-    # Distinct byte values. They increase, except in vocabularies of other implementations.
+    # Distinct byte values. They are in increasing order, except in vocabularies of other
+    # implementations.
     symbols: bytes
     # Whether newline bytes are dropped before they become tokens.
     newlines: Newlines = Newlines.KEEP
@@ -33,6 +34,7 @@ class ByteVocabulary(Vocabulary):
     join: ClassVar[Any] = staticmethod(lambda lines: bytes(map(int, lines)))
 
     def __post_init__(self) -> None:
+        # In a stranger's vocabulary two ids may be one byte. Only one would ever be encoded.
         if not self.symbols or len(set(self.symbols)) < len(self.symbols):
             raise UserError(
                 "the symbols of a vocabulary must be distinct and not empty, got "
@@ -50,33 +52,40 @@ class ByteVocabulary(Vocabulary):
 
         Newlines are not included if they are dropped.
         """
-        return cls(
-            distinct(text if newlines is Newlines.KEEP else text.replace(b"\n", b"")), newlines
-        )
+        if newlines is Newlines.DROP:
+            text = text.replace(b"\n", b"")
+        return cls(distinct(text), newlines)
 
     @property
     def start(self) -> np.ndarray:
         """Returns a newline, else a space, else the first symbol."""
-        kept = self.symbols if self.newlines is Newlines.KEEP else self.symbols.replace(b"\n", b"")
-        return self.encode(next(symbol for symbol in (b"\n", b" ", kept[:1]) if symbol in kept))
+        symbols = self.symbols
+        if self.newlines is Newlines.DROP:
+            symbols = symbols.replace(b"\n", b"")
+        for symbol in (b"\n", b" "):
+            if symbol in symbols:
+                return self.encode(symbol)
+        return self.encode(symbols[:1])
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
         """Yields the ids of a split.
 
-        Raises `UserError` with file and offset for a byte not in the vocabulary.
+        Raises:
+          UserError: If a byte is not in the vocabulary. The error has the file and the offset.
         """
         for file in files:
             offset = file.offset
             for block in file.blocks():
-                yield self._of_bytes(block, f"{file.name}: ", offset)
+                yield self._encode_block(block, offset, prefix=f"{file.name}: ")
                 offset += len(block)
 
     def encode(self, text: bytes) -> np.ndarray:
         """Returns the ids, uint8 [<= len(text)], read-only.
 
-        Raises `UserError` for a byte not in the vocabulary.
+        Raises:
+          UserError: If a byte is not in the vocabulary.
         """
-        return self._of_bytes(text, "", 0)
+        return self._encode_block(text, 0, prefix="")
 
     @functools.cached_property
     def _texts(self) -> list[bytes]:
@@ -86,12 +95,13 @@ class ByteVocabulary(Vocabulary):
         """Returns the byte values, as numbers."""
         return map(str, self.symbols)
 
-    def _of_bytes(self, block: bytes, where: str, offset: int) -> np.ndarray:
+    def _encode_block(self, block: bytes, offset: int, *, prefix: str) -> np.ndarray:
+        """Returns the ids of a block at this offset of its file. An error begins with `prefix`."""
         dropped = b"\n" if self.newlines is Newlines.DROP else b""
         foreign = block.translate(None, delete=self.symbols + dropped)
         if foreign:
             raise UserError(
-                f"{where}byte {foreign[0]} at offset {offset + block.index(foreign[0])} is not "
+                f"{prefix}byte {foreign[0]} at offset {offset + block.index(foreign[0])} is not "
                 f"one of the {self.size} symbols of the vocabulary. "
                 "Remove it from the text, or use a vocabulary that contains it."
             )
@@ -99,6 +109,7 @@ class ByteVocabulary(Vocabulary):
 
     @functools.cached_property
     def _ids(self) -> bytes:
+        """Returns the id of each of the 256 byte values. Those of foreign ones have no meaning."""
         return bytes.maketrans(self.symbols, bytes(range(self.size)))
 
 

@@ -24,32 +24,43 @@ from txl_jax.data.vocabulary import Vocabulary, escape, id_type
 from txl_jax.errors import MissingPackageError, UserError, rephrased
 from txl_jax.runtime import storage
 
-# What ends a document in the usual tokenizers. An unprompted text follows the first that the file
-# has.
+# The tokens that end a document in the usual tokenizers. An unprompted text follows the first of
+# them that the file has.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-# A few bytes could claim any id, and tables have a row for each id.
+# Largest size of a vocabulary. A file of a few bytes can claim any id, and tables have a row for
+# each id.
 _MOST_TOKENS = 1 << 22
-# Characters without a line that could be cut before; more are cut between words.
+# Characters of the longest text that is cut only between lines. Longer ones are cut between words.
 _LONGEST_PARAGRAPH = 1 << 20
-# Characters of a word for training. Merging the letters of a word takes time with the square of its
-# length, and text without white space (Chinese, DNA, base64) is one word. The parts of 4 MB take as
-# long as words of 80 letters.
+# Characters of the longest word for training. Merging the letters of a word takes time with the
+# square of its length, and text without white space (Chinese, DNA, base64) is one word. The parts of
+# 4 MB take as long as words of 80 letters.
 _LONGEST_TRAINED_WORD = 1024
-# Runs of that many letters, digits, other characters or white space: the words of byte-level BPE.
+# The classes of characters that the words of byte-level BPE consist of: letters, digits, other
+# characters, and white space.
+_WORD_CLASSES = (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")
+# Words that are too long, up to the character at which they are cut.
 _LONG_WORDS = re.compile(
-    "|".join(
-        f"{character}{{{_LONGEST_TRAINED_WORD}}}"
-        for character in (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")
-    )
+    "|".join(f"{characters}{{{_LONGEST_TRAINED_WORD}}}" for characters in _WORD_CLASSES)
 )
-# The byte that each character of a byte-level token encodes. Printable ASCII and Latin-1 stand for
-# themselves; other bytes, in order, are the characters from U+0100 on.
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTES = {chr(byte): bytes([byte]) for byte in _PRINTABLE} | {
-    chr(256 + i): bytes([b]) for i, b in enumerate(_OTHERS)
-}
-# Of tokenizers that spell unknown characters in bytes.
+
+
+def _byte_of_character() -> dict[str, bytes]:
+    """Returns the byte that each character of a byte-level token encodes.
+
+    Printable ASCII and Latin-1 stand for themselves. Other bytes, in order, are the characters from
+    U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): bytes([byte]) for byte in printable}
+    for code_point, byte in enumerate(others, start=256):
+        byte_of[chr(code_point)] = bytes([byte])
+    return byte_of
+
+
+_BYTES = _byte_of_character()
+# A token of one byte, in tokenizers that spell unknown characters in bytes.
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -57,14 +68,17 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 class SubwordVocabulary(Vocabulary):
     """The tokens of a tokenizer.json."""
 
-    # Of the file.
+    # Content of the file.
     content: str = dataclasses.field(repr=False)
-    # Were checked.
-    _kept: set[str] = dataclasses.field(default_factory=set, init=False, repr=False, compare=False)
+    # Characters that were checked, and are encoded.
+    _encodable: set[str] = dataclasses.field(
+        default_factory=set, init=False, repr=False, compare=False
+    )
 
     kind: ClassVar[str] = "subword"
 
     def __post_init__(self) -> None:
+        # A stranger's file can give a token any id, and would fill the memory with empty rows.
         require(
             0 < self.size <= _MOST_TOKENS,
             f"it must have ids below {_MOST_TOKENS:,}, got {self.size - 1:,}",
@@ -72,14 +86,18 @@ class SubwordVocabulary(Vocabulary):
 
     @functools.cached_property
     def size(self) -> int:
-        """V, the largest id + 1. Some ids below may have no token."""
+        """V, which is the largest id + 1. Some ids below may have no token."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def start(self) -> np.ndarray:
         """Returns the token that ends documents, else the newline's, else the id 0."""
-        ends = [token for name in _ENDS if (token := self._tokenizer.token_to_id(name)) is not None]
-        return np.array((ends or self._ids("\n")[-1:] or [0])[:1])
+        for name in _ENDS:
+            token = self._tokenizer.token_to_id(name)
+            if token is not None:
+                return np.array([token])
+        # A newline may be more than one token, or none.
+        return np.array(self._ids("\n")[-1:] or [0])
 
     @property
     def unknown_id(self) -> int | None:
@@ -87,16 +105,17 @@ class SubwordVocabulary(Vocabulary):
 
         It is None if every text can be encoded, or if a text that cannot be encoded is an error.
         """
-        name, found = (
-            self._settings["model"].get("unk_token"),
-            self._settings["model"].get("unk_id"),
-        )
-        return self._tokenizer.token_to_id(name) if name else found
+        model = self._settings["model"]
+        name = model.get("unk_token")
+        if not name:
+            return model.get("unk_id")
+        return self._tokenizer.token_to_id(name)
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
         """Yields the ids of a split, in blocks.
 
-        Raises `UserError` for a character that cannot be encoded.
+        Raises:
+          UserError: If a character cannot be encoded. The error has the file's name.
         """
         for file in files:
             for text in _paragraphs(text_blocks([file], close_lines=False)):
@@ -123,60 +142,72 @@ class SubwordVocabulary(Vocabulary):
 
         BPE without an unknown token drops such characters.
         """
-        model, normalizer = self._settings["model"], self._tokenizer.normalizer
-        if (
-            model.get("type") != "BPE"
-            or model.get("unk_token") is not None
-            or model.get("byte_fallback")
-        ):
+        model = self._settings["model"]
+        # An unknown token, or tokens of single bytes, stand for all other characters.
+        has_substitute = model.get("unk_token") is not None or model.get("byte_fallback")
+        if model.get("type") != "BPE" or has_substitute:
             return
-        for character in sorted(set(text) - self._kept):
-            normal = character if normalizer is None else normalizer.normalize_str(character)
+        normalizer = self._tokenizer.normalizer
+        for character in sorted(set(text) - self._encodable):
+            normalized = character
+            if normalizer is not None:
+                normalized = normalizer.normalize_str(character)
             ids = self._ids(character)
+            # Tokenizers may drop white space, and what they normalize to nothing.
+            if not normalized or normalized.isspace():
+                continue
             # Byte tokens spell all bytes of a character or lose some of it.
-            spelt = not self._byte_level or self.decode(ids).endswith(normal.encode())
-            if normal and not normal.isspace() and not (ids and spelt):
-                missing = (
-                    f"the tokenizer has no token for {character!r} (U+{ord(character):04X}), so "
-                    "it would vanish"
-                )
+            is_kept = bool(ids)
+            if is_kept and self._byte_level:
+                is_kept = self.decode(ids).endswith(normalized.encode())
+            if not is_kept:
                 raise UserError(
-                    f"{missing}. Pass another tokenizer, or remove the character from the text."
+                    f"the tokenizer has no token for {character!r} (U+{ord(character):04X}), so "
+                    "it would vanish. Pass another tokenizer, or remove the character from the "
+                    "text."
                 )
-        self._kept.update(text)
+        self._encodable.update(text)
 
     @functools.cached_property
     def _settings(self) -> dict[str, Any]:
         """The file's settings without those for other uses."""
         settings = json.loads(self.content)
+        # Any JSON may stand in the file. What is read below must be there.
         require(
             isinstance(settings, dict) and isinstance(settings.get("model"), dict),
             "it contains no model",
         )
-        # The package drops such a token, but others may refer to its id.
         added = settings.get("added_tokens") or []
         require(
             isinstance(added, list), f"its added_tokens must be a list, got {type(added).__name__}"
         )
-        are_texts = all(isinstance(token, dict) and token.get("content") for token in added)
-        require(are_texts, "its added tokens must each have a text, got one without")
-        model = settings["model"] | ({"dropout": None} if "dropout" in settings["model"] else {})
+        # The package drops a token without a text, but others may refer to its id.
+        for token in added:
+            has_text = isinstance(token, dict) and token.get("content")
+            require(has_text, "its added tokens must each have a text, got one without")
+
+        # Dropout would make other tokens of the same text each time.
+        model = dict(settings["model"])
+        if "dropout" in model:
+            model["dropout"] = None
         return settings | {"truncation": None, "padding": None, "model": model}
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        lib, settings = package(), json.dumps(self._settings)
+        lib = package()
+        settings = json.dumps(self._settings)
         with rephrased("%s", Exception):
-            # Before the package normalizes the added tokens.
+            # Steps that let a text grow without bound would act already when the package normalizes
+            # the added tokens.
             tokenizer_growth.check(self._settings, lib)
             return lib.Tokenizer.from_str(settings)
 
     @functools.cached_property
     def _byte_level(self) -> bool:
         """Whether the characters of a token encode bytes, as in GPT-2."""
-        return '"ByteLevel"' in json.dumps(
-            [self._settings.get("decoder") or self._settings.get("pre_tokenizer")]
-        )
+        part = self._settings.get("decoder") or self._settings.get("pre_tokenizer")
+        # The part may be a sequence of steps, one of which is this one.
+        return '"ByteLevel"' in json.dumps([part])
 
     @functools.cached_property
     def _texts(self) -> list[bytes]:
@@ -185,39 +216,40 @@ class SubwordVocabulary(Vocabulary):
         Another token comes first because decoders drop a space at a text's start.
         """
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        added = {}
+        for settings in self._settings.get("added_tokens") or ():
+            added[ids[settings["content"]]] = settings["content"]
+
+        # The token that comes first, and its text, which is removed again.
+        first_token = min(set(ids.values()) - added.keys(), default=None)
+        first_text = ""
+        if first_token is not None:
+            first_text = self._tokenizer.decode([first_token], skip_special_tokens=False)
+
         texts = [b""] * self.size
-        added = {
-            ids[token["content"]]: token["content"]
-            for token in self._settings.get("added_tokens") or ()
-        }
-        before = min(set(ids.values()) - added.keys(), default=None)
-        first = (
-            "" if before is None else self._tokenizer.decode([before], skip_special_tokens=False)
-        )
+        spells_bytes = self._settings["model"].get("byte_fallback")
         for name, token in ids.items():
+            byte_token = _BYTE_TOKEN.fullmatch(name)
             if token in added:
                 texts[token] = added[token].encode()
             elif self._byte_level:
-                texts[token] = b"".join(
-                    _BYTES.get(character, character.encode()) for character in name
-                )
-            elif self._settings["model"].get("byte_fallback") and (
-                byte := _BYTE_TOKEN.fullmatch(name)
-            ):
-                texts[token] = bytes([int(byte[1], 16)])
+                texts[token] = b"".join(_BYTES.get(char, char.encode()) for char in name)
+            elif spells_bytes and byte_token:
+                texts[token] = bytes([int(byte_token[1], 16)])
             else:
-                both = self._tokenizer.decode([before, token], skip_special_tokens=False)
-                texts[token] = both.removeprefix(first).encode()
+                both = self._tokenizer.decode([first_token, token], skip_special_tokens=False)
+                texts[token] = both.removeprefix(first_text).encode()
         return texts
 
 
 def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
     """Trains byte-level BPE (Radford et al., 2019) of V = `size` tokens, or fewer on short texts.
 
-    The tokens include the 256 bytes.
+    The tokens include the 256 bytes. The merges are the same each time, on any number of threads,
+    so all hosts get the same vocabulary.
 
-    It finds the same merges each time, on any number of threads, so all hosts get the same
-    vocabulary. Raises `UserError` if size is below 256 or the text is not UTF-8.
+    Raises:
+      UserError: If size is below 256 or the text is not UTF-8.
     """
     require(
         size >= 256,
@@ -227,14 +259,14 @@ def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
     tokenizer = lib.Tokenizer(lib.models.BPE())
     tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = lib.decoders.ByteLevel()
-    alphabet = lib.pre_tokenizers.ByteLevel.alphabet()
     trainer = lib.trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=alphabet, show_progress=False
+        vocab_size=size,
+        initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     paragraphs = _paragraphs(text_blocks(files, close_lines=False))
-    tokenizer.train_from_iterator(
-        itertools.chain.from_iterable(map(_cut_words, paragraphs)), trainer
-    )
+    texts = itertools.chain.from_iterable(map(_cut_words, paragraphs))
+    tokenizer.train_from_iterator(texts, trainer)
     return SubwordVocabulary(tokenizer.to_str())
 
 
@@ -248,11 +280,14 @@ def _cut_words(text: str) -> Iterator[str]:
 
 
 def _paragraphs(blocks: Iterable[str]) -> Iterator[str]:
-    """Yields a text cut at single newlines between characters that are not white space."""
-    # Tokenizers may read newlines, or a newline and the spaces around it, as one token.
+    """Yields a text cut at single newlines between characters that are not white space.
+
+    Tokenizers may read newlines, or a newline and the spaces around it, as one token.
+    """
     text = ""
     for block in blocks:
         text += block
+        # After the last newline, unless that is the last character: white space may follow it.
         cut = text.rfind("\n", 0, max(len(text) - 1, 0)) + 1
         while cut and (text[cut].isspace() or text[cut - 2 : cut - 1].isspace()):
             cut = text.rfind("\n", 0, cut - 1) + 1
@@ -266,7 +301,11 @@ def _paragraphs(blocks: Iterable[str]) -> Iterator[str]:
 
 
 def package() -> ModuleType:
-    """Imports the package tokenizers. Raises `MissingPackageError` if it is not installed."""
+    """Imports the package tokenizers.
+
+    Raises:
+      MissingPackageError: If it is not installed.
+    """
     missing = (
         "subwords and tokenizer.json files need the package tokenizers. "
         "Run pip install '.[tokenizers]'"
@@ -277,15 +316,16 @@ def package() -> ModuleType:
 
 
 def given_tokenizer(path: str) -> SubwordVocabulary:
-    """Reads a tokenizer.json. Raises `UserError` if the file is not one."""
+    """Reads a tokenizer.json.
+
+    Raises:
+      UserError: If the file is not one.
+    """
     checked(path, flag="--data.tokenizer.hf_file")
-    wrong = (
+    with rephrased(
         "--data.tokenizer.hf_file must be a tokenizer.json of the package tokenizers, "
-        f"got {path} (%s)"
-    )
-    advice = (
-        "Pass the tokenizer.json from its save() or, for SentencePiece, from transformers' "
-        "save_pretrained()."
-    )
-    with rephrased(f"{wrong}. {advice}", ValueError):
+        f"got {path} (%s). Pass the tokenizer.json from its save() or, for SentencePiece, from "
+        "transformers' save_pretrained().",
+        ValueError,
+    ):
         return SubwordVocabulary(storage.read_text(path))

@@ -11,34 +11,53 @@ import json
 import string
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from txl_jax.config.config_tree import require
 
-# Parts of a tokenizer.json, the name of a sequence's steps, and how the package's object of the
-# part is applied.
-_PARTS: dict[str, tuple[str, Callable[[Any, str], Iterable[str]]]] = {
-    "normalizer": ("normalizers", lambda normalizer, text: [normalizer.normalize_str(text)]),
-    "pre_tokenizer": (
-        "pretokenizers",
-        lambda splitter, text: [part for part, _ in splitter.pre_tokenize_str(text)],
-    ),
-    "decoder": ("decoders", lambda decoder, text: [decoder.decode([text])]),
+
+class _Part(NamedTuple):
+    """A part of a tokenizer.json, and of the package's object."""
+
+    # Name of the list of steps, if the part is a sequence.
+    steps_name: str
+    # Returns the texts that the package's object of the part makes of a text.
+    apply: Callable[[Any, str], Iterable[str]]
+
+
+def _normalize(normalizer: Any, text: str) -> list[str]:
+    return [normalizer.normalize_str(text)]
+
+
+def _split(pre_tokenizer: Any, text: str) -> list[str]:
+    return [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
+
+
+def _decode(decoder: Any, text: str) -> list[str]:
+    return [decoder.decode([text])]
+
+
+_PARTS = {
+    "normalizer": _Part("normalizers", _normalize),
+    "pre_tokenizer": _Part("pretokenizers", _split),
+    "decoder": _Part("decoders", _decode),
 }
-# Of one part. Published tokenizers have up to ten.
+# Steps of a part. Published tokenizers have up to ten.
 _MOST_STEPS = 32
-# Characters from one. Unicode's NFKC makes up to 18 of one, and bytes as characters up to 4.
+# Characters that may be made of one. Unicode's NFKC makes up to 18 of one, and bytes as characters
+# up to 4.
 _MOST_GROWTH = 32
 # Characters that steps may add to a text of any length, such as a space before it.
 _MOST_ADDED = 256
-# Of a text, so that what is added to each outweighs what is added once.
+# Each text is tried in so many copies, one after the other, that growth of each copy outweighs
+# characters that are added once.
 _REPEATS = 16
 # Characters of a replacement. Published ones have up to ten.
 _LONGEST_TEXT = 256
-# Distinct ones in the steps, each of which is tried.
+# Distinct characters in the steps, each of which is tried.
 _MOST_CHARACTERS = 4096
-# ASCII, a composed letter, one that is two in upper case, a wide one, one of four bytes, and one
-# that NFKC makes 18.
+# Texts that are always tried: ASCII, a composed letter, one that is two in upper case, a wide one,
+# one of four bytes, one that NFKC makes 18, SentencePiece's space, and two words.
 _USUAL_TEXTS = (
     *string.printable,
     "\u00e9",
@@ -61,93 +80,124 @@ def check(settings: dict[str, Any], lib: ModuleType) -> None:
 
     The parts are the normalizer, the pre-tokenizer and the decoder.
 
-    `settings` are a tokenizer.json's, and `lib` is the package tokenizers, any of whose exceptions
-    may be raised.
+    Args:
+      settings: A tokenizer.json.
+      lib: The package tokenizers, any of whose exceptions may be raised.
     """
-    for part, (of_sequence, apply) in _PARTS.items():
-        steps = list(_steps(settings.get(part), of_sequence))
+    for part_name, part in _PARTS.items():
+        steps = list(_steps(settings.get(part_name), part.steps_name))
+        # Each step is applied to every text that is tried, so this check itself would take long.
         require(
             len(steps) <= _MOST_STEPS,
-            f"its {part} must have at most {_MOST_STEPS} steps, got {len(steps)}",
+            f"its {part_name} must have at most {_MOST_STEPS} steps, got {len(steps)}",
         )
-        _check_contents(part, steps)
-        grown = [(text * _REPEATS, text * _REPEATS) for text in _texts_of(part, steps)]
+        _check_contents(part_name, steps)
+
+        originals = [text * _REPEATS for text in _texts_to_try(part_name, steps)]
+        grown = originals
         for step in steps:
-            tokenizer = lib.Tokenizer.from_str(json.dumps({**_NO_MODEL, part: step}))
-            grown = [(first, _grow(first, text, part, tokenizer, apply)) for first, text in grown]
+            tokenizer = lib.Tokenizer.from_str(json.dumps({**_NO_MODEL, part_name: step}))
+            package_part = getattr(tokenizer, part_name)
+            longer = []
+            for original, text in zip(originals, grown, strict=True):
+                result = "".join(part.apply(package_part, text))
+                _check_growth(part_name, original, result)
+                longer.append(result)
+            grown = longer
 
 
-def _grow(
-    first: str, text: str, part: str, tokenizer: Any, apply: Callable[[Any, str], Iterable[str]]
-) -> str:
-    """Returns a text after one more step.
+def _check_growth(part_name: str, original: str, text: str) -> None:
+    """Raises `UserError` if a text after some steps is too long compared with the original one.
 
-    Raises `UserError` if it is too long compared with `first`, the text before all steps.
+    It is called after each step, so that no text is ever much longer than is allowed.
     """
-    longer = "".join(apply(getattr(tokenizer, part), text))
-    wrong = f"its {part} must not make a text more than {_MOST_GROWTH} times as long"
-    is_short = len(longer) <= _MOST_GROWTH * len(first) + _MOST_ADDED
-    require(is_short, f"{wrong}, got {len(longer):,} characters from {len(first):,}")
-    return longer
+    require(
+        len(text) <= _MOST_GROWTH * len(original) + _MOST_ADDED,
+        f"its {part_name} must not make a text more than {_MOST_GROWTH} times as long, "
+        f"got {len(text):,} characters from {len(original):,}",
+    )
 
 
-def _check_contents(part: str, steps: list[Any]) -> None:
+def _check_contents(part_name: str, steps: list[Any]) -> None:
     """Raises `UserError` if one step may make a character arbitrarily long.
 
     A step can do this with a long text or with a table of texts.
     """
-    tables = 0
-    for step in filter(lambda step: isinstance(step, dict), steps):
+    n_tables = 0
+    for step in steps:
+        if not isinstance(step, dict):
+            continue
+        length = 0
         content = step.get("content")
-        length = len(content) if isinstance(content, str) else 0
+        if isinstance(content, str):
+            length = len(content)
+        # SentencePiece's table: the size of a trie, the trie, and texts that end in a zero byte.
         table = step.get("precompiled_charsmap")
-        # SentencePiece's: the size of a trie, the trie, and texts that end in a zero byte.
         if isinstance(table, str):
-            tables += 1
+            n_tables += 1
             packed = base64.b64decode(table)
-            texts = packed[4 + int.from_bytes(packed[:4], "little") :]
-            length = max(map(len, texts.split(b"\0")))
-        wrong = (
-            f"a replacement of its {part} must have at most {_LONGEST_TEXT} "
-            f"characters, got {length:,}"
+            trie_bytes = int.from_bytes(packed[:4], "little")
+            texts = packed[4 + trie_bytes :]
+            length = max(length, *map(len, texts.split(b"\0")))
+        # One replacement of a megabyte makes a gigabyte of a thousand characters.
+        require(
+            length <= _LONGEST_TEXT,
+            f"a replacement of its {part_name} must have at most {_LONGEST_TEXT} "
+            f"characters, got {length:,}",
         )
-        require(length <= _LONGEST_TEXT, wrong)
-    require(tables <= 1, f"its {part} must have at most one table of characters, got {tables}")
+    # The characters that a table replaces are not among those that are tried, so two tables could
+    # multiply each other's lengths unnoticed.
+    require(
+        n_tables <= 1, f"its {part_name} must have at most one table of characters, got {n_tables}"
+    )
 
 
-def _steps(step: Any, of_sequence: str) -> Iterator[Any]:
-    """Yields the steps of a part in order, with sequences replaced by their own steps."""
+def _steps(step: Any, steps_name: str) -> Iterator[Any]:
+    """Yields the steps of a part in order, with sequences replaced by their own steps.
+
+    Sequences may be in sequences. A list of pending steps, the next one last, has no limit like the
+    stack of Python, which a file could exceed.
+    """
     pending = [step]
     while pending:
-        first = pending.pop()
-        if isinstance(first, dict) and first.get("type") == "Sequence":
-            pending += reversed(first.get(of_sequence) or ())
-        elif first is not None:
-            yield first
+        following = pending.pop()
+        if isinstance(following, dict) and following.get("type") == "Sequence":
+            pending += reversed(following.get(steps_name) or ())
+        elif following is not None:
+            yield following
 
 
-def _texts_of(part: str, steps: list[Any]) -> list[str]:
+def _texts_to_try(part_name: str, steps: list[Any]) -> list[str]:
     """Returns the texts to try, short ones first.
 
     They are the texts in the steps, the characters of these texts, and some usual texts.
 
-    Raises `UserError` if they are too many.
+    Raises:
+      UserError: If they are too many.
     """
     strings = set(_strings(steps))
     characters = set().union(*strings)
-    many = f"the steps of its {part} must have at most {_MOST_CHARACTERS:,} different characters"
-    require(len(characters) <= _MOST_CHARACTERS, f"{many}, got {len(characters):,}")
-    found = {*_USUAL_TEXTS, *characters, *(text[:_LONGEST_TEXT] for text in strings)} - {""}
+    # Each character is tried in each step, so this check itself would take long.
+    require(
+        len(characters) <= _MOST_CHARACTERS,
+        f"the steps of its {part_name} must have at most {_MOST_CHARACTERS:,} different "
+        f"characters, got {len(characters):,}",
+    )
+    texts = {*_USUAL_TEXTS, *characters}
+    texts |= {text[:_LONGEST_TEXT] for text in strings}
+    texts.discard("")
     # A step that makes a character long then ends the check before it is applied to a long text.
-    return sorted(found, key=lambda text: (len(text), text))
+    return sorted(texts, key=lambda text: (len(text), text))
 
 
 def _strings(value: Any) -> Iterator[str]:
     """Yields the texts in a JSON value."""
     pending = [value]
     while pending:
-        first = pending.pop()
-        if isinstance(first, str):
-            yield first
-        elif isinstance(first, list | dict):
-            pending += first.values() if isinstance(first, dict) else first
+        part = pending.pop()
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, list):
+            pending += part
+        elif isinstance(part, dict):
+            pending += part.values()

@@ -21,11 +21,14 @@ from txl_jax.metrics import Measure
 MARKS = {LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}
 # The first words of a saved vocabulary.
 TITLE = "txl_jax vocabulary"
-# What ends a generated text and is part of it: a token, or a string of several.
+# What ends a generated text and is part of it: a token, or a string of more than one.
 Ending = int | bytes | None
+# Ids that are counted at a time.
 _IDS_PER_BLOCK = 1 << 20
-# Share of unknown tokens, whose bytes are not known.
+# Largest share of unknown tokens in a text whose bytes are counted, as theirs are not known.
 MOST_UNKNOWN = 0.001
+# Characters of a text that an error shows.
+_SHOWN_CHARACTERS = 60
 # Settings of the saved form that are not plain JSON.
 _ENUMS = {"newlines": Newlines, "line_mark": LineMark}
 
@@ -33,13 +36,17 @@ _ENUMS = {"newlines": Newlines, "line_mark": LineMark}
 class Vocabulary(Protocol):
     """A map between text and token ids.
 
-    Kinds are dataclasses: the first field is the tokens, the others settings.
+    Each kind of tokens is a dataclass. Its first field is the tokens, the others are settings.
     """
 
-    kind: ClassVar[str]  # Kind of tokens, as in the saved form's title.
-    measure: ClassVar[Measure] = Measure.PPL  # Usual measure of a loss per token.
-    per_byte: ClassVar[str] = "bits_per_byte"  # Name of a loss per byte of text in records.
-    join: ClassVar[Any] = "".join  # Makes the value of the first field from the saved tokens.
+    # Kind of tokens, as in the saved form's title.
+    kind: ClassVar[str]
+    # Usual measure of a loss per token.
+    measure: ClassVar[Measure] = Measure.PPL
+    # Name of a loss per byte of text in records.
+    per_byte: ClassVar[str] = "bits_per_byte"
+    # Makes the value of the first field from the saved tokens.
+    join: ClassVar[Any] = "".join
 
     @property
     def _tokens(self) -> Sequence[Any]:
@@ -81,7 +88,8 @@ class Vocabulary(Protocol):
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
         """Yields the ids of a split, in blocks.
 
-        Raises `UserError` with the file's name if it cannot encode a text.
+        Raises:
+          UserError: If a text cannot be encoded. The error has the file's name.
         """
         for block in text_blocks(files, close_lines=False):
             yield self._encode(block)
@@ -89,7 +97,8 @@ class Vocabulary(Protocol):
     def encode(self, text: bytes) -> np.ndarray:
         """Returns the ids of a text that may continue: its end is not marked.
 
-        Raises `UserError` like `blocks`.
+        Raises:
+          UserError: If the text cannot be encoded.
         """
         try:
             return self._encode(text.decode("utf-8"))
@@ -105,11 +114,13 @@ class Vocabulary(Protocol):
     def decode(self, ids: Any) -> bytes:
         """Returns the text of ids of any shape, in row-major order.
 
-        Texts of successive ids may be concatenated. Kinds define this, or `_texts`.
+        Texts of successive ids may be concatenated. A kind defines this, or `_texts`.
 
-        Raises `UserError` for an id out of range.
+        Raises:
+          UserError: If an id is out of range.
         """
-        return b"".join(map(self._texts.__getitem__, check_ids(ids, self.size).tolist()))
+        texts = self._texts
+        return b"".join(texts[token] for token in check_ids(ids, self.size).tolist())
 
     @property
     def _texts(self) -> Sequence[bytes]:
@@ -119,7 +130,9 @@ class Vocabulary(Protocol):
     @property
     def byte_lengths(self) -> np.ndarray | None:
         """Returns the number of bytes of text per token [V], or None if the tokens have no text."""
-        return np.array(list(map(len, self._texts))) if self._texts else None
+        if not self._texts:
+            return None
+        return np.array(list(map(len, self._texts)))
 
     def count_bytes(self, ids: np.ndarray) -> int:
         """Returns the number of bytes of text that ids [T] stand for, or 0 if it is unknown.
@@ -127,13 +140,15 @@ class Vocabulary(Protocol):
         It is unknown if the tokens have no text, or if more than 0.1 % of the ids are unknown
         tokens.
         """
-        if (lengths := self.byte_lengths) is None:
+        lengths = self.byte_lengths
+        if lengths is None:
             return 0
         counts = np.zeros(self.size, np.int64)
         for first in range(0, len(ids), _IDS_PER_BLOCK):
             counts += np.bincount(ids[first : first + _IDS_PER_BLOCK], minlength=self.size)
-        is_known = self.unknown_id is None or counts[self.unknown_id] <= MOST_UNKNOWN * len(ids)
-        return int(counts @ lengths) if is_known else 0
+        if self.unknown_id is not None and counts[self.unknown_id] > MOST_UNKNOWN * len(ids):
+            return 0
+        return int(counts @ lengths)
 
     def count_unknown(self, *arrays: np.ndarray) -> int:
         """Returns how many ids of arrays [T] are of tokens that the vocabulary lacks.
@@ -145,9 +160,8 @@ class Vocabulary(Protocol):
         count = 0
         for ids in arrays:
             for first in range(0, len(ids), _IDS_PER_BLOCK):
-                count += int(
-                    np.count_nonzero(ids[first : first + _IDS_PER_BLOCK] == self.unknown_id)
-                )
+                is_unknown = ids[first : first + _IDS_PER_BLOCK] == self.unknown_id
+                count += int(np.count_nonzero(is_unknown))
         return count
 
     def header(self) -> dict[str, Any]:
@@ -167,34 +181,45 @@ class Vocabulary(Protocol):
 
 def id_type(size: int) -> np.dtype:
     """Returns the smallest integer dtype for ids below `size`."""
-    return np.dtype(np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.int32)
+    if size <= 1 << 8:
+        return np.dtype(np.uint8)
+    if size <= 1 << 16:
+        return np.dtype(np.uint16)
+    return np.dtype(np.int32)
 
 
 def dumps(vocabulary: Vocabulary) -> str:
     """Returns the saved form: a title with the settings, and a line per token."""
-    return (
-        "\n".join(
-            [f"{TITLE} {vocabulary.kind} {json.dumps(vocabulary.header())}", *vocabulary.lines()]
-        )
-        + "\n"
-    )
+    title = f"{TITLE} {vocabulary.kind} {json.dumps(vocabulary.header())}"
+    return "\n".join([title, *vocabulary.lines()]) + "\n"
 
 
 def loads(text: str, kinds: Iterable[type[Vocabulary]]) -> Vocabulary:
     """Parses the saved form of a vocabulary of one of `kinds`.
 
-    Raises `UserError` if `text` is not one.
+    Raises:
+      UserError: If `text` is not one.
     """
     title, *lines = text.removesuffix("\n").split("\n")
-    expected = f"a saved vocabulary must have a line '{TITLE} KIND SETTINGS' and a line per token"
-    damaged = f"{expected}, got {title[:60]!r} as the first line (%s)"
-    with rephrased(damaged, KeyError, IndexError, TypeError, ValueError):
+    # The text may be a stranger's: an unknown kind or setting, and tokens that are no numbers where
+    # bytes should be, are errors of the classes below.
+    with rephrased(
+        f"a saved vocabulary must have a line '{TITLE} KIND SETTINGS' and a line per token, "
+        f"got {title[:_SHOWN_CHARACTERS]!r} as the first line (%s)",
+        KeyError,
+        IndexError,
+        TypeError,
+        ValueError,
+    ):
         if not title.startswith(TITLE):
             raise ValueError("another title")
         kind, settings = title.removeprefix(f"{TITLE} ").split(" ", 1)
         header = dict(json.loads(settings))
-        header |= {name: enum(header[name]) for name, enum in _ENUMS.items() if name in header}
-        return {cls.kind: cls for cls in kinds}[kind].load(lines, **header)
+        for name, enum in _ENUMS.items():
+            if name in header:
+                header[name] = enum(header[name])
+        class_of_kind = {cls.kind: cls for cls in kinds}
+        return class_of_kind[kind].load(lines, **header)
 
 
 def digest(vocabulary: Vocabulary) -> str:
@@ -203,7 +228,11 @@ def digest(vocabulary: Vocabulary) -> str:
 
 
 def check_ids(ids: Any, size: int) -> np.ndarray:
-    """Returns ids along one axis. Raises `UserError` for one outside the vocabulary."""
+    """Returns ids of any shape along one axis, as numpy's dtype of indices.
+
+    Raises:
+      UserError: If an id is outside the vocabulary.
+    """
     ids = np.ravel(ids)
     foreign = ids[(ids < 0) | (ids >= size)]
     if foreign.size:
@@ -221,10 +250,11 @@ def escape(token: str) -> str:
 
 def unescape(line: str) -> str:
     r"""Inverts `escape`. Users may also write \t for a tab."""
-    parts = line.split("\\\\")
-    return "\\".join(
-        part.replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t") for part in parts
-    )
+    # The backslash of an escaped backslash does not escape what follows it.
+    parts = []
+    for part in line.split("\\\\"):
+        parts.append(part.replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t"))
+    return "\\".join(parts)
 
 
 class TextStream:
@@ -248,19 +278,29 @@ class TextStream:
         ending: Ending = None,
         errors: str = "replace",
     ):
-        """Begins an empty text, with `Vocabulary.decode` and non-empty stop strings.
+        """Begins an empty text.
 
-        `errors` is as in `open`.
+        Args:
+          decode: Returns the text of ids, as `Vocabulary.decode`.
+          stop: Non-empty stop strings.
+          ending: A token or string that ends the text too, but is part of it. None means none.
+          errors: Treatment of bytes that are not UTF-8, as in `open`.
         """
         self._decode = decode
         self._ending = ending
         # Bytes that are not returned yet.
         self._held = b""
-        # The bytes of each string that the text keeps: all of the ending, none of a stop string.
-        kept = {ending: len(ending)} if isinstance(ending, bytes) else {}
-        self._stop = kept | dict.fromkeys(map(str.encode, stop), 0)
+        # For each string that ends the text, how many of its bytes the text keeps: all of the
+        # ending, none of a stop string.
+        self._stop: dict[bytes, int] = {}
+        if isinstance(ending, bytes):
+            self._stop[ending] = len(ending)
+        for string in stop:
+            self._stop[string.encode()] = 0
+        # Keeps the bytes of a character that is not complete.
         self._characters = codecs.getincrementaldecoder("utf-8")(errors=errors)
-        self.ended = False  # Whether a stop string or the ending was found.
+        # Whether a stop string or the ending was found.
+        self.ended = False
 
     def add(self, ids: Any) -> str:
         """Returns the text that is certain once ids [T] are added.
@@ -278,10 +318,10 @@ class TextStream:
 
         # For each string in the text: where it is complete, and where the text would be cut.
         completions: list[tuple[int, int]] = []
-        for stop, n_kept in self._stop.items():
-            first = self._held.find(stop)
+        for string, n_kept in self._stop.items():
+            first = self._held.find(string)
             if first >= 0:
-                completions.append((first + len(stop), first + n_kept))
+                completions.append((first + len(string), first + n_kept))
         if completions:
             # The string that is complete first ends the text.
             _, cut = min(completions)
@@ -289,16 +329,22 @@ class TextStream:
             self._held = self._held[:cut]
         if self.ended:
             return self.finish()
-        # The longest end that begins a stop string is held back. Without stop strings nothing is.
-        longest_stop = max(map(len, self._stop), default=0)
-        certain = len(self._held)
-        for first in range(max(len(self._held) - longest_stop, 0), len(self._held)):
-            if any(stop.startswith(self._held[first:]) for stop in self._stop):
-                certain = first
-                break
-        piece = self._held[:certain]
-        self._held = self._held[certain:]
+
+        n_certain = self._count_certain()
+        piece = self._held[:n_certain]
+        self._held = self._held[n_certain:]
         return self._characters.decode(piece)
+
+    def _count_certain(self) -> int:
+        """Returns how many of the held bytes come before the longest end that begins a stop string.
+
+        Without stop strings these are all bytes.
+        """
+        longest = max(map(len, self._stop), default=0)
+        for first in range(max(len(self._held) - longest, 0), len(self._held)):
+            if any(string.startswith(self._held[first:]) for string in self._stop):
+                return first
+        return len(self._held)
 
     def finish(self) -> str:
         """Returns the text that was held back, when no more tokens come.

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from txl_jax.config import LineMark
-from txl_jax.config.config_tree import require
 from txl_jax.data.text import File, text_blocks
 from txl_jax.data.vocabulary import MARKS, Vocabulary, id_type
 from txl_jax.errors import UserError
@@ -17,16 +16,22 @@ from txl_jax.metrics import Measure
 
 UNKNOWN_WORD = "<unk>"
 UNKNOWN_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+# Number of Unicode's code points.
+_CODE_POINTS = 0x110000
 
 
 @dataclasses.dataclass(frozen=True)
 class WordVocabulary(Vocabulary):
     """Words, separated by white space, by rank. The line mark, if any, comes first."""
 
-    words: tuple[str, ...] = dataclasses.field(repr=False)  # Distinct.
+    # Distinct words.
+    words: tuple[str, ...] = dataclasses.field(repr=False)
+    # How ends of lines are marked.
     line_mark: LineMark = LineMark.EOS
+    # Whether texts are changed to lower case before they become tokens.
     lower_case: bool = False
-    unknown: str = UNKNOWN_WORD  # One of `words`: encodes all words that are not.
+    # The one of `words` that encodes all words that are not among them.
+    unknown: str = UNKNOWN_WORD
 
     kind: ClassVar[str] = "word"
     per_byte: ClassVar[str] = "approximate_bits_per_byte"
@@ -47,7 +52,9 @@ class WordVocabulary(Vocabulary):
     @property
     def mark(self) -> int | None:
         """Returns the id that ends a line, or None if lines are not marked."""
-        return self._ids[MARKS[self.line_mark]] if self.line_mark in MARKS else None
+        if self.line_mark not in MARKS:
+            return None
+        return self._ids[MARKS[self.line_mark]]
 
     @property
     def unknown_id(self) -> int:
@@ -62,8 +69,9 @@ class WordVocabulary(Vocabulary):
     def byte_lengths(self) -> np.ndarray:
         """Returns the bytes of each word [V] and of the one space or newline after it."""
         lengths = np.array([len(word.encode()) + 1 for word in self.words])
+        # A line's last word has counted its newline already.
         if self.mark is not None:
-            lengths[self.mark] = 0  # A line's last word has counted its newline.
+            lengths[self.mark] = 0
         return lengths
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
@@ -75,34 +83,41 @@ class WordVocabulary(Vocabulary):
         """
         if self.line_mark in (LineMark.S, LineMark.DOUBLE_S):
             yield np.array([self.mark], id_type(self.size))
+
+        # A block of ids is held back until another follows, because the last one may be cut.
         pending = np.empty(0, id_type(self.size))
         for block in text_blocks(files, close_lines=True):
-            if (ids := self._encode(block)).size:
+            ids = self._encode(block)
+            if ids.size:
                 yield pending
                 pending = ids
-        # Where a line's end opens the next line too, the last one opens nothing.
-        yield pending[:-1] if self.line_mark is LineMark.DOUBLE_S else pending
+        # With two marks per line, the second opens the next line. The last one opens nothing.
+        if self.line_mark is LineMark.DOUBLE_S:
+            pending = pending[:-1]
+        yield pending
 
     def _encode(self, text: str) -> np.ndarray:
-        text = text.lower() if self.lower_case else text
+        if self.lower_case:
+            text = text.lower()
         if self.line_mark in MARKS:
-            text = text.replace(
-                "\n",
-                f" {MARKS[self.line_mark]} " * (2 if self.line_mark is LineMark.DOUBLE_S else 1),
-            )
+            n_marks = 2 if self.line_mark is LineMark.DOUBLE_S else 1
+            text = text.replace("\n", f" {MARKS[self.line_mark]} " * n_marks)
         words = text.split()
         unknown = itertools.repeat(self.unknown_id)
         return np.fromiter(map(self._ids.get, words, unknown), id_type(self.size), len(words))
 
     @functools.cached_property
     def _ids(self) -> dict[str, int]:
+        """Returns the id of each word."""
         return {word: token for token, word in enumerate(self.words)}
 
     @functools.cached_property
     def _texts(self) -> list[bytes]:
         """Returns each word with a space after it, or a newline for a mark."""
-        mark = MARKS.get(self.line_mark)
-        return [b"\n" if word == mark else f"{word} ".encode() for word in self.words]
+        texts = [f"{word} ".encode() for word in self.words]
+        if self.mark is not None:
+            texts[self.mark] = b"\n"
+        return texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +127,8 @@ class CharacterVocabulary(Vocabulary):
     The replacement character encodes those not in the training split.
     """
 
-    characters: str = dataclasses.field(repr=False)  # Distinct.
+    # Distinct characters.
+    characters: str = dataclasses.field(repr=False)
 
     kind: ClassVar[str] = "char"
     measure: ClassVar[Measure] = Measure.BPC
@@ -123,9 +139,10 @@ class CharacterVocabulary(Vocabulary):
     @property
     def start(self) -> np.ndarray:
         """Returns a newline, else a space, else the first character."""
-        return self._encode(
-            next(c for c in ("\n", " ", self.characters[0]) if c in self.characters)
-        )
+        for character in ("\n", " "):
+            if character in self.characters:
+                return self._encode(character)
+        return self._encode(self.characters[0])
 
     @property
     def unknown_id(self) -> int:
@@ -133,25 +150,31 @@ class CharacterVocabulary(Vocabulary):
         return self.characters.index(UNKNOWN_CHARACTER)
 
     def _encode(self, text: str) -> np.ndarray:
+        # UTF-32 has the code point of each character in four bytes.
         return self._ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)]
 
     @functools.cached_property
     def _texts(self) -> list[bytes]:
-        return list(map(str.encode, self.characters))
+        return [character.encode() for character in self.characters]
 
     @functools.cached_property
     def _ids(self) -> np.ndarray:
         """Returns the id of each of Unicode's code points."""
-        ids = np.full(0x110000, self.unknown_id, id_type(self.size))
-        ids[np.frombuffer(self.characters.encode("utf-32-le"), np.uint32)] = np.arange(self.size)
+        ids = np.full(_CODE_POINTS, self.unknown_id, id_type(self.size))
+        code_points = np.frombuffer(self.characters.encode("utf-32-le"), np.uint32)
+        ids[code_points] = np.arange(self.size)
         return ids
 
 
 def _check_distinct(tokens: Sequence[str], unknown: str, kind: str) -> None:
-    distinct = len(set(tokens))
-    wanted = (
-        f"the {len(tokens)} tokens of a {kind} vocabulary must be distinct and include {unknown!r}"
-    )
-    require(
-        distinct == len(tokens) and unknown in tokens, f"{wanted}, got {distinct} distinct tokens"
-    )
+    """Raises `UserError` unless tokens are distinct and include the unknown one.
+
+    A saved vocabulary may be a stranger's. Of two ids for one token only one would ever be encoded,
+    and without the unknown token no text could be.
+    """
+    n_distinct = len(set(tokens))
+    if n_distinct < len(tokens) or unknown not in tokens:
+        raise UserError(
+            f"the {len(tokens)} tokens of a {kind} vocabulary must be distinct and include "
+            f"{unknown!r}, got {n_distinct} distinct tokens"
+        )
