@@ -1,6 +1,6 @@
 """Entry point of the data: reads the text of a config as three memory-mapped splits of token ids.
 
-files -> Text (own_text, prepare) -> Vocabulary (KINDS) -> token_store -> Corpus
+files -> Text (own_text, prepare) -> Vocabulary (KINDS) -> TokenStore (token_store) -> Corpus
 files of ready-made ids (id_files) -> Corpus
 """
 
@@ -37,13 +37,19 @@ from txl_jax.errors import UserError
 from txl_jax.runtime import storage
 from txl_jax.runtime.storage import is_remote
 
-_TOKENS = "tokens"  # The directory of token stores in a cache.
+# The directory of token stores in a cache.
+_TOKENS = "tokens"
+# Bytes by which a compressed file or UTF-16 is recognized.
+_HEAD_BYTES = 6
 KINDS = (ByteVocabulary, CharacterVocabulary, WordVocabulary, SubwordVocabulary, IdVocabulary)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # Arrays have no single truth value; compare digests.
+@dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """A text as token ids."""
+    """A text as token ids.
+
+    Two corpora can be compared by their digests, as arrays have no single truth value.
+    """
 
     # Short, for a row of a table.
     name: str
@@ -51,17 +57,18 @@ class Corpus:
     description: str
     # sha256 of the text, in hexadecimal.
     digest: str
-    # Of the ids.
+    # The vocabulary of the ids.
     vocabulary: Vocabulary
-    # Integer ids, one axis, memory-mapped; so are the next two.
+    # Integer ids [T], memory-mapped, as are the ids of the next two splits.
     train: np.ndarray
     valid: np.ndarray
     test: np.ndarray
-    # int64 [n + 1]: the start of each line of `train`, and the end of the last.
+    # int64 [n + 1]: the start of each line of `train`, and the end of the last. None if lines are
+    # not marked.
     sentences: np.ndarray | None = None
-    # Directory of its files; absolute, so that it is found again.
+    # Directory of its files. It is absolute, so that it is found again.
     data_dir: str = ""
-    # Directory of the prepared text and ids; absolute.
+    # Directory of the prepared text and ids, absolute.
     cache_dir: str = ""
 
     @property
@@ -88,9 +95,8 @@ def read_corpus(
         `data_dir`.
       vocabulary: A trained run's vocabulary, to score another text, or None for the text's own.
       read_only_cache: The `cache_dir` that a trained run's record names, which may be a stranger's,
-        or None. Ids in
-        this vocabulary that are prepared there, and match their digests, are used. Nothing is
-        written to it, and nothing is copied from it.
+        or None. Ids in this vocabulary that are prepared there, and match their digests, are used.
+        Nothing is written to it, and nothing is copied from it.
 
     Raises:
       UserError: If a config, file or archive cannot be used, a file is missing, a split has fewer
@@ -98,42 +104,29 @@ def read_corpus(
     """
     config.validate()
     check_file(config)
-    # Prepared text goes to the cache, which is below data_dir by default. Your own files need no
-    # data_dir, so their cache is local then.
-    prepared_below = cache_dir
-    if not cache_dir and not (config.file or config.train):
-        prepared_below = data_dir
-    advice = "It is memory-mapped: set --cache_dir to a directory on this machine."
+    cache = _cache_folder(config, data_dir, cache_dir)
+    is_own_text = config.corpus is CorpusName.TEXT and config.tokenizer.kind is not Tokenizer.ID
     require(
-        not is_remote(prepared_below or ""),
-        f"prepared text must be in a local directory, got {prepared_below}. {advice}",
+        config.json_field is None or is_own_text,
+        "data.json_field is only for your own text files, not for a corpus or ids. Omit it.",
     )
-    cache = Path(cache_dir or Path("data" if is_remote(data_dir) else data_dir, "prepared"))
-    takes_json = config.corpus is CorpusName.TEXT and config.tokenizer.kind is not Tokenizer.ID
-    wrong = "data.json_field is only for your own text files, not for a corpus or ids. Omit it."
-    require(config.json_field is None or takes_json, wrong)
+
     # Remote files are copied first. `config` then names the copies, and `files_in` is the local
     # directory of a corpus's files.
     config, files_in = own_text.copied(config, data_dir, cache)
     if config.tokenizer.kind is Tokenizer.ID:
         corpus = Corpus(**read_ids(config, vocabulary=vocabulary))
     else:
-        # A trained model's text may be prepared already, in the directory that its record names. A
-        # run that starts has no vocabulary yet, and reads its text.
-        recorded_cache = None
-        prepared = None
-        if vocabulary is not None and read_only_cache and not is_remote(read_only_cache):
-            recorded_cache = read_only_cache
-            prepared = _prepared_corpus(config, cache, Path(recorded_cache), vocabulary)
-        if prepared is not None:
-            corpus = prepared
-        else:
-            text = _read_text(config, files_in, cache)
-            corpus = _encoded(config, text, cache, vocabulary, recorded_cache)
+        corpus = _read_encoded(config, files_in, cache, vocabulary, read_only_cache)
+
+    # The first token is only an input, not a target.
     for split in SPLITS:
-        size = len(getattr(corpus, split))  # The first token is only an input, no target.
-        needs = f"the {split} split must have at least 2 tokens, got {size} ({corpus.description})"
-        require(size >= 2, f"{needs}. Pass a longer text, or each split by itself.")
+        n_tokens = len(getattr(corpus, split))
+        require(
+            n_tokens >= 2,
+            f"the {split} split must have at least 2 tokens, got {n_tokens} "
+            f"({corpus.description}). Pass a longer text, or each split by itself.",
+        )
     return dataclasses.replace(
         corpus,
         data_dir=data_dir if is_remote(data_dir) else os.path.abspath(data_dir),
@@ -141,34 +134,94 @@ def read_corpus(
     )
 
 
+def _cache_folder(config: DataConfig, data_dir: str, cache_dir: str | None) -> Path:
+    """Returns the local directory of the prepared text and ids.
+
+    Raises:
+      UserError: If it would be in a remote directory.
+    """
+    if cache_dir:
+        prepared_below = cache_dir
+    elif config.file or config.train:
+        # Your own files need no data_dir. If it is remote, their cache is in the local `data`.
+        prepared_below = ""
+    else:
+        prepared_below = data_dir
+    require(
+        not is_remote(prepared_below),
+        f"prepared text must be in a local directory, got {prepared_below}. "
+        "It is memory-mapped: set --cache_dir to a directory on this machine.",
+    )
+    if cache_dir:
+        return Path(cache_dir)
+    local_data_dir = "data" if is_remote(data_dir) else data_dir
+    return Path(local_data_dir, "prepared")
+
+
 def refuse_packed(corpus: Corpus) -> None:
     """Raises `UserError` if the training split begins like a compressed file or UTF-16.
 
-    Only a split that is read as bytes is checked.
+    Only a split that is read as bytes is checked, because others must be UTF-8.
     """
-    if isinstance(corpus.vocabulary, ByteVocabulary):
-        found = packed_as(corpus.vocabulary.decode(corpus.train[:6]))
-        advice = (
-            "Unpack it or convert it to UTF-8, or pass --data.tokenizer.kind=byte to train on "
-            "these bytes."
-        )
-        require(not found, f"the text ({corpus.description}) looks like {found}. {advice}")
+    if not isinstance(corpus.vocabulary, ByteVocabulary):
+        return
+    kind = packed_as(corpus.vocabulary.decode(corpus.train[:_HEAD_BYTES]))
+    require(
+        not kind,
+        f"the text ({corpus.description}) looks like {kind}. Unpack it or convert it to UTF-8, or "
+        "pass --data.tokenizer.kind=byte to train on these bytes.",
+    )
+
+
+def _read_encoded(
+    config: DataConfig,
+    files_in: str,
+    cache: Path,
+    vocabulary: Vocabulary | None,
+    read_only_cache: str | None,
+) -> Corpus:
+    """Returns the ids of a text, which is prepared and encoded first if needed.
+
+    Args:
+      files_in: Local directory of a published corpus's files.
+      cache: Local directory for the prepared text and ids.
+      vocabulary: As in `read_corpus`.
+      read_only_cache: As in `read_corpus`.
+    """
+    # A trained model's text may be prepared already, in the directory that its record names. A run
+    # that starts has no vocabulary yet, and reads its text.
+    recorded_cache = None
+    if vocabulary is not None and read_only_cache and not is_remote(read_only_cache):
+        recorded_cache = Path(read_only_cache)
+        prepared = _prepared_corpus(config, cache, recorded_cache, vocabulary)
+        if prepared is not None:
+            return prepared
+    text = _read_text(config, files_in, cache)
+    return _encoded(config, text, cache, vocabulary, recorded_cache)
 
 
 def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:
     if config.corpus is CorpusName.PYTHON_STDLIB:
         return own_text.read_python_stdlib(config)
     if config.corpus is CorpusName.TEXT or config.file:
-        # Of documents in JSON lines. Among words it needs white space around.
-        end = unescape(config.reset_at or "\n")
-        if config.tokenizer.kind is Tokenizer.WORD:
-            end = "\n" if end in ("\n", MARKS.get(config.tokenizer.line_mark)) else f"\n{end} "
-        return own_text.read_own_text(config, cache, document_end=end)
+        return own_text.read_own_text(config, cache, document_end=_document_end(config))
     from txl_jax.data import prepare  # Here: tensorflow-datasets takes half a second.
 
     return prepare.read(
         config.corpus, data_dir=data_dir, cache_dir=str(cache), heldout=config.heldout
     )
+
+
+def _document_end(config: DataConfig) -> str:
+    """Returns what follows each document of JSON lines in their text."""
+    end = unescape(config.reset_at or "\n")
+    if config.tokenizer.kind is not Tokenizer.WORD:
+        return end
+    # A newline becomes the mark. Another end is a word on a line of its own, with white space
+    # around it.
+    if end in ("\n", MARKS.get(config.tokenizer.line_mark)):
+        return "\n"
+    return f"\n{end} "
 
 
 def _prepared_corpus(
@@ -185,11 +238,13 @@ def _prepared_corpus(
         return None
     from txl_jax.data import prepare  # Here: tensorflow-datasets takes half a second.
 
-    if prepare.has_records(config.corpus, cache) or not prepare.has_records(
-        config.corpus, read_only
-    ):
+    # Records in `cache`, which were checked, are used instead.
+    if prepare.has_records(config.corpus, cache):
         return None
-    with contextlib.suppress(UserError):  # If they are corrupted, others are prepared.
+    if not prepare.has_records(config.corpus, read_only):
+        return None
+    # If the records are corrupted, others are prepared.
+    with contextlib.suppress(UserError):
         text = prepare.read(
             config.corpus, data_dir="", cache_dir=str(read_only), heldout=config.heldout
         )
@@ -203,29 +258,30 @@ def _encoded(
     text: Text,
     cache: Path,
     vocabulary: Vocabulary | None,
-    read_only: str | None,
+    read_only: Path | None,
 ) -> Corpus:
     """Returns the text as the ids of a store in one of the caches.
 
-    The ids are in the text's own vocabulary or in the one passed.
-
-    A new store is written to `cache`.
+    The ids are in the text's own vocabulary or in the one passed. A new store is written to
+    `cache`.
     """
     settings = _settings(config.tokenizer, ignore_missing=vocabulary is not None)
     store = None
     if vocabulary is not None:
         # The text that a run was trained on needs no second store.
-        caches = [cache, Path(read_only)] if read_only else [cache]
+        caches = [cache]
+        if read_only is not None:
+            caches.append(read_only)
         store = _find_store(config, text, caches, vocabulary)
         settings |= {"vocabulary": digest(vocabulary)}
-    # A store with these settings is opened, or else made. Only then a vocabulary is made, if there
-    # is none.
-    store = store or token_store.open_store(
-        text,
-        settings,
-        lambda: vocabulary or make_vocabulary(config.tokenizer, text),
-        folder=cache / _TOKENS,
-    )
+    if store is None:
+        # The function is called only if there is no store with these settings.
+        store = token_store.open_store(
+            text,
+            settings,
+            lambda: vocabulary or make_vocabulary(config.tokenizer, text),
+            folder=cache / _TOKENS,
+        )
     return _corpus(config, text, store, vocabulary)
 
 
@@ -247,20 +303,30 @@ def _find_store(
 def _corpus(
     config: DataConfig, text: Text, store: token_store.TokenStore, vocabulary: Vocabulary | None
 ) -> Corpus:
-    described = f"{text.description}, {_describe_tokens(config.tokenizer)}"
-    vocabulary = vocabulary or loads(store.vocabulary, KINDS)
-    train, valid, test = (store.splits[split] for split in SPLITS)
+    """Returns the corpus of a store, in its own vocabulary unless another object is passed."""
     return Corpus(
-        text.name, described, text.digest, vocabulary, train, valid, test, store.sentences
+        name=text.name,
+        description=f"{text.description}, {_describe_tokens(config.tokenizer)}",
+        digest=text.digest,
+        vocabulary=vocabulary or loads(store.vocabulary, KINDS),
+        train=store.splits["train"],
+        valid=store.splits["valid"],
+        test=store.splits["test"],
+        sentences=store.sentences,
     )
 
 
 def _settings(tokenizer: TokenizerConfig, *, ignore_missing: bool) -> dict[str, Any]:
-    """Returns the settings that the ids depend on. A file counts by its content."""
-    fields = [
-        field.name for field in dataclasses.fields(tokenizer) if setting_of(field).shapes_tokens
-    ]
-    settings = {name: value for name in fields if (value := getattr(tokenizer, name)) is not None}
+    """Returns the settings that the ids depend on. A file counts by its content.
+
+    Args:
+      ignore_missing: Whether a file that is missing counts by its name. Otherwise it is an error.
+    """
+    settings = {}
+    for field in dataclasses.fields(tokenizer):
+        value = getattr(tokenizer, field.name)
+        if setting_of(field).shapes_tokens and value is not None:
+            settings[field.name] = value
     for name in ("vocab_file", "hf_file"):
         path = getattr(tokenizer, name)
         if path and not ignore_missing:
@@ -271,20 +337,26 @@ def _settings(tokenizer: TokenizerConfig, *, ignore_missing: bool) -> dict[str, 
 
 
 def _describe_tokens(tokenizer: TokenizerConfig) -> str:
-    marks = {
-        LineMark.EOS: "a mark after each line",
-        LineMark.S: "one <S> between sentences",
-        LineMark.DOUBLE_S: "<S> before and after each sentence",
-        LineMark.NONE: "lines unmarked",
-    }
-    return {
-        Tokenizer.BYTE: f"newlines {'dropped' if tokenizer.newlines is Newlines.DROP else 'kept'}",
-        Tokenizer.CHAR: "as characters",
-        Tokenizer.WORD: f"as words, {marks[tokenizer.line_mark]}",
-        Tokenizer.SUBWORD: "as tokens of a tokenizer.json"
-        if tokenizer.hf_file
-        else "as subwords trained on it",
-    }[tokenizer.kind]
+    match tokenizer.kind:
+        case Tokenizer.BYTE if tokenizer.newlines is Newlines.DROP:
+            return "newlines dropped"
+        case Tokenizer.BYTE:
+            return "newlines kept"
+        case Tokenizer.CHAR:
+            return "as characters"
+        case Tokenizer.WORD:
+            marks = {
+                LineMark.EOS: "a mark after each line",
+                LineMark.S: "one <S> between sentences",
+                LineMark.DOUBLE_S: "<S> before and after each sentence",
+                LineMark.NONE: "lines unmarked",
+            }
+            return f"as words, {marks[tokenizer.line_mark]}"
+        case Tokenizer.SUBWORD if tokenizer.hf_file:
+            return "as tokens of a tokenizer.json"
+        case Tokenizer.SUBWORD:
+            return "as subwords trained on it"
+    raise AssertionError(f"no description of {tokenizer.kind}")
 
 
 # Vocabularies
@@ -293,37 +365,24 @@ def _describe_tokens(tokenizer: TokenizerConfig) -> str:
 def make_vocabulary(tokenizer: TokenizerConfig, text: Text) -> Vocabulary:
     """Builds a text's vocabulary from its training split, or reads the one the config names."""
     match tokenizer.kind:
-        case Tokenizer.BYTE if text.closed_alphabet:  # Counted over all splits, as in the original.
-            files = (
-                file
-                for split in SPLITS
-                for file in with_bar(f"counting {split}", text.splits[split])
-            )
-            found = {
-                value for file in files for block in file.blocks() for value in distinct(block)
-            }
-            return ByteVocabulary.of(bytes(found), tokenizer.newlines)
+        case Tokenizer.BYTE if text.closed_alphabet:
+            return ByteVocabulary.of(_occurring_bytes(text), tokenizer.newlines)
         case Tokenizer.BYTE:
             return ByteVocabulary.all_bytes(tokenizer.newlines)
         case Tokenizer.CHAR:
-            ranked = rank(
-                _count(text, iter), min_count=tokenizer.min_count, unknown=UNKNOWN_CHARACTER
-            )
-            return CharacterVocabulary("".join(ranked))
+            counts = _count(text, iter)
+            characters = rank(counts, min_count=tokenizer.min_count, unknown=UNKNOWN_CHARACTER)
+            return CharacterVocabulary("".join(characters))
         case Tokenizer.WORD:
-            unknown, mark = (
-                UNKNOWN_WORD,
-                [MARKS[tokenizer.line_mark]] if tokenizer.line_mark in MARKS else [],
-            )
+            marks = []
+            if tokenizer.line_mark in MARKS:
+                marks.append(MARKS[tokenizer.line_mark])
             if tokenizer.vocab_file:
-                words, unknown = _given_words(tokenizer.vocab_file, mark)
+                words, unknown = _given_words(tokenizer.vocab_file, marks)
             else:
-                words = rank(
-                    _count(text, str.split),
-                    min_count=tokenizer.min_count,
-                    unknown=unknown,
-                    first=mark,
-                )
+                unknown = UNKNOWN_WORD
+                counts = _count(text, str.split)
+                words = rank(counts, min_count=tokenizer.min_count, unknown=unknown, first=marks)
             return WordVocabulary(tuple(words), tokenizer.line_mark, unknown=unknown)
         case Tokenizer.SUBWORD if tokenizer.hf_file:
             return subwords.given_tokenizer(tokenizer.hf_file)
@@ -333,32 +392,54 @@ def make_vocabulary(tokenizer: TokenizerConfig, text: Text) -> Vocabulary:
     raise AssertionError(f"no vocabulary for {tokenizer.kind}")
 
 
-def _given_words(path: str, mark: list[str]) -> tuple[list[str], str]:
-    """Reads the first word of each line, in order.
+def _occurring_bytes(text: Text) -> bytes:
+    """Returns the byte values that occur in any split, which the original counts too."""
+    values: set[int] = set()
+    for split in SPLITS:
+        for file in with_bar(f"counting {split}", text.splits[split]):
+            for block in file.blocks():
+                values.update(distinct(block))
+    return bytes(values)
 
-    Adds the line mark before and <unk> after them if missing.
+
+def _given_words(path: str, marks: list[str]) -> tuple[list[str], str]:
+    """Reads a vocabulary file: the first word of each line, in order.
+
+    Args:
+      marks: The line mark, if any. It is added before the words if it is missing.
+
+    Returns:
+      The words, and the one among them that encodes unknown words: <unk> or <UNK>. If both are
+      missing, <unk> is added after the words.
     """
     file = file_part(checked(path, flag="--data.tokenizer.vocab_file"))
     content = "".join(text_blocks([file], close_lines=True))
-    lists = "A tokenizer.json is --data.tokenizer.hf_file, with --data.tokenizer.kind=subword."
-    wrong = (
-        f"--data.tokenizer.vocab_file must have a word on each line, got {path}, which is JSON. "
-        f"{lists}"
-    )
-    require(not _is_json(content), wrong)
-    lines = content.split("\n")
-    words = list(dict.fromkeys(fields[0] for fields in map(str.split, lines) if fields))
+    # The vocab.json of a tokenizer would be read as a few words of punctuation.
     require(
-        words,
+        not _is_json(content),
+        f"--data.tokenizer.vocab_file must have a word on each line, got {path}, which is JSON. "
+        "A tokenizer.json is --data.tokenizer.hf_file, with --data.tokenizer.kind=subword.",
+    )
+    # Words in a dict stay in order, and each occurs once.
+    first_words: dict[str, None] = {}
+    for line in content.split("\n"):
+        fields = line.split()
+        if fields:
+            first_words[fields[0]] = None
+    require(
+        first_words,
         f"--data.tokenizer.vocab_file must have a word on each line, got {path}, which "
         "has no words",
     )
-    unknown = next(
-        (word for word in (UNKNOWN_WORD, UNKNOWN_WORD.upper()) if word in words), UNKNOWN_WORD
-    )
-    return [m for m in mark if m not in words] + words + [
-        u for u in [unknown] if u not in words
-    ], unknown
+
+    unknown = UNKNOWN_WORD
+    if unknown not in first_words and unknown.upper() in first_words:
+        unknown = unknown.upper()
+    words = [mark for mark in marks if mark not in first_words]
+    words += first_words
+    if unknown not in first_words:
+        words.append(unknown)
+    return words, unknown
 
 
 def _is_json(content: str) -> bool:
@@ -373,6 +454,11 @@ def _is_json(content: str) -> bool:
 
 
 def _count(text: Text, split: Callable[[str], Iterable[str]]) -> collections.Counter[str]:
+    """Counts the tokens of the training split, in the order of their first occurrence.
+
+    Args:
+      split: Returns the tokens of a block of text.
+    """
     blocks = text_blocks(with_bar("counting", text.splits["train"]), close_lines=False)
     return collections.Counter(itertools.chain.from_iterable(map(split, blocks)))
 
@@ -384,14 +470,20 @@ def rank(
 
     Tokens with equal counts are in the order in which they were counted.
 
-    Tokens rarer than `min_count` count as `unknown`, which is always there. So do those of `first`,
-    although their ids are their own: another count would rank the tokens of earlier runs anew.
+    Tokens rarer than `min_count` count as `unknown`, which is always there. So do rare tokens of
+    `first`, although they keep ids of their own: with another count of `unknown` the tokens of
+    earlier runs would have other ids.
 
     >>> rank(collections.Counter("abracadabra"), min_count=2, unknown="?")
     ['a', 'b', 'r', '?']
     """
-    kept = collections.Counter(
-        {token: count for token, count in counts.items() if count >= min_count}
-    )
-    kept[unknown] += sum(count for count in counts.values() if count < min_count)
+    kept: collections.Counter[str] = collections.Counter()
+    n_rare = 0
+    for token, count in counts.items():
+        if count >= min_count:
+            kept[token] = count
+        else:
+            n_rare += count
+    kept[unknown] += n_rare
+    # Equal counts stay in their order.
     return [*first] + [token for token, _ in kept.most_common() if token not in first]

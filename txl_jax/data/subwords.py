@@ -33,8 +33,8 @@ _MOST_TOKENS = 1 << 22
 # Characters of the longest text that is cut only between lines. Longer ones are cut between words.
 _LONGEST_PARAGRAPH = 1 << 20
 # Characters of the longest word for training. Merging the letters of a word takes time with the
-# square of its length, and text without white space (Chinese, DNA, base64) is one word. The parts of
-# 4 MB take as long as words of 80 letters.
+# square of its length, and text without white space (Chinese, DNA, base64) is one word. The parts
+# of 4 MB take as long as words of 80 letters.
 _LONGEST_TRAINED_WORD = 1024
 # The classes of characters that the words of byte-level BPE consist of: letters, digits, other
 # characters, and white space.

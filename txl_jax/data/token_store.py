@@ -29,22 +29,27 @@ from txl_jax.data.vocabulary import Vocabulary, dumps, id_type
 from txl_jax.runtime import storage
 from txl_jax.runtime.output import say
 
-VERSION = 1  # Of the tokens: raise it whenever the same text and settings would give other ids.
+# Version of the tokens: raise it whenever the same text and settings would give other ids.
+VERSION = 1
 _SUMMARY = "store.json"
 _SENTENCES = "sentences.npy"
 _VOCABULARY = "vocabulary.txt"
-_BLOCK_IDS = 1 << 16  # Ids that are searched for marks at a time.
+# Hexadecimal digits of a fingerprint in the name of a store.
+_FINGERPRINT_DIGITS = 16
+# Ids that are searched for marks at a time.
+_BLOCK_IDS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenStore:
     """A text as ids."""
 
-    # In its saved form.
+    # The vocabulary in its saved form.
     vocabulary: str
-    # Memory-mapped, read-only [T].
+    # Ids [T] of each split, memory-mapped, read-only.
     splits: dict[str, np.ndarray]
-    # Starts of the training text's lines, or None if they are not marked.
+    # int64 [n + 1]: starts of the training text's lines and the end of the last, memory-mapped, or
+    # None if lines are not marked.
     sentences: np.ndarray | None
 
 
@@ -53,10 +58,12 @@ def open_store(
 ) -> TokenStore:
     """Opens the store of a text in `folder`, writing it first if needed.
 
-    A new store is written with the vocabulary that `make_vocabulary` returns.
+    Args:
+      settings: Everything but the text that the ids depend on, as JSON.
+      make_vocabulary: Returns the vocabulary with which a new store is written.
 
-    `settings` are everything but the text that the ids depend on, as JSON. Raises `UserError` if
-    the text cannot be encoded, or the directory cannot be written to.
+    Raises:
+      UserError: If the text cannot be encoded, or the directory cannot be written to.
     """
     path = _path(text, settings, folder)
     if not _is_whole(path):
@@ -64,10 +71,12 @@ def open_store(
             storage.writable(folder, what="the tokens of the text"),
             storage.locked(folder / f".{path.name}.lock") as is_locked,
         ):
-            if not _is_whole(path):  # Else another process has written it while this one waited.
+            # Another process may have written it while this one waited for the lock.
+            if not _is_whole(path):
                 if path.exists():
                     say(f"the tokens in {path} are corrupted or outdated, and are written again")
-                if is_locked:  # Else another process may be writing them.
+                # On a file system without locks another process may be writing them.
+                if is_locked:
                     _remove_leftovers(path)
                 _write(path, text, make_vocabulary())
     return _load(path)
@@ -76,7 +85,7 @@ def open_store(
 def find_store(text: Text, settings: dict[str, Any], folder: Path) -> TokenStore | None:
     """Returns the store that `open_store` would open, or None if it is yet to be written.
 
-    The directory may be a stranger's, whose digests fit and whose arrays are not ids: then it is
+    The directory may be a stranger's, whose digests match, but whose arrays are not ids. Then it is
     None too.
     """
     path = _path(text, settings, folder)
@@ -84,44 +93,48 @@ def find_store(text: Text, settings: dict[str, Any], folder: Path) -> TokenStore
         return None
     try:
         store = _load(path)
-    except (OSError, ValueError):  # NumPy refuses other headers, and objects.
+    except (OSError, ValueError):
+        # NumPy refuses corrupted headers, and arrays of objects, whose pickles could run code.
         return None
     arrays = list(store.splits.values())
     if store.sentences is not None:
         arrays.append(store.sentences)
+    # Another type or number of axes would end in an error in the middle of a run.
     are_ids = all(array.ndim == 1 and np.issubdtype(array.dtype, np.integer) for array in arrays)
     return store if are_ids else None
 
 
 def _path(text: Text, settings: dict[str, Any], folder: Path) -> Path:
     facts = json.dumps([VERSION, text.digest, settings], sort_keys=True)
-    return (
-        folder / f"{text.name.replace(' ', '-')}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
-    )
+    fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:_FINGERPRINT_DIGITS]
+    return folder / f"{text.name.replace(' ', '-')}-{fingerprint}"
 
 
 def _is_whole(path: Path) -> bool:
     """Returns whether the directory is a store whose every byte is as it was written."""
     try:
         summary = storage.read_json(path / _SUMMARY)
-        sizes, digests = summary["bytes"], summary["sha256"]
-        is_listed = sizes.keys() == set(storage.names(path)) - {_SUMMARY}
-        if not is_listed or any(
-            (path / name).stat().st_size != size for name, size in sizes.items()
-        ):
-            return False  # Early, as the digests read the whole files.
-        return {name: storage.sha256(path / name) for name in sizes} == digests
+        sizes = summary["bytes"]
+        # A file that is not listed would not be checked, such as a stranger's sentences.npy.
+        if sizes.keys() != set(storage.names(path)) - {_SUMMARY}:
+            return False
+        # Sizes come first, as the digests read the whole files.
+        for name, size in sizes.items():
+            if (path / name).stat().st_size != size:
+                return False
+        return {name: storage.sha256(path / name) for name in sizes} == summary["sha256"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        # The summary is missing, or is any JSON but the one that `_write` made.
         return False
 
 
 def _load(path: Path) -> TokenStore:
-    sentences = path / _SENTENCES
-    return TokenStore(
-        (path / _VOCABULARY).read_text(encoding="utf-8"),
-        {split: np.load(path / f"{split}.npy", mmap_mode="r") for split in SPLITS},
-        np.load(sentences, mmap_mode="r") if sentences.exists() else None,
-    )
+    vocabulary = (path / _VOCABULARY).read_text(encoding="utf-8")
+    splits = {split: np.load(path / f"{split}.npy", mmap_mode="r") for split in SPLITS}
+    sentences = None
+    if (path / _SENTENCES).exists():
+        sentences = np.load(path / _SENTENCES, mmap_mode="r")
+    return TokenStore(vocabulary, splits, sentences)
 
 
 def _remove_leftovers(path: Path) -> None:
@@ -131,27 +144,31 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _write(path: Path, text: Text, vocabulary: Vocabulary) -> None:
+    """Writes a store in a directory of another name, which is renamed when it is complete."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.mkdir()
     try:
-        tokens = {}
+        n_tokens = {}
+        dtype = id_type(vocabulary.size)
         for split in SPLITS:
             blocks = vocabulary.blocks(with_bar(f"encoding {split}", text.splits[split]))
-            tokens[split] = _write_array(partial / f"{split}.npy", id_type(vocabulary.size), blocks)
+            n_tokens[split] = _write_array(partial / f"{split}.npy", dtype, blocks)
         if vocabulary.mark is not None:
             starts = _line_starts(np.load(partial / "train.npy", mmap_mode="r"), vocabulary)
             _write_array(partial / _SENTENCES, np.dtype(np.int64), starts)
         (partial / _VOCABULARY).write_text(dumps(vocabulary), encoding="utf-8")
-        written = sorted(partial.iterdir())
+
+        files = sorted(partial.iterdir())
         summary = {
             "text": text.description,
             "digest": text.digest,
-            "tokens": tokens,
-            "bytes": {file.name: file.stat().st_size for file in written},
-            "sha256": {file.name: storage.sha256(file) for file in written},
+            "tokens": n_tokens,
+            "bytes": {file.name: file.stat().st_size for file in files},
+            "sha256": {file.name: storage.sha256(file) for file in files},
         }
         (partial / _SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-        shutil.rmtree(path, ignore_errors=True)  # A corrupted one.
+        # A corrupted store may have this name.
+        shutil.rmtree(path, ignore_errors=True)
         partial.rename(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -160,6 +177,7 @@ def _write(path: Path, text: Text, vocabulary: Vocabulary) -> None:
 def _write_array(path: Path, dtype: np.dtype, blocks: Iterable[np.ndarray]) -> int:
     """Writes blocks as one .npy array of one axis. Returns its length."""
     with open(path, "wb") as file:
+        # The length is known at the end. The header is written again then, in the same place.
         length = 0
         _write_header(file, dtype, length)
         for block in blocks:
@@ -168,7 +186,7 @@ def _write_array(path: Path, dtype: np.dtype, blocks: Iterable[np.ndarray]) -> i
         file.seek(0)
         _write_header(file, dtype, length)
         file.flush()
-        # Else a power cut after the renaming could leave a store with holes.
+        # Otherwise a power cut after the renaming could leave a store with holes.
         os.fsync(file.fileno())
     return length
 
@@ -179,18 +197,26 @@ def _write_header(file: BinaryIO, dtype: np.dtype, length: int) -> None:
         "fortran_order": False,
         "shape": (length,),
     }
-    np.lib.format.write_array_header_1_0(file, header)  # Its size is fixed: it can hold any length.
+    # NumPy leaves room in it for any length, so its size is fixed.
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 def _line_starts(ids: np.ndarray, vocabulary: Vocabulary) -> Iterator[np.ndarray]:
     """Yields the starts of lines, in blocks, and the end of the last one."""
-    double, seen = vocabulary.line_mark is LineMark.DOUBLE_S, 0
-    if vocabulary.line_mark is LineMark.EOS:  # There is no mark before the first line.
+    has_two_marks = vocabulary.line_mark is LineMark.DOUBLE_S
+    # There is no mark before the first line.
+    if vocabulary.line_mark is LineMark.EOS:
         yield np.array([0])
+
+    n_marks = 0
     for first in range(0, len(ids), _BLOCK_IDS):
         marks = first + np.flatnonzero(ids[first : first + _BLOCK_IDS] == vocabulary.mark)
-        # With two marks per line, a line starts at every other.
-        yield marks[seen % 2 :: 2] if double else marks + 1
-        seen += len(marks)
-    if double:
+        if has_two_marks:
+            # A line begins with every other mark, counted from the first mark of the text.
+            yield marks[n_marks % 2 :: 2]
+        else:
+            # A line begins after the mark of the line before.
+            yield marks + 1
+        n_marks += len(marks)
+    if has_two_marks:
         yield np.array([len(ids)])
