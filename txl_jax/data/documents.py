@@ -21,7 +21,8 @@ import numpy as np
 from txl_jax.errors import UserError
 from txl_jax.recurrence import Segments
 
-# Documents per row that may have begun: results of those after a long one are kept until it ends.
+# Documents per row that may have begun and are not delivered yet. Results of documents after a long
+# one are kept until it ends.
 _LOOKAHEAD = 16
 
 
@@ -32,28 +33,37 @@ class Pairs(NamedTuple):
     targets: np.ndarray  # Integer ids [T], the token after each input.
 
 
-class Part(NamedTuple):
+class Placement(NamedTuple):
     """Place of a part of a document in a call's segments: positions [segment, row, :length]."""
 
-    number: int  # Of the document, in the order of the source.
-    segment: int
-    row: int
-    length: int
+    number: int  # Number of the document, in the order of the source.
+    segment: int  # Index of the segment in the call.
+    row: int  # Index of the row in the batch.
+    length: int  # Number of positions.
     ends: bool  # Whether it is the document's last part.
 
 
 class Call(NamedTuple):
     """The segments of one call."""
 
-    segments: Segments  # S of them; those from `n_segments` on are padding.
-    n_segments: int
-    parts: list[Part]
+    segments: Segments  # S segments. Those from `n_segments` on are padding.
+    n_segments: int  # Segments with positions of documents.
+    parts: list[Placement]  # The parts of documents, segment by segment.
+
+
+class _Piece(NamedTuple):
+    """A part of a document that fits into a segment, before it has a place."""
+
+    number: int  # Number of the document, in the order of the source.
+    begins: bool  # Whether it is the document's first part.
+    ends: bool  # Whether it is the document's last part.
+    pairs: Pairs  # At most L positions.
 
 
 class DocumentRows:
     """Segments of an iterator's documents.
 
-    The iterator is asked for the next one when a row becomes free.
+    The iterator is asked for the next document when a row becomes free.
     """
 
     def __init__(
@@ -65,66 +75,92 @@ class DocumentRows:
         segments_per_call: int,
         vectors: tuple[int, np.dtype] | None = None,
     ):
-        """Reads nothing yet. A call has S = `segments_per_call` segments of B rows and L positions.
+        """Reads nothing yet.
 
-        `vectors` is the size D and dtype of inputs that are vectors, or None if they are ids. If
-        `source` raises `UserError`, the documents before it are read first.
+        Args:
+          source: The documents. If it raises `UserError`, the documents before it are read first.
+          batch_size: B, rows.
+          segment_len: L, positions of a row in a segment.
+          segments_per_call: S, segments of a call.
+          vectors: Size D and dtype of inputs that are vectors, or None if they are ids.
         """
-        self._source, self._vectors = source, vectors
+        self._source = source
+        self._vectors = vectors
+        # The pieces that each row reads.
         self._rows = [self._pieces(segment_len) for _ in range(batch_size)]
+        # [S, B, L]
         self._shape = segments_per_call, batch_size, segment_len
-        self._begun = 0
-        self.delivered = 0  # Documents whose results are no longer kept; set by the caller.
-        self.ended = False  # Whether no more documents come.
-        self.error: UserError | None = None  # Raised by the source, which ended with it.
+        # Documents that the source has given.
+        self._n_begun = 0
+        # Documents whose results are no longer kept, set by the caller.
+        self.delivered = 0
+        # Whether no more documents come.
+        self.ended = False
+        # The error of the source, which ended with it.
+        self.error: UserError | None = None
 
     def next_call(self) -> Call | None:
         """Returns the segments to read next, or None.
 
         None means that no document may begin before others are delivered.
         """
-        call = Call(self._padding(), self._shape[0], [])
+        call = Call(self._padding(), n_segments=self._shape[0], parts=[])
         for segment in range(call.n_segments):
-            busy = False
-            for row, pieces in enumerate(self._rows):
-                while (piece := next(pieces)) is not None:
-                    number, first, pairs, ends = piece
-                    length = len(pairs.inputs)
-                    call.parts.append(Part(number, segment, row, length, ends))
-                    if length:  # Documents without positions take no place.
-                        busy = True
-                        call.segments.inputs[segment, row, :length] = pairs.inputs
-                        call.segments.targets[segment, row, :length] = pairs.targets
-                        call.segments.weights[segment, row, :length] = 1
-                        call.segments.reset[segment, row] = first == 0
-                        break
-            if not busy:
+            is_padding = True
+            for row in range(len(self._rows)):
+                if self._fill(call, segment, row):
+                    is_padding = False
+            if is_padding:
+                # Documents without positions are parts of the call, but fill no segment.
                 return call._replace(n_segments=segment) if call.parts else None
         return call
 
-    def _pieces(self, size: int) -> Iterator[tuple[int, int, Pairs, bool] | None]:
-        """Yields a row's pieces, or None to wait.
+    def _fill(self, call: Call, segment: int, row: int) -> bool:
+        """Writes the next piece of a row into its segment, and returns whether there is one."""
+        while (piece := next(self._rows[row])) is not None:
+            length = len(piece.pairs.inputs)
+            call.parts.append(Placement(piece.number, segment, row, length, piece.ends))
+            # A document without positions takes no place, so the row reads the next one.
+            if length:
+                call.segments.inputs[segment, row, :length] = piece.pairs.inputs
+                call.segments.targets[segment, row, :length] = piece.pairs.targets
+                call.segments.weights[segment, row, :length] = 1
+                call.segments.reset[segment, row] = piece.begins
+                return True
+        return False
 
-        A piece is (number of the document, first position, pairs, whether the document ends).
+    def _pieces(self, size: int) -> Iterator[_Piece | None]:
+        """Yields the pieces of the documents that one row reads, or None to wait.
+
+        Args:
+          size: Positions of a piece. The last piece of a document may have fewer.
         """
         while True:
-            if (document := self._next_document()) is None:
+            document = self._next_document()
+            if document is None:
                 yield None
                 continue
-            number, length = self._begun - 1, len(document.inputs)
+            number = self._n_begun - 1
+            length = len(document.inputs)
+            # A document without positions is one piece.
             for first in range(0, max(length, 1), size):
                 pairs = Pairs(*(array[first : first + size] for array in document))
-                yield number, first, pairs, first + size >= length
+                yield _Piece(number, begins=first == 0, ends=first + size >= length, pairs=pairs)
 
     def _next_document(self) -> Pairs | None:
-        if self.ended or self._begun >= self.delivered + _LOOKAHEAD * len(self._rows):
+        """Returns the next document, or None if no document may begin now."""
+        if self.ended or self._n_begun >= self.delivered + _LOOKAHEAD * len(self._rows):
             return None
         try:
             document = next(self._source, None)
-        except UserError as error:  # The documents before it are read first.
-            document, self.error = None, error
-        self.ended = document is None
-        self._begun += not self.ended
+        except UserError as error:
+            # The documents before it are read first.
+            document = None
+            self.error = error
+        if document is None:
+            self.ended = True
+        else:
+            self._n_begun += 1
         return document
 
     def _padding(self) -> Segments:
@@ -133,11 +169,11 @@ class DocumentRows:
         The arrays of an earlier call may still be in transfer.
         """
         shape = self._shape
-        inputs = (
-            np.zeros((*shape, self._vectors[0]), self._vectors[1])
-            if self._vectors
-            else np.zeros(shape, np.int32)
-        )
+        if self._vectors is None:
+            inputs = np.zeros(shape, np.int32)
+        else:
+            size, dtype = self._vectors
+            inputs = np.zeros((*shape, size), dtype)
         return Segments(
             inputs,
             np.zeros(shape, np.int32),

@@ -10,6 +10,7 @@ may change with a version (NEP 19). So a resumed run keeps its order after numpy
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,8 +44,10 @@ def random_roll(edges: np.ndarray, seed: int) -> EpochOrder:
     size = np.diff(edges)
 
     def order(epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        # The range of each first pair, and by how much it is rotated in this epoch.
         index = np.searchsorted(edges, first, side="right") - 1
         shift = (random_words(seed, epoch, len(size)) % size.astype(np.uint64)).astype(np.int64)
+        # Columns count from a range's beginning, and continue there at its end.
         column = (first - edges[index] + shift[index])[..., None] + np.arange(length)
         place = edges[index][..., None] + column % size[index][..., None]
         return place, place + 1
@@ -63,9 +66,14 @@ class ShuffledSentences:
     """
 
     def __init__(self, starts: np.ndarray, *, n_tokens: int, seed: int):
-        """Takes `sentence_starts` of `training_segments`, and T.
+        """Prepares nothing yet.
 
-        Raises ValueError if they do not match the text.
+        Args:
+          starts: `sentence_starts` of `training_segments`.
+          n_tokens: T, the length of the text.
+
+        Raises:
+          ValueError: If the starts do not match the text.
         """
         is_list = (
             starts.ndim == 1
@@ -80,34 +88,43 @@ class ShuffledSentences:
                 f"the text's beginning to its length, {n_tokens}, got {starts.dtype} of shape "
                 f"{starts.shape} from {ends}"
             )
-        self._starts, self._seed = starts, seed
-        # Of one epoch: see `_prepare`.
-        self._cache: tuple[int, np.ndarray, np.ndarray] | None = None
+        self._starts = starts
+        self._seed = seed
+        # The order of the epoch that was asked for last.
+        self._cached_order: _SentenceOrder | None = None
 
     def __call__(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Is an `EpochOrder`."""
-        sentence, begin = self._prepare(epoch)
+        order = self._order_of(epoch)
         position = first[..., None] + np.arange(length + 1)
         # A search per token: np.searchsorted starts each search where the last one ended, and
         # scanning on from one search per run of positions took as long (0.5 ms for 224 x 33
         # positions among 30 million sentences).
-        rank = np.searchsorted(begin, position, side="right") - 1
-        place = np.where(
-            rank < 0, position, self._starts[sentence[rank]] + (position - begin[rank])
-        )
+        rank = np.searchsorted(order.begin, position, side="right") - 1
+        in_text = self._starts[order.sentence[rank]] + (position - order.begin[rank])
+        # Tokens before the first sentence stay where they are.
+        place = np.where(rank < 0, position, in_text)
         return place[..., :-1], place[..., 1:]
 
-    def _prepare(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the sentence at each rank, int32 [n], and where ranks start, int64 [n + 1].
-
-        The starts are positions in the epoch's stream.
-        """
-        cache = self._cache
-        if cache is None or cache[0] != epoch:
-            self._cache = cache = None  # Freed before the next epoch allocates as much.
+    def _order_of(self, epoch: int) -> "_SentenceOrder":
+        order = self._cached_order
+        if order is None or order.epoch != epoch:
+            # The old order is freed before the new one allocates as much.
+            order = None
+            self._cached_order = None
             sentence = random_permutation(self._seed, epoch, len(self._starts) - 1)
-            self._cache = cache = epoch, sentence, _concatenated_starts(self._starts, sentence)
-        return cache[1:]
+            begin = _concatenated_starts(self._starts, sentence)
+            order = _SentenceOrder(epoch, sentence, begin)
+            self._cached_order = order
+        return order
+
+
+class _SentenceOrder(NamedTuple):
+    """The order of n sentences in one epoch."""
+
+    epoch: int
+    sentence: np.ndarray  # int32 [n], the sentence at each rank.
+    begin: np.ndarray  # int64 [n + 1], where ranks start in the epoch's stream, and its end.
 
 
 def random_words(seed: int, epoch: int, count: int) -> np.ndarray:
@@ -115,7 +132,7 @@ def random_words(seed: int, epoch: int, count: int) -> np.ndarray:
 
     They are the first words of the stream seeded by (seed, epoch).
     """
-    # SeedSequence refuses negative seeds.
+    # SeedSequence accepts no negative seeds.
     sequence = np.random.SeedSequence(seed % 2**64, spawn_key=(epoch,))
     return np.random.PCG64(sequence).random_raw(count)
 
@@ -129,10 +146,12 @@ def random_permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     """
     bits = np.uint64(n.bit_length())
     words = random_words(seed, epoch, n)
+    # The low bits of each word make room for its number.
     words >>= bits
     words <<= bits
     words |= np.arange(n, dtype=np.uint64)
     words.sort()
+    # Only the numbers are left.
     words &= (np.uint64(1) << bits) - np.uint64(1)
     return words.astype(np.int32)
 
@@ -144,6 +163,6 @@ def _concatenated_starts(starts: np.ndarray, sentence: np.ndarray) -> np.ndarray
     """
     begin = np.empty(len(starts), np.int64)
     begin[0] = starts[0]
-    # By default numpy would copy `out`.
+    # In its default mode numpy would copy `out`.
     np.take(np.diff(starts), sentence, out=begin[1:], mode="clip")
     return np.cumsum(begin, out=begin)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from txl_jax.recurrence import Segments
 
-DEPTH = 2  # Number of blocks to prefetch beyond the one asked for.
+# Number of blocks to prefetch beyond the one that is asked for.
+DEPTH = 2
 
 
 class Prefetcher(contextlib.AbstractContextManager["Prefetcher"]):
@@ -22,26 +23,32 @@ class Prefetcher(contextlib.AbstractContextManager["Prefetcher"]):
     def __init__(
         self, segments: Callable[[int, int], Segments], *, segments_per_call: int, steps: int
     ):
-        """Starts no work yet, and never reads a block that ends after `steps`.
+        """Starts no work yet.
 
-        `segments`: (first step, count) -> block is called on a background thread only, so it may
-        also put the block on the devices, but must enter its own jax context, such as a mesh.
+        Args:
+          segments: Returns the block of segments from a first step on, by this step and a count. It
+            is called on a background thread only, so it may also put the block on the devices, but
+            must enter its own jax context, such as a mesh.
+          segments_per_call: S.
+          steps: The run's last step. A block that ends after it is never prefetched.
         """
         self._segments = segments
-        self._count = segments_per_call
+        self._segments_per_call = segments_per_call
         self._steps = steps
-        self._pending: dict[int, concurrent.futures.Future[Segments]] = {}  # By first step.
+        # The blocks that are read or will be, by their first step.
+        self._pending: dict[int, concurrent.futures.Future[Segments]] = {}
         self._thread = concurrent.futures.ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="segments"
         )
 
     def __call__(self, step: int) -> Segments:
         """Returns the S segments from `step` on."""
+        size = self._segments_per_call
         # The next blocks that end within the run, at most DEPTH of them.
-        ahead = range(step + self._count, self._steps - self._count + 1, self._count)[:DEPTH]
+        ahead = range(step + size, self._steps - size + 1, size)[:DEPTH]
         for first in (step, *ahead):
             if first not in self._pending:
-                self._pending[first] = self._thread.submit(self._segments, first, self._count)
+                self._pending[first] = self._thread.submit(self._segments, first, size)
         return self._pending.pop(step).result()
 
     def close(self, *error: object) -> None:

@@ -52,13 +52,13 @@ class RowRanges(NamedTuple):
 class SegmentReader:
     """Segments of a text by step, built by `training_segments` or `evaluation_segments`."""
 
-    # Integer ids [T]; may be memory-mapped, only the positions asked for are read.
+    # Integer ids [T]. They may be memory-mapped, as only the positions asked for are read.
     tokens: np.ndarray
     # B, rows over all processes.
     batch_size: int
-    # L
+    # L, positions of a row in a segment.
     segment_len: int
-    # New positions of each segment after a row's first; those before were read already.
+    # New positions of each segment after a row's first. Those before were read already.
     stride: int
     # The pairs of all B rows, those of other processes included.
     rows: RowRanges
@@ -66,7 +66,7 @@ class SegmentReader:
     own: Rows
     # Maps an epoch's pairs to positions in the text.
     order: EpochOrder = sequential
-    # Whether another epoch follows a pass; otherwise only padding does.
+    # Whether another epoch follows a pass. Otherwise only padding follows.
     repeats: bool = False
 
     @property
@@ -90,20 +90,23 @@ class SegmentReader:
 
         The segments have this process's rows: [S, own rows, L].
 
-        Training steps continue through epochs of `n_segments` steps, and rows are reset where one
-        begins. In evaluation, steps from `n_segments` on are padding, so all blocks have one shape.
-        Raises ValueError if a step is negative or a count below 1.
+        Training steps continue through epochs of `n_segments` steps, and rows are reset where an
+        epoch begins. In evaluation, steps from `n_segments` on are padding, so all blocks have one
+        shape.
+
+        Raises:
+          ValueError: If a step is negative or a count below 1.
         """
         if first_step < 0 or count < 1:
             raise ValueError(
                 f"count must be at least 1 and first_step at least 0, got {count} and {first_step}"
             )
         epoch_S, index_S = np.divmod(np.arange(first_step, first_step + count), self.n_segments)
-        parts = [
-            self._within_epoch(epoch, index_S[epoch_S == epoch])
-            for epoch in np.unique(epoch_S).tolist()
-        ]
-        # Steps may run over the end of an epoch. The arrays of its parts are joined along S.
+        # Steps may run over the end of an epoch.
+        parts = []
+        for epoch in np.unique(epoch_S).tolist():
+            parts.append(self._within_epoch(epoch, index_S[epoch_S == epoch]))
+        # Inputs are joined with inputs, targets with targets and so on, along S.
         return Segments(*map(np.concatenate, zip(*parts, strict=True)))
 
     def scored(self, first_step: int, count: int) -> np.ndarray:
@@ -132,23 +135,28 @@ class SegmentReader:
     def _within_epoch(self, epoch: int, index_S: np.ndarray) -> Segments:
         """Returns the segments with these indices in one epoch."""
         own = slice(None) if self.own is None else np.asarray(self.own)
-        first_B, scored_B, end_B = (of_all[own] for of_all in self.rows)
+        first_B = self.rows.first[own]
+        scored_B = self.rows.scored[own]
+        end_B = self.rows.end[own]
         # An evaluation reads the text once. Everything after it is padding.
-        live = self.repeats or epoch == 0
+        is_read = self.repeats or epoch == 0
         pair_SxBxL = self._pairs(index_S, first_B)
-        real_SxBxL = (pair_SxBxL < end_B[:, None]) & live
+        real_SxBxL = (pair_SxBxL < end_B[:, None]) & is_read
+
         # With a stride below L, a segment begins with pairs that the segment before has scored.
         again_SxL = (index_S[:, None] > 0) & (
             np.arange(self.segment_len) < self.segment_len - self.stride
         )
         counts_SxBxL = real_SxBxL & (pair_SxBxL >= scored_B[:, None]) & ~again_SxL[:, None]
+
         # Where in the text the inputs and the targets of the L pairs from each segment's first are.
         input_SxBxL, target_SxBxL = self.order(epoch, pair_SxBxL[..., 0], self.segment_len)
         return Segments(
             inputs=take(self.tokens, input_SxBxL, real_SxBxL),
             targets=take(self.tokens, target_SxBxL, real_SxBxL),
             weights=counts_SxBxL.astype(np.float32),
-            reset=np.repeat(((index_S == 0) | (not live))[:, None], len(first_B), axis=1),
+            # All rows begin an epoch together. Padding is read from an empty memory.
+            reset=np.repeat(((index_S == 0) | (not is_read))[:, None], len(first_B), axis=1),
         )
 
 
@@ -196,21 +204,23 @@ def training_segments(
     """
     _check(tokens, batch_size, segment_len, own)
     n_pairs = len(tokens) - 1
-    stride = segment_len if stride is None else stride
+    if stride is None:
+        stride = segment_len
     require(
         1 <= stride <= segment_len, f"stride must be between 1 and {segment_len=}, got {stride=}"
     )
     row_len = n_pairs // batch_size
     # After its first segment a row has whole strides only.
     row_len -= (row_len - segment_len) % stride
-    wanted = (
+    require(
+        row_len >= segment_len,
         f"the training text must have more tokens than batch_size x segment_len = {batch_size} x "
-        f"{segment_len}"
+        f"{segment_len}, got {len(tokens)}. Lower --train.batch_size or --train.segment_len, or "
+        "pass a longer text.",
     )
-    advice = "Lower --train.batch_size or --train.segment_len, or pass a longer text."
-    require(row_len >= segment_len, f"{wanted}, got {len(tokens)}. {advice}")
     if sentence_starts is not None and roll is not Roll.NONE:
         raise ValueError(f"with sentence_starts, roll must be none, got {roll}")
+
     first_B = np.arange(batch_size) * row_len
     order: EpochOrder = sequential
     if sentence_starts is not None:
@@ -218,6 +228,7 @@ def training_segments(
     elif roll is Roll.STREAM:
         order = random_roll(np.array([0, n_pairs]), seed)
     elif roll is Roll.ROWS:
+        # Each row rotates a range of its own, of which it reads as much as without a roll.
         edges = np.arange(batch_size + 1) * n_pairs // batch_size
         first_B = edges[:-1]
         order = random_roll(edges, seed)
@@ -262,6 +273,7 @@ def evaluation_segments(
     _check(tokens, batch_size, segment_len, own)
     require(warmup_tokens >= 0, f"warmup_tokens must be at least 0, got {warmup_tokens}")
     n_pairs = len(tokens) - 1
+    # The last rows of a short text may have fewer targets, or none.
     row_len = -(-n_pairs // batch_size)
     scored_B = np.minimum(np.arange(batch_size) * row_len, n_pairs)
     end_B = np.minimum(scored_B + row_len, n_pairs)
@@ -277,6 +289,7 @@ def evaluation_segments(
 
 
 def _check(tokens: np.ndarray, batch_size: int, segment_len: int, own: Rows) -> None:
+    """Raises `UserError` for tokens that are not a text, and ValueError for other arguments."""
     if tokens.ndim != 1 or len(tokens) < 2 or not np.issubdtype(tokens.dtype, np.integer):
         raise UserError(
             f"tokens must be at least 2 integer ids [T], got {tokens.dtype} of shape {tokens.shape}"
