@@ -46,13 +46,16 @@ def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Pla
     incomplete = ""
     for folder in folders:
         for names in corpus.file_sets(os.path.basename(folder)):
-            paths = {name: os.path.join(folder, name) for name in names}
-            lacking = [name for name, path in paths.items() if not os.path.isfile(path)]
+            files = []
+            lacking = []
+            for name in names:
+                path = os.path.join(folder, name)
+                files.append((name, path, corpus.url_of(name)))
+                if not os.path.isfile(path):
+                    lacking.append(name)
             if not lacking:
-                _check_archives(corpus, paths)
-                return open_files(
-                    [(name, path, corpus.url_of(name)) for name, path in paths.items()]
-                )
+                _check_archives(corpus, files)
+                return open_files(files)
 
             # The first set of files that is there in part is an error, unless another is complete.
             if len(lacking) < len(names) and not incomplete:
@@ -67,15 +70,16 @@ def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Pla
     return _download(corpus, folders, manager)
 
 
-def _check_archives(corpus: PublishedCorpus, paths: dict[str, str]) -> None:
+def _check_archives(corpus: PublishedCorpus, files: Sequence[tuple[str, str, str]]) -> None:
     """Raises `UserError` if a file has the name of an official archive, and other content.
 
     Args:
-      paths: The path of each file by its name.
+      files: The name, path and URL of each file.
     """
-    for remote in itertools.chain(*corpus.sources):
-        if remote.is_archive and remote.file in paths:
-            _check_official(paths[remote.file], remote)
+    for name, path, _ in files:
+        for remote in itertools.chain(*corpus.sources):
+            if remote.is_archive and remote.file == name:
+                _check_official(path, remote)
 
 
 def _check_official(path: str, official: Remote) -> None:
@@ -146,15 +150,16 @@ def fit(places: Sequence[Place], layouts: Sequence[Layout]) -> dict[str, list[Pl
     Raises:
       UserError: If no layout fits, or two files could be meant.
     """
+    # The places of each file, and the files that each layout lacks.
     matches: dict[str, list[Place]] = {}
-    for layout in layouts:
-        for file in itertools.chain(*layout.values()):
-            matches[file] = [place for place in places if _is_at(place, file)]
-
-    # The error names the files of the layout that lacks the fewest.
     lacking = []
     for layout in layouts:
-        lacking.append([file for file in itertools.chain(*layout.values()) if not matches[file]])
+        files = list(itertools.chain(*layout.values()))
+        for file in files:
+            matches[file] = [place for place in places if _is_at(place, file)]
+        lacking.append([file for file in files if not matches[file]])
+
+    # The error names the files of the layout that lacks the fewest.
     fewest = min(lacking, key=len)
     paths = " and ".join(dict.fromkeys(place.path for place in places))
     if fewest:
@@ -173,8 +178,8 @@ def fit(places: Sequence[Place], layouts: Sequence[Layout]) -> dict[str, list[Pl
             raise UserError(f"{paths} has both {both}, so it is ambiguous. Remove one.")
 
     parts = {}
-    for part, files in layout.items():
-        parts[part] = sorted((matches[file][0] for file in files), key=places.index)
+    for part, names in layout.items():
+        parts[part] = sorted((matches[name][0] for name in names), key=places.index)
     return parts
 
 

@@ -135,12 +135,11 @@ def read_own_text(
     sizes = []
     digests = []
     for split, files in splits.items():
-        sizes.append(sum(file.size for file in files))
+        sizes.append(f"{sum(file.size for file in files):,}")
         digests.append(digest_of(_digest([file]) for file in with_bar(f"reading {split}", files)))
-    shown_sizes = " + ".join(f"{size:,}" for size in sizes)
     return Text(
         name="text",
-        description=f"own text, {shown_sizes} bytes in train + valid + test",
+        description=f"own text, {' + '.join(sizes)} bytes in train + valid + test",
         digest=digest_of(digests),
         splits=_with_json_names(splits, json_paths),
     )
@@ -363,13 +362,13 @@ def _text_of_json(path: str, config: DataConfig, end: str, cache: Path) -> str:
         open(path, "rb") as lines,
     ):
         numbered = json_texts(lines, field, name=path, zeros_allowed=zeros_allowed)
-        storage.write_lines(text_path, _with_ends((text for _, text in numbered), end))
+        storage.write_lines(text_path, _with_ends(numbered, end))
     return str(text_path)
 
 
-def _with_ends(documents: Iterable[str], end: str) -> Iterator[str]:
-    """Yields each document that is not empty, followed by `end`."""
-    for document in documents:
+def _with_ends(numbered: Iterable[tuple[int, str]], end: str) -> Iterator[str]:
+    """Yields each of numbered documents that is not empty, followed by `end`."""
+    for _, document in numbered:
         if not document.strip():
             continue
         # Newlines at its end would make empty lines of the one that follows.

@@ -280,18 +280,21 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
         """
         tallies = self._tallies[part]
         known = self._corpus.facts[part]
+        digests = []
+        n_lines = 0
+        n_words = 0
+        for place, tally in tallies.items():
+            digests.append((posixpath.basename(place.name), tally.sha256.hexdigest()))
+            n_lines += tally.lines
+            n_words += tally.words
+
         # In the order of the names, as an archive may have the files in any order.
-        digests = sorted(
-            (posixpath.basename(place.name), tally.sha256.hexdigest())
-            for place, tally in tallies.items()
-        )
+        digests.sort()
         if len(digests) == 1:
             [(_, digest)] = digests
         else:
             digest = digest_of(sha256 for _, sha256 in digests)
 
-        n_lines = sum(tally.lines for tally in tallies.values())
-        n_words = sum(tally.words for tally in tallies.values())
         # Where the number of tokens is known, it decides. Other bytes are only noted.
         sha256 = digest if known.tokens is None else None
         self._check(part, Facts(tokens=n_words + n_lines, lines=n_lines, sha256=sha256))

@@ -53,7 +53,9 @@ def _byte_of_character() -> dict[str, bytes]:
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): bytes([byte]) for byte in printable}
+    byte_of = {}
+    for byte in printable:
+        byte_of[chr(byte)] = bytes([byte])
     for code_point, byte in enumerate(others, start=256):
         byte_of[chr(code_point)] = bytes([byte])
     return byte_of

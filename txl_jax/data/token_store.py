@@ -158,13 +158,17 @@ def _write(path: Path, text: Text, vocabulary: Vocabulary) -> None:
             _write_array(partial / _SENTENCES, np.dtype(np.int64), starts)
         (partial / _VOCABULARY).write_text(dumps(vocabulary), encoding="utf-8")
 
-        files = sorted(partial.iterdir())
+        sizes = {}
+        digests = {}
+        for file in sorted(partial.iterdir()):
+            sizes[file.name] = file.stat().st_size
+            digests[file.name] = storage.sha256(file)
         summary = {
             "text": text.description,
             "digest": text.digest,
             "tokens": n_tokens,
-            "bytes": {file.name: file.stat().st_size for file in files},
-            "sha256": {file.name: storage.sha256(file) for file in files},
+            "bytes": sizes,
+            "sha256": digests,
         }
         (partial / _SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
         # A corrupted store may have this name.
