@@ -223,7 +223,7 @@ def _scan(array: np.memmap, name: str) -> tuple[str, int]:
     path = str(array.filename)
     digest = hashlib.sha256(array.dtype.str.encode())
     largest = -1
-    # Of the block's first id.
+    # Position of the block's first id in the file.
     position = 0
     content = file_part(path, array.offset, array.offset + array.nbytes)
     for file in with_bar(f"reading {name}", [content]):

@@ -544,9 +544,9 @@ def local_folder(corpus: PublishedCorpus, data_dir: str, cache: Path) -> str:
     return str(_copy_of(root, cache))
 
 
-def _copy_of(folder: str, cache: Path) -> Path:
-    """Returns the directory for copies of files in a remote directory, or with other facts."""
-    return cache / "fetched" / hashlib.sha256(folder.encode()).hexdigest()[:16]
+def _copy_of(source: str, cache: Path) -> Path:
+    """Returns the directory for copies from a source: a remote directory, or facts about a file."""
+    return cache / "fetched" / hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
 def _copy(url: str, cache: Path, root: str | None = None) -> str:

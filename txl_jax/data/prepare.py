@@ -360,7 +360,7 @@ class Tally:
         self.lines = 0
         # Words that have begun.
         self.words = 0
-        # Keeps the bytes of a character that goes on in the next block.
+        # Keeps the bytes of a character that continues in the next block.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # Whether the next byte continues a line, and the next character a word.
         self._in_line = False

@@ -60,7 +60,7 @@ class SegmentReader:
     segment_len: int
     # New positions of each segment after a row's first. Those before were read already.
     stride: int
-    # The pairs of all B rows, those of other processes included.
+    # The pairs of all B rows, also of the rows of other processes.
     rows: RowRanges
     # The rows that are returned.
     own: Rows
@@ -134,10 +134,10 @@ class SegmentReader:
 
     def _within_epoch(self, epoch: int, index_S: np.ndarray) -> Segments:
         """Returns the segments with these indices in one epoch."""
-        own = slice(None) if self.own is None else np.asarray(self.own)
-        first_B = self.rows.first[own]
-        scored_B = self.rows.scored[own]
-        end_B = self.rows.end[own]
+        own_rows = slice(None) if self.own is None else np.asarray(self.own)
+        first_B = self.rows.first[own_rows]
+        scored_B = self.rows.scored[own_rows]
+        end_B = self.rows.end[own_rows]
         # An evaluation reads the text once. Everything after it is padding.
         is_read = self.repeats or epoch == 0
         pair_SxBxL = self._pairs(index_S, first_B)
