@@ -260,9 +260,9 @@ def unescape(line: str) -> str:
 class TextStream:
     r"""The text of one sequence of tokens, piece by piece, up to the first stop string.
 
-    A stop string is found in the text, whatever tokens it is made of. The string that is
-    complete first counts. A piece that may be the beginning of one is held back, and so are the bytes of a
-    character that is not complete.
+    A stop string is found in the text, whatever tokens it is made of. The string that is complete
+    first counts. A piece that may be the beginning of a stop string is held back, and so are the
+    bytes of a character that is not complete.
 
     >>> stream = TextStream(bytes, ["\n\n", "end"])
     >>> [stream.add(piece) for piece in (b"one\n", b"two\ne", b"n", b"ough end.")]
