@@ -36,28 +36,28 @@ def leaf_of(array: Any) -> Leaf:
 
     If the array is sharded over multiple processes, each read of it is a collective.
     """
-    return Leaf(
-        tuple(np.shape(array)),
-        np.dtype(array.dtype),
-        lambda index: distributed.to_host(array)[index],
-    )
+
+    def part(index: Any) -> np.ndarray:
+        return distributed.to_host(array)[index]
+
+    return Leaf(tuple(np.shape(array)), np.dtype(array.dtype), part)
 
 
 def is_same(a: Leaf, b: Leaf) -> bool:
-    """Returns whether two leaves have equal values, without reading them if they are one."""
-    return a is b or (a.shape == b.shape and np.array_equal(a.read(), b.read()))
+    """Returns whether two leaves have equal values. If they are one leaf, it is not read."""
+    if a is b:
+        return True
+    return a.shape == b.shape and np.array_equal(a.read(), b.read())
 
 
 def from_tree(arrays: Mapping[str, Any]) -> dict[str, Leaf]:
     """Returns arrays by name, or nested parameters, as leaves."""
-    return {
-        path: leaf_of(value)
-        for path, value in flax.traverse_util.flatten_dict(arrays, sep="/").items()
-    }
+    flat = flax.traverse_util.flatten_dict(arrays, sep="/")
+    return {path: leaf_of(value) for path, value in flat.items()}
 
 
 def guarded(leaves: Leaves, *, name: str) -> dict[str, Leaf]:
-    """Returns the leaves of a file, which is named by whatever goes wrong when they are read."""
+    """Returns the leaves of a file, whose name begins every error when they are read."""
 
     def guard(leaf: Leaf) -> Leaf:
         def part(index: Any) -> np.ndarray:
@@ -73,9 +73,10 @@ def as_type(leaves: Leaves, dtype: np.dtype) -> dict[str, Leaf]:
     """Returns the leaves in another dtype, converted when they are read."""
 
     def converted(leaf: Leaf) -> Leaf:
-        return leaf._replace(
-            dtype=dtype, part=lambda index: leaf.part(index).astype(dtype, copy=False)
-        )
+        def part(index: Any) -> np.ndarray:
+            return leaf.part(index).astype(dtype, copy=False)
+
+        return leaf._replace(dtype=dtype, part=part)
 
     return {path: converted(leaf) for path, leaf in leaves.items()}
 
@@ -85,9 +86,9 @@ def digest(leaves: Leaves) -> str:
 
     One array at a time is read, in the order of the names.
     """
-    total = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name in sorted(leaves):
         values = np.ascontiguousarray(leaves[name].read())
-        total.update(f"{name} {values.dtype} {values.shape}\n".encode())
-        total.update(values.reshape(-1).view(np.uint8).data)
-    return total.hexdigest()
+        hasher.update(f"{name} {values.dtype} {values.shape}\n".encode())
+        hasher.update(values.reshape(-1).view(np.uint8).data)
+    return hasher.hexdigest()
