@@ -231,7 +231,7 @@ def test_keys_that_are_read_of_other_implementations_settings():
 
 def test_tensors_that_a_conversion_leaves_out_or_renames():
     """Every other unknown tensor is refused."""
-    assert tensorflow._LEFT_OUT.pattern == ".*/(Adam|Adam_1|ExponentialMovingAverage|adam_[mv])"
+    assert tensorflow._OMITTED.pattern == ".*/(Adam|Adam_1|ExponentialMovingAverage|adam_[mv])"
     left_out = [
         "x/Adam",
         "x/Adam_1",
@@ -241,7 +241,7 @@ def test_tensors_that_a_conversion_leaves_out_or_renames():
         "a/b/Adam",
     ]
     kept = ["Adam", "x/Adam_2", "x/Adam/y", "x/adam_", "x/ExponentialMovingAverage_1"]
-    assert [name for name in left_out + kept if tensorflow._LEFT_OUT.fullmatch(name)] == left_out
+    assert [name for name in left_out + kept if tensorflow._OMITTED.fullmatch(name)] == left_out
     leaf = mock.sentinel.leaf
     given = {
         "crit.shared_out_projs.0": leaf,

@@ -14,7 +14,7 @@ from support import foreign, torch_bytes
 from txl_jax.errors import UserError
 from txl_jax.interop import formats, leaves, original, safetensors, tensorflow, weight_files
 from txl_jax.interop.original import Format
-from txl_jax.interop.weight_files import Kind
+from txl_jax.interop.weight_files import FileKind
 from txl_jax.runs.convert import convert
 from txl_jax.runs.trained import holds_other_weights
 
@@ -27,9 +27,9 @@ def write_safetensors(path, tensors=TENSORS):
 
 
 KINDS = {
-    "safetensors": (write_safetensors, Kind.SAFETENSORS),
-    "zip": (lambda path: torch_bytes.write_zip(path, TENSORS), Kind.TORCH),
-    "legacy": (lambda path: torch_bytes.write_legacy(path, TENSORS), Kind.TORCH),
+    "safetensors": (write_safetensors, FileKind.SAFETENSORS),
+    "zip": (lambda path: torch_bytes.write_zip(path, TENSORS), FileKind.TORCH),
+    "legacy": (lambda path: torch_bytes.write_legacy(path, TENSORS), FileKind.TORCH),
 }
 
 
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_tensorflow_by_each_of_its_names(tmp_path):
             (tmp_path / f"model.ckpt-{step}.{end}").write_bytes(bytes(64))
     for end in ("", ".index", ".meta", ".data-00000-of-00001"):
         path = tmp_path / f"model.ckpt-1{end}"
-        assert weight_files.find(path) == (Kind.TENSORFLOW, tmp_path / "model.ckpt-1", {})
+        assert weight_files.find(path) == (FileKind.TENSORFLOW, tmp_path / "model.ckpt-1", {})
         assert holds_other_weights(str(path))
     for path in (tmp_path, tmp_path / "checkpoint"):
         assert weight_files.find(path).path == tmp_path / "model.ckpt-20"

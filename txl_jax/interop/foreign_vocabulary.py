@@ -24,55 +24,76 @@ from txl_jax.runtime import storage
 
 # Files of vocabularies in order of preference: our own format has the line marks too.
 NAMES = (
-    *("vocabulary.txt", "vocab.pkl", "vocab.bin", "vocab.pt", "cache.pkl", "cache.pt"),
-    *("vocab.txt", "1b_word_vocab.txt"),
+    "vocabulary.txt",
+    "vocab.pkl",
+    "vocab.bin",
+    "vocab.pt",
+    "cache.pkl",
+    "cache.pt",
+    "vocab.txt",
+    "1b_word_vocab.txt",
 )
+# Tokens that were added to a vocabulary of transformers.
 _ADDED = "added_tokens.json"
+# Tokens for unknown words, in order of preference.
 _UNKNOWN = (UNKNOWN_WORD, UNKNOWN_WORD.upper())
+# Tokens that end a line, in order of preference.
+_LINE_MARKS = (LineMark.EOS, LineMark.DOUBLE_S)
+# All tokens that the releases write for bytes of enwik8.
+_DECIMAL_BYTES = frozenset(map(str, range(256)))
 _SPACE_OF_TEXT8 = "_"
 # Half of a pair, which a pickle may contain and UTF-8 may not.
 _SURROGATE = re.compile("[\ud800-\udfff]")
+# Pickled objects in objects that are searched for the list of tokens. A corpus has a vocabulary.
+_MAX_DEPTH = 3
+# Characters of the added tokens in a note.
+_MAX_SHOWN = 100
 
 
-class Found(NamedTuple):
+class ForeignVocabulary(NamedTuple):
     """A vocabulary of another implementation."""
 
-    vocabulary: Vocabulary | None  # None if absent.
-    notes: list[str]  # For people.
+    vocabulary: Vocabulary | None  # None if there is none.
+    notes: list[str]  # What was chosen or omitted: lines for the user.
 
 
-def find(folder: Path, vocab_size: int) -> Found:
+def find(folder: Path, vocab_size: int) -> ForeignVocabulary:
     """Reads a directory's vocabulary, if present.
 
-    The vocabulary is a pickle, a PyTorch file, or a text with one token per line.
+    It is a pickle, a PyTorch file, or a text with one token per line.
 
-    Raises `UserError` if the file is corrupted, would run code, or has no vocabulary of the model's
-    size.
+    Args:
+      folder: The directory.
+      vocab_size: The model's number of tokens.
+
+    Raises:
+      UserError: If the file is corrupted, would run code, or has no vocabulary of the model's size.
     """
-    path = next((folder / name for name in NAMES if (folder / name).is_file()), None)
-    if path is None:
-        return Found(None, [f"{folder} has no vocabulary ({', '.join(NAMES[:-1])})"])
+    paths = [folder / name for name in NAMES if (folder / name).is_file()]
+    if not paths:
+        return ForeignVocabulary(None, [f"{folder} has no vocabulary ({', '.join(NAMES[:-1])})"])
+    path = paths[0]
     with reading(str(path)):
-        found = (
-            _of_text(path)
-            if path.suffix == ".txt"
-            else of_object(torch_files.read(path).root, name=str(path))
-        )
-    if found.vocabulary and found.vocabulary.size < vocab_size:
-        found = _with_added(found, folder / _ADDED)
-    return check_size(found, vocab_size, name=str(path))
+        if path.suffix == ".txt":
+            foreign = _of_text(path)
+        else:
+            foreign = of_object(torch_files.read(path).root, name=str(path))
+    if foreign.vocabulary and foreign.vocabulary.size < vocab_size:
+        foreign = _with_added(foreign, folder / _ADDED)
+    return check_size(foreign, vocab_size, name=str(path))
 
 
-def _with_added(found: Found, path: Path) -> Found:
+def _with_added(foreign: ForeignVocabulary, path: Path) -> ForeignVocabulary:
     """Returns a vocabulary of words with the words of added_tokens.json.
 
-    This is the file in which transformers keeps later words, by their ids.
+    In this file, transformers stores ids by token for tokens that were added later.
 
-    Raises `UserError` if the file is corrupted, or its ids do not continue the vocabulary's.
+    Raises:
+      UserError: If the file is corrupted, or its ids do not continue the vocabulary's.
     """
-    vocabulary = found.vocabulary
+    vocabulary = foreign.vocabulary
     if not (isinstance(vocabulary, WordVocabulary) and path.is_file()):
-        return found
+        return foreign
     damaged = (
         f"{path} must contain ids by token, from {vocabulary.size} on (%s). "
         "Copy or download it again."
@@ -85,49 +106,63 @@ def _with_added(found: Found, path: Path) -> Found:
             for number, token in by_id.items()
             if vocabulary.words[number : number + 1] != (token,)
         }
-        added = [new[number] for number in sorted(new)]
-        if sorted(new) != list(range(vocabulary.size, vocabulary.size + len(new))):
+        # A gap, or an id that is taken, would give other words the rows of the model's table.
+        ids = sorted(new)
+        if ids != list(range(vocabulary.size, vocabulary.size + len(new))):
             raise ValueError("its ids do not continue the vocabulary's")
+        added = [new[number] for number in ids]
         words = (*vocabulary.words, *added)
+        # A file may have values that are not texts, and a word twice would have two ids.
         if not _are_distinct_texts(list(words)):
             raise ValueError("its tokens must be distinct strings that the vocabulary lacks")
         vocabulary = dataclasses.replace(vocabulary, words=words)
-    return Found(
-        vocabulary,
-        [*found.notes, f"{len(added)} tokens come from {path.name}: {', '.join(added)[:100]}"],
-    )
+    examples = ", ".join(added)[:_MAX_SHOWN]
+    note = f"{len(added)} tokens come from {path.name}: {examples}"
+    return ForeignVocabulary(vocabulary, [*foreign.notes, note])
 
 
-def check_size(found: Found, vocab_size: int, *, name: str) -> Found:
+def check_size(foreign: ForeignVocabulary, vocab_size: int, *, name: str) -> ForeignVocabulary:
     """Returns a file's vocabulary after checking its size.
 
-    Raises `UserError` if the model has another number of tokens.
+    Raises:
+      UserError: If the model has another number of tokens.
     """
-    if found.vocabulary and found.vocabulary.size != vocab_size:
-        wrong = f"{name} has {found.vocabulary.size} tokens, but the model has {vocab_size}"
+    # Another model's vocabulary would give words that the model did not mean.
+    if foreign.vocabulary and foreign.vocabulary.size != vocab_size:
         raise UserError(
-            f"{wrong}. Pass the vocabulary that it was trained with, and {_ADDED} if tokens were "
+            f"{name} has {foreign.vocabulary.size} tokens, but the model has {vocab_size}. "
+            f"Pass the vocabulary that it was trained with, and {_ADDED} if tokens were "
             "added to it."
         )
-    return found
+    return foreign
 
 
-def of_object(root: Any, *, name: str) -> Found:
+def of_object(root: Any, *, name: str) -> ForeignVocabulary:
     """Returns the vocabulary in a pickled Vocab, Corpus or tokenizer.
 
-    Raises `UserError` if it has no vocabulary.
+    Args:
+      root: The pickle's value.
+      name: Name of the file in errors.
+
+    Raises:
+      UserError: If it has no vocabulary.
     """
     dataset = None
-    for _ in range(3):
-        parts = root.attributes() if isinstance(root, Record) else root
-        if not isinstance(parts, dict):
+    # An object may contain itself, so that the search must end.
+    for _ in range(_MAX_DEPTH):
+        if isinstance(root, Record):
+            root = root.attributes()
+        # The file chooses what is there.
+        if not isinstance(root, dict):
             break
-        if isinstance(symbols := parts.get("idx2sym"), list):
+        symbols = root.get("idx2sym")
+        if isinstance(symbols, list):
             return of_symbols(
-                symbols, lower_case=parts.get("lower_case") is True, dataset=dataset, name=name
+                symbols, lower_case=root.get("lower_case") is True, dataset=dataset, name=name
             )
-        dataset = parts.get("dataset")
-        root = parts.get("vocab")
+        # In a corpus, the vocabulary is next to the name of the data set.
+        dataset = root.get("dataset")
+        root = root.get("vocab")
     raise UserError(
         f"{name} has no list idx2sym of tokens. Pass the vocabulary of the model's tokenizer."
     )
@@ -135,37 +170,47 @@ def of_object(root: Any, *, name: str) -> Found:
 
 def of_symbols(
     symbols: list[Any], *, name: str, lower_case: bool = False, dataset: Any = None
-) -> Found:
+) -> ForeignVocabulary:
     """Returns the vocabulary of a list of tokens.
 
-    `dataset` is the release's name of the corpus, if known.
+    Args:
+      symbols: The tokens by id. They may be anything.
+      name: Name of the file in errors.
+      lower_case: Whether the tokenizer puts text in lower case.
+      dataset: The release's name of the corpus, if known.
+
+    Raises:
+      UserError: If the tokens are not distinct texts.
     """
+    # The list is a stranger's. A token twice would have two ids, so that encoding loses one.
     if not _are_distinct_texts(symbols):
         raise UserError(
             f"{name} has {len(symbols)} tokens, but they must be distinct strings. "
             "Download it again."
         )
-    if (values := _bytes_of(symbols)) is not None:
-        newlines = Newlines.KEEP if 10 in values or dataset == "text8" else Newlines.DROP
-        return Found(ByteVocabulary(values, newlines), [])
-    mark = next(
-        (mark for mark in (LineMark.EOS, LineMark.DOUBLE_S) if MARKS[mark] in symbols),
-        LineMark.NONE,
-    )
-    unknown = next((symbol for symbol in _UNKNOWN if symbol in symbols), None)
+
+    values = _bytes_of(symbols)
+    if values is not None:
+        newlines = Newlines.DROP
+        if ord("\n") in values or dataset == "text8":
+            newlines = Newlines.KEEP
+        return ForeignVocabulary(ByteVocabulary(values, newlines), [])
+
+    unknown = next((token for token in _UNKNOWN if token in symbols), None)
     if unknown is None:
-        return Found(
-            None,
-            [f"{name} has no token for unknown words ({' or '.join(_UNKNOWN)}), so it is omitted"],
-        )
-    vocabulary = WordVocabulary(tuple(symbols), mark, lower_case, unknown)
+        note = f"{name} has no token for unknown words ({' or '.join(_UNKNOWN)}), so it is omitted"
+        return ForeignVocabulary(None, [note])
+    mark = next((mark for mark in _LINE_MARKS if MARKS[mark] in symbols), LineMark.NONE)
+
+    marks = "lines are not marked"
+    if mark is not LineMark.NONE:
+        marks = f"lines end with {MARKS[mark]}"
     case = " and put in lower case" if lower_case else ""
-    marks = f"lines end with {MARKS[mark]}" if mark in MARKS else "lines are not marked"
     notes = [
         f"text is split only at white space{case}: tokenize it like the model's training corpus",
         f"words that are not in the vocabulary become {unknown}, and {marks}",
     ]
-    return Found(vocabulary, notes)
+    return ForeignVocabulary(WordVocabulary(tuple(symbols), mark, lower_case, unknown), notes)
 
 
 def _are_distinct_texts(symbols: list[Any]) -> bool:
@@ -175,25 +220,29 @@ def _are_distinct_texts(symbols: list[Any]) -> bool:
     """
     # A pickle can repeat one long text for two bytes. The same object twice is found without
     # looking into it.
-    if not symbols or len({id(symbol) for symbol in symbols}) != len(symbols):
+    if not symbols or len(set(map(id, symbols))) != len(symbols):
         return False
+    # A list may have numbers or lists in it, which have no words.
     if not all(isinstance(symbol, str) for symbol in symbols):
         return False
-    return len(set(symbols)) == len(symbols) and not any(
-        _SURROGATE.search(symbol) for symbol in symbols
-    )
+    # Two ids of one token, and a text that cannot be written as UTF-8.
+    if len(set(symbols)) != len(symbols):
+        return False
+    return not any(_SURROGATE.search(symbol) for symbol in symbols)
 
 
 def _bytes_of(symbols: list[str]) -> bytes | None:
     """Returns each token's byte, or None if the tokens are not bytes."""
-    if {*symbols} <= {*map(str, range(256))}:
+    if _DECIMAL_BYTES.issuperset(symbols):
         return bytes(map(int, symbols))
-    if all(len(symbol) == 1 and symbol.isascii() for symbol in symbols) and " " not in symbols:
+    are_letters = all(len(symbol) == 1 and symbol.isascii() for symbol in symbols)
+    # With a token for a space, "_" is a character like any other.
+    if are_letters and " " not in symbols:
         return "".join(symbols).replace(_SPACE_OF_TEXT8, " ").encode()
     return None
 
 
-def _of_text(path: Path) -> Found:
+def _of_text(path: Path) -> ForeignVocabulary:
     """Returns a text file's vocabulary: our own format, or the first word of each line."""
     foreign = f"{path} is not UTF-8 (%s). Pass a list of words in UTF-8."
     with (
@@ -203,6 +252,6 @@ def _of_text(path: Path) -> Found:
         # Without the byte-order mark that some editors write.
         decoded = storage.read(path).decode("utf-8-sig")
     if decoded.startswith(TITLE):
-        return Found(read_vocabulary(path), [])
-    fields = [line.split() for line in decoded.split("\n")]
-    return of_symbols([words[0] for words in fields if words], name=str(path))
+        return ForeignVocabulary(read_vocabulary(path), [])
+    lines = [line.split() for line in decoded.split("\n")]
+    return of_symbols([words[0] for words in lines if words], name=str(path))

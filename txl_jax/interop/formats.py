@@ -30,9 +30,10 @@ from txl_jax.interop.leaves import Leaf, Leaves, guarded
 from txl_jax.interop.original import Format
 from txl_jax.interop.portable import ModelInfo
 from txl_jax.interop.torch_files import TorchFile
-from txl_jax.interop.weight_files import Kind, WeightFiles
+from txl_jax.interop.weight_files import FileKind, WeightFiles
 from txl_jax.runtime import storage
 
+_SHOWN = 3  # Names of tensors in an error.
 # In NVIDIA's checkpoints (DeepLearningExamples) the softmax's biases and untied tables are lists of
 # parameters.
 _NVIDIA_LISTS = {"biases": "bias", "weights": "weight"}
@@ -42,26 +43,28 @@ _NVIDIA_LISTED = re.compile(r"\Acrit\.out_layers_(biases|weights)\.(\d+)\Z")
 class Model(NamedTuple):
     """A trained model whose parameters are read one at a time."""
 
-    format: str
+    format: str  # Name of the format that the model was read from.
     info: ModelInfo
     leaves: Leaves  # The parameters of `TransformerXL` by path.
     notes: list[str]  # What was chosen or omitted: lines for the user.
 
 
-class _Weights(NamedTuple):
+class _RecognizedWeights(NamedTuple):
     """A file's tensors and everything known about them."""
 
+    # The file or prefix, for errors.
     path: Path
-    # By the format's names (`original.Format`).
+    # Tensors by the format's names (`original.Format`).
     tensors: Leaves
-    # None if they belong to another model.
+    # The implementation, or None if the tensors do not belong to a Transformer-XL.
     format: Format | None
     # The model's arguments, as a pickled module or a checkpoint records them.
     facts: Mapping[str, Any]
-    # Where a vocabulary may be.
+    # Directories that may have a vocabulary, in the order in which they are searched.
     folders: list[Path]
-    # A pickled vocabulary in the file itself.
+    # A pickled vocabulary in the file itself, or None.
     vocabulary: Any = None
+    # What was chosen or omitted: lines for the user.
     notes: tuple[str, ...] = ()
 
 
@@ -69,22 +72,28 @@ def read(path: str | os.PathLike[str]) -> Model:
     """Reads another implementation's model from a file of weights or its directory.
 
     This includes config.json and the vocabulary.
+
+    Raises:
+      UserError: If the weights or the files next to them are missing, corrupted, or not a
+        Transformer-XL's.
     """
     path = Path(path)
     with reading(str(path)):
         files = weight_files.find(path)
         if files is None:
-            expected = (
+            raise UserError(
+                f"{path} contains no weights of another implementation. "
                 f"Expected one of {', '.join(weight_files.NAMES)}, such a file, or "
                 "a TensorFlow checkpoint."
             )
-            raise UserError(f"{path} contains no weights of another implementation. {expected}")
         weights = _open(files)
+
+    # Weights of any other model, such as BERT's, would end in an error about a tensor's name.
     file = weights.path
     if weights.format is None:
-        some = ", ".join(list(weights.tensors)[:3])
+        examples = ", ".join(list(weights.tensors)[:_SHOWN])
         raise UserError(
-            f"{file} has tensors such as {some}, which do not belong to a Transformer-XL"
+            f"{file} has tensors such as {examples}, which do not belong to a Transformer-XL"
         )
     try:
         with reading(str(file)):
@@ -97,44 +106,58 @@ def read(path: str | os.PathLike[str]) -> Model:
     return model._replace(leaves=guarded(model.leaves, name=str(file)))
 
 
-def _read_weights(weights: _Weights, format: Format) -> Model:
-    beside = weights.path.with_name("config.json")
-    facts = dict(weights.facts) | (_read_json(beside) if beside.is_file() else {})
+def _read_weights(weights: _RecognizedWeights, format: Format) -> Model:
+    facts = dict(weights.facts)
+    config_file = weights.path.with_name("config.json")
+    if config_file.is_file():
+        facts |= _read_json(config_file)
+
+    # Sizes and ties follow from the tensors, and the parameters from both.
     by_release = {
         name.removeprefix(original.PREFIX): leaf for name, leaf in weights.tensors.items()
     }
-    config, vocab_size, eval_config, notes = infer_config.infer(by_release, facts)
-    params = original.to_leaves(weights.tensors, config, vocab_size=vocab_size, format=format)
-    vocabulary, more = _vocabulary(weights, vocab_size)
-    notes += [*more, *weights.notes]
+    inferred = infer_config.infer(by_release, facts)
+    params = original.to_leaves(
+        weights.tensors, inferred.model, vocab_size=inferred.vocab_size, format=format
+    )
+
+    foreign = _vocabulary(weights, inferred.vocab_size)
+    notes = [*inferred.notes, *foreign.notes, *weights.notes]
+    vocabulary = foreign.vocabulary
     if vocabulary is None:
-        vocabulary = IdVocabulary(size=vocab_size)
+        vocabulary = IdVocabulary(size=inferred.vocab_size)
         notes.append(
             "tokens are named by their ids. For words, put the vocabulary next to the weights and "
             "convert again"
         )
-    config = dataclasses.replace(config, compat=_compat(format, facts))
-    whole = dataclasses.replace(ExperimentConfig(), model=config, eval=eval_config)
-    info = ModelInfo(whole, vocabulary, 0, f"converted from the {format} format")
-    found = own_settings.apply(weights.path, info, format)
-    return Model(format, found.info, params, [*notes, *found.notes])
+
+    config = ExperimentConfig(
+        model=dataclasses.replace(inferred.model, compat=_compat(format, facts)),
+        eval=inferred.lengths,
+    )
+    # The file does not record the number of training steps.
+    info = ModelInfo(config, vocabulary, step=0, description=f"converted from the {format} format")
+    completed = own_settings.apply(weights.path, info, format)
+    return Model(format, completed.info, params, [*notes, *completed.notes])
 
 
-def _vocabulary(weights: _Weights, vocab_size: int) -> vocabularies.Found:
+def _vocabulary(weights: _RecognizedWeights, vocab_size: int) -> vocabularies.ForeignVocabulary:
     """Returns the vocabulary in the file itself, or in the first directory that has one."""
     if weights.vocabulary is not None:
-        found = vocabularies.of_object(weights.vocabulary, name=str(weights.path))
-        return vocabularies.check_size(found, vocab_size, name=str(weights.path))
+        name = str(weights.path)
+        foreign = vocabularies.of_object(weights.vocabulary, name=name)
+        return vocabularies.check_size(foreign, vocab_size, name=name)
     for folder in weights.folders:
-        if (found := vocabularies.find(folder, vocab_size)).vocabulary:
+        foreign = vocabularies.find(folder, vocab_size)
+        if foreign.vocabulary:
             break
-    return found
+    return foreign
 
 
 def _compat(format: Format, facts: Mapping[str, Any]) -> CompatConfig:
-    """Returns the differences that give the implementation's numbers."""
+    """Returns the settings under which our model has the implementation's numbers."""
     compat = apply_preset(ExperimentConfig(), original.PRESETS[format]).model.compat
-    if format is Format.NVIDIA:  # With same_length a query sees one key more.
+    if format is Format.NVIDIA:  # With same_length, a query attends to one key more.
         compat = dataclasses.replace(compat, same_length_window=AttentionWindow.MEM_LEN_PLUS_ONE)
     if format is Format.HUGGINGFACE and isinstance(facts.get("layer_norm_epsilon"), float):
         compat = dataclasses.replace(compat, layer_norm_eps=facts["layer_norm_epsilon"])
@@ -142,59 +165,76 @@ def _compat(format: Format, facts: Mapping[str, Any]) -> CompatConfig:
     return compat
 
 
-def _open(files: WeightFiles) -> _Weights:
+def _open(files: WeightFiles) -> _RecognizedWeights:
     """Opens weights, and recognizes the implementation that wrote them."""
-    if files.kind is Kind.TENSORFLOW:
+    if files.kind is FileKind.TENSORFLOW:
         return _open_tensorflow(files.path)
     tensors, file = _tensors(files)
     folders = [files.path.parent]
     named = names.known(tensors)
+
+    # NVIDIA's trainer saves the model's arguments and the vocabulary next to its tensors. The file
+    # may have any value in their place.
     root = file.root if file else None
-    if (
-        isinstance(root, dict)
-        and isinstance(facts := root.get("model_config"), dict)
-        and "model_state" in root
-    ):
-        notes = tuple(named.notes)
-        return _Weights(
-            files.path,
-            _renamed(named.tensors),
-            Format.NVIDIA,
-            facts,
-            folders,
-            root.get("vocab"),
-            notes,
-        )
+    if isinstance(root, dict) and "model_state" in root:
+        arguments = root.get("model_config")
+        if isinstance(arguments, dict):
+            return _RecognizedWeights(
+                path=files.path,
+                tensors=_renamed(named.tensors),
+                format=Format.NVIDIA,
+                facts=arguments,
+                folders=folders,
+                vocabulary=root.get("vocab"),
+                notes=tuple(named.notes),
+            )
+
     format = None
     if named.is_recognized:
         format = Format.HUGGINGFACE if named.has_transformer else Format.ORIGINAL
     facts = state_dict.facts_of_module(file) if file else {}
-    return _Weights(files.path, named.tensors, format, facts, folders, notes=tuple(named.notes))
+    return _RecognizedWeights(
+        path=files.path,
+        tensors=named.tensors,
+        format=format,
+        facts=facts,
+        folders=folders,
+        notes=tuple(named.notes),
+    )
 
 
 def _tensors(files: WeightFiles) -> tuple[Leaves, TorchFile | None]:
-    """Returns the tensors of all files by name, and the value of the PyTorch file.
+    """Returns the tensors of all files by name, and the PyTorch file if it is the only file.
 
-    The value is returned only if there is exactly one file.
+    Raises:
+      UserError: If the files do not have the tensors that their index lists, or a tensor is in two
+        of them.
     """
-    found: dict[str, Leaf] = {}
+    all_tensors: dict[str, Leaf] = {}
     file = None
     for path, wanted in files.parts.items():
-        if weight_files.kind_of(path) is Kind.SAFETENSORS:
-            tensors: Leaves = safetensors.read(path)
+        if weight_files.kind_of(path) is FileKind.SAFETENSORS:
+            tensors = safetensors.read(path)
         else:
             file = torch_files.read(path)
             tensors = state_dict.of(file)
+
         if wanted is not None:
-            if missing := wanted - tensors.keys():
+            # A file of another model, or of another download, has other tensors.
+            missing = wanted - tensors.keys()
+            if missing:
                 raise UserError(
                     f"{path} has no tensor {min(missing)}, which {files.path.name} says is in it"
                 )
             tensors = {name: leaf for name, leaf in tensors.items() if name in wanted}
-        if twice := found.keys() & tensors.keys():
-            raise UserError(f"tensor {min(twice)} is in more than one of the files of {files.path}")
-        found |= tensors
-    return found, file if len(files.parts) == 1 else None
+        # Which of two tensors counts would depend on the order of the files.
+        duplicates = all_tensors.keys() & tensors.keys()
+        if duplicates:
+            raise UserError(
+                f"tensor {min(duplicates)} is in more than one of the files of {files.path}"
+            )
+        all_tensors |= tensors
+    return all_tensors, file if len(files.parts) == 1 else None
 
 
 def _renamed(tensors: Leaves) -> dict[str, Leaf]:
@@ -202,31 +242,44 @@ def _renamed(tensors: Leaves) -> dict[str, Leaf]:
 
     Projections that are shared with the embedding are omitted, because the embedding has them too.
     """
-    return {
-        _NVIDIA_LISTED.sub(
-            lambda match: f"crit.out_layers.{match[2]}.{_NVIDIA_LISTS[match[1]]}", name
-        ): leaf
-        for name, leaf in tensors.items()
-        if not name.startswith("crit.shared_out_projs.")
-    }
+
+    def released_name(match: re.Match[str]) -> str:
+        return f"crit.out_layers.{match[2]}.{_NVIDIA_LISTS[match[1]]}"
+
+    renamed: dict[str, Leaf] = {}
+    for name, leaf in tensors.items():
+        if not name.startswith("crit.shared_out_projs."):
+            renamed[_NVIDIA_LISTED.sub(released_name, name)] = leaf
+    return renamed
 
 
-def _open_tensorflow(prefix: Path) -> _Weights:
+def _open_tensorflow(prefix: Path) -> _RecognizedWeights:
     """Opens a checkpoint of TensorFlow, with the evaluation lengths published for its corpus."""
-    tensors, facts, note = tensorflow.read(prefix)
-    folders = [prefix.parent, prefix.parent.parent / "data"]  # The second one as published.
-    abouts = (folder / "corpus-info.json" for folder in folders)
-    if about := next((path for path in abouts if path.is_file()), None):
-        facts |= tensorflow.lengths(_read_json(about).get("dataset"))
-    return _Weights(prefix, tensors, Format.TENSORFLOW, facts, folders, notes=(note,))
+    model = tensorflow.read(prefix)
+    # The published archives have the text's files next to the directory of the checkpoint.
+    folders = [prefix.parent, prefix.parent.parent / "data"]
+    facts = dict(model.facts)
+    for folder in folders:
+        about = folder / "corpus-info.json"
+        if about.is_file():
+            facts |= tensorflow.lengths(_read_json(about).get("dataset"))
+            break
+    return _RecognizedWeights(
+        path=prefix,
+        tensors=model.tensors,
+        format=Format.TENSORFLOW,
+        facts=facts,
+        folders=folders,
+        notes=(model.note,),
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Returns a JSON file's object, or raises `UserError` if it does not contain an object."""
-    with rephrased(
-        f"{path} is not a JSON object (%s). Copy or download it again.",
-        OSError,
-        ValueError,
-        TypeError,
-    ):
+    """Returns a JSON file's object.
+
+    Raises:
+      UserError: If it does not contain an object.
+    """
+    damaged = f"{path} is not a JSON object (%s). Copy or download it again."
+    with rephrased(damaged, OSError, ValueError, TypeError):
         return dict(storage.read_json(path))

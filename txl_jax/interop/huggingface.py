@@ -1,8 +1,7 @@
 """Export to Hugging Face's `TransfoXLLMHeadModel` (transformers 4.35).
 
-The module builds the class's arguments, and writes a directory for `from_pretrained`.
-
-The preset "hf" of `CompatConfig` gives the same numbers.
+The module builds the class's arguments, and writes a directory for `from_pretrained`. A model with
+the preset "hf" of `CompatConfig` has the same numbers as the class.
 """
 
 from pathlib import Path
@@ -36,13 +35,18 @@ _SAME_LENGTHS = ("mem_len", "clamp_len", "same_length")
 def config_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) -> dict[str, Any]:
     """Returns the keyword arguments of `TransfoXLConfig` for a model, without dropout.
 
-    They are for the lengths of `eval_config`.
+    Args:
+      config: The model's sizes, ties and encoding.
+      eval_config: The lengths.
+      vocab_size: Number of tokens.
 
-    Raises `UserError` if the class has no such model.
+    Raises:
+      UserError: If the class does not support the model.
     """
     original.position_tensors(config, Format.HUGGINGFACE)
     arguments = original.arguments_of(config, eval_config, vocab_size=vocab_size)
-    return {name: arguments[name] for name in _SAME + _SAME_LENGTHS} | {
+    shared = {name: arguments[name] for name in _SAME + _SAME_LENGTHS}
+    return shared | {
         "vocab_size": vocab_size,
         "tie_word_embeddings": config.tie_weight,
         "untie_r": config.untie_r,
@@ -58,20 +62,26 @@ def config_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) 
 def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
     """Writes a model's files for transformers 4.35.2.
 
-    The library reads them with `TransfoXLLMHeadModel.from_pretrained(folder)`.
+    The library reads them with `TransfoXLLMHeadModel.from_pretrained(folder)`. TransfoXLTokenizer
+    reads words from vocab.txt without running code. Its own files are pickles.
 
-    TransfoXLTokenizer reads words from vocab.txt without running code. Its own files are pickles.
-    Returns and raises as `original.write_model`.
+    Returns:
+      The notes of `original.write_model`.
+
+    Raises:
+      UserError: If the class does not support the model.
     """
-    config, vocabulary = info.config, info.vocabulary
-    arguments = config_of(config.model, config.eval, vocab_size=vocabulary.size) | {
+    model = info.config.model
+    vocabulary = info.vocabulary
+    arguments = config_of(model, info.config.eval, vocab_size=vocabulary.size)
+    arguments |= {
         "model_type": "transfo-xl",
         "architectures": ["TransfoXLLMHeadModel"],
         "torch_dtype": "float32",
         "transformers_version": "4.35.2",
-        "dropout": config.model.dropout.rate,
-        "dropatt": config.model.dropout.attention,
-        "layer_norm_epsilon": config.model.compat.layer_norm_eps,
+        "dropout": model.dropout.rate,
+        "dropatt": model.dropout.attention,
+        "layer_norm_epsilon": model.compat.layer_norm_eps,
         "eos_token_id": vocabulary.mark,
     }
     if isinstance(vocabulary, WordVocabulary):
@@ -80,7 +90,7 @@ def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
             "lower_case": vocabulary.lower_case,
             "unk_token": vocabulary.unknown,
             "eos_token": MARKS.get(vocabulary.line_mark, vocabulary.unknown),
-            # The default adds one after the last id, where the table has no row.
+            # By default there is one more token after the last id, where the table has no row.
             "additional_special_tokens": [],
         }
         write_json(folder / "tokenizer_config.json", tokenizer)

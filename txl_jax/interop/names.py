@@ -1,11 +1,11 @@
 """Names of tensors, without what wrappers and frameworks put before and into them.
 
-A model that was compiled, replicated, or made an attribute of something else has other names than
-its own. This is the one place that knows, for all kinds of files. Names are told by the embedding's
-table, or by a layer's first matrix, which every Transformer-XL has.
+A model that was compiled, replicated, or made an attribute of something else has longer names than
+its own class gives. This is the one place that removes what was added, for all kinds of files. A
+model is recognized by the embedding's table or by a layer's first matrix, which every
+Transformer-XL has.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from txl_jax.errors import UserError
@@ -30,17 +30,19 @@ _MARKS = (
     "layers.0.dec_attn.o_net.weight",
 )
 _SHOWN = 3  # Names in a note.
+# Prefixes that are looked at. A file could have one for each of its names.
+_MAX_PREFIXES = 1 + _SHOWN
 
 
 class Named(NamedTuple):
-    """Tensors by an implementation's own names."""
+    """Tensors by the names that an implementation's class gives them."""
 
     tensors: dict[str, Leaf]
-    # What was taken off or omitted, for people.
+    # What was removed from names, and which tensors were omitted: lines for the user.
     notes: list[str]
-    # Whether they are a Transformer-XL's.
+    # Whether the tensors are a Transformer-XL's.
     is_recognized: bool
-    # Whether all but the softmax begin with `TRANSFORMER`, as Hugging Face's do.
+    # Whether all names but the softmax's begin with `TRANSFORMER`, as Hugging Face's do.
     has_transformer: bool = False
 
 
@@ -53,14 +55,18 @@ def without_wrappers(name: str) -> str:
 
 
 def known(tensors: Leaves) -> Named:
-    """Returns a model's tensors by its own names, without wrappers and without a shared prefix.
+    """Returns a model's tensors by the names that its class gives them.
 
-    Tensors that do not have the prefix belong to something else, and are omitted with a note.
-    Raises `UserError` if two names become one.
+    Wrappers, and a prefix that all names share, are removed. Tensors without the prefix belong to
+    something else, and are omitted with a note.
+
+    Raises:
+      UserError: If two names become one.
     """
     plain: dict[str, Leaf] = {}
     for name, leaf in tensors.items():
         short = without_wrappers(name)
+        # Otherwise one of two tensors would silently be read as the other.
         if plain.setdefault(short, leaf) is not leaf:
             raise UserError(
                 f"two tensors have the name {short} without the names of wrappers. "
@@ -72,7 +78,8 @@ def known(tensors: Leaves) -> Named:
             "names of tensors were read without those of wrappers "
             "(torch.compile, DataParallel, ...)"
         )
-    prefixes = _prefixes(plain)
+
+    prefixes = _prefixes(list(plain))
     if not prefixes:
         return Named(dict(tensors), [], is_recognized=False)
     prefix = prefixes[0]
@@ -81,35 +88,49 @@ def known(tensors: Leaves) -> Named:
         notes.append(
             f"there is a model behind each of the prefixes {prefix!r}, {others}: the first is read"
         )
-    found = {
-        name.removeprefix(prefix): leaf for name, leaf in plain.items() if name.startswith(prefix)
-    }
+
+    without_prefix: dict[str, Leaf] = {}
+    omitted: list[str] = []
+    for name, leaf in plain.items():
+        if name.startswith(prefix):
+            without_prefix[name.removeprefix(prefix)] = leaf
+        else:
+            omitted.append(name)
     if prefix:
         notes.append(f"names of tensors were read without the prefix {prefix!r}")
-    if omitted := [name for name in plain if not name.startswith(prefix)]:
-        some = ", ".join(omitted[:_SHOWN])
-        notes.append(f"{len(omitted)} tensors without that prefix were omitted, such as {some}")
-    return Named(found, notes, is_recognized=True, has_transformer=_has_transformer(found))
+    if omitted:
+        examples = ", ".join(omitted[:_SHOWN])
+        notes.append(f"{len(omitted)} tensors without that prefix were omitted, such as {examples}")
+    return Named(
+        tensors=without_prefix,
+        notes=notes,
+        is_recognized=True,
+        has_transformer=any(name.startswith(TRANSFORMER) for name in without_prefix),
+    )
 
 
-def _prefixes(names: Iterable[str]) -> list[str]:
-    """Returns what precedes a model's own names, for the first models among them."""
-    names = list(names)
+def _prefixes(names: list[str]) -> list[str]:
+    """Returns what precedes the names that a model's class gives, for the first models.
+
+    The result is empty if no name is a Transformer-XL's.
+    """
+    prefixes: list[str] = []
     for mark in _MARKS:
-        prefixes = [
-            name.removesuffix(mark) for name in names if name == mark or name.endswith(f".{mark}")
-        ]
+        for name in names:
+            if name == mark or name.endswith(f".{mark}"):
+                prefixes.append(name.removesuffix(mark))
+        # The next mark is for models without this one.
         if prefixes:
             break
-    whole = []
-    for prefix in prefixes[: 1 + _SHOWN]:  # A file could have one for each of its names.
-        outer = prefix.removesuffix(TRANSFORMER)
-        # The softmax tells a model of Hugging Face from another one that is the attribute
-        # `transformer`.
-        is_inner = any(name.startswith(f"{prefix}{_SOFTMAX}") for name in names)
-        whole.append(prefix if is_inner else outer)
-    return whole
+    return [_without_transformer(prefix, names) for prefix in prefixes[:_MAX_PREFIXES]]
 
 
-def _has_transformer(names: Iterable[str]) -> bool:
-    return any(name.startswith(TRANSFORMER) for name in names)
+def _without_transformer(prefix: str, names: list[str]) -> str:
+    """Returns a prefix without the "transformer." that Hugging Face's names begin with.
+
+    It stays if the softmax's names have it too: then the model is the attribute `transformer` of
+    something else.
+    """
+    if any(name.startswith(f"{prefix}{_SOFTMAX}") for name in names):
+        return prefix
+    return prefix.removesuffix(TRANSFORMER)

@@ -1,10 +1,9 @@
 """txl_jax.json: our settings next to weights in another implementation's format.
 
-The file stores the settings that the implementation's config.json lacks.
-
-It has no parameters. Its digest binds it to the weights that it was written for: next to others it
-is ignored, with a note. What the other config.json says (`Format`'s sizes and lengths) is not
-repeated, so that a change there is read.
+The file stores the settings that the implementation's config.json lacks, and no parameters. A
+digest binds it to the weights that it was written for: next to other weights it is ignored, with a
+note. The sizes and lengths in the other config.json are not repeated, so that a change there is
+read.
 """
 
 from pathlib import Path
@@ -19,9 +18,12 @@ from txl_jax.interop.portable import ModelInfo
 from txl_jax.runtime import storage
 
 NAME = "txl_jax.json"
-_KIND, _VERSION = "txl_jax_settings", 1
-_DOCUMENTS = "data.reset_at"  # Names a token, so that it belongs to the vocabulary too.
-# Settings that the other config.json has as well, beside the sizes that shape the parameters.
+# The key that has the file's version.
+_KIND = "txl_jax_settings"
+_VERSION = 1
+# The setting that names a token, so that it belongs to the vocabulary too.
+_DOCUMENTS = "data.reset_at"
+# Settings that the other config.json has as well, besides the sizes that shape the parameters.
 _LENGTHS = frozenset({"eval.mem_len", "eval.clamp_len", "eval.same_length"})
 _SAID = {
     Format.HUGGINGFACE: _LENGTHS | {"model.compat.layer_norm_eps"},
@@ -29,11 +31,11 @@ _SAID = {
 }
 
 
-class Found(NamedTuple):
-    """A model with the settings of its own, if they are there."""
+class CompletedModel(NamedTuple):
+    """A model with its own settings, if they are next to its weights."""
 
     info: ModelInfo
-    notes: list[str]  # For people.
+    notes: list[str]  # Where settings come from, or why they are ignored: lines for the user.
 
 
 def names(format: Format) -> list[str]:
@@ -41,10 +43,11 @@ def names(format: Format) -> list[str]:
 
     They are the settings that config.json cannot express.
     """
-    shapes = {
-        leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.shapes_params
-    }
-    said = {name for name in shapes if not name.startswith("model.compat.")} | _SAID[format]
+    said = set(_SAID[format])
+    for leaf in config_tree.leaves(ExperimentConfig):
+        # The other config.json has all sizes, but not the differences between implementations.
+        if leaf.setting.shapes_params and not leaf.name.startswith("model.compat."):
+            said.add(leaf.name)
     return [name for name in portable.stored_settings(ExperimentConfig()) if name not in said]
 
 
@@ -65,59 +68,86 @@ def write(folder: Path, info: ModelInfo, format: Format) -> None:
     storage.write_json(folder / NAME, content)
 
 
-def apply(weights: Path, info: ModelInfo, format: Format) -> Found:
-    """Returns a model read from weights, with its own settings if they are next to the file.
+def apply(weights: Path, info: ModelInfo, format: Format) -> CompletedModel:
+    """Returns a model with its own settings, if they are next to its weights.
 
-    Raises `UserError` if the file of settings is corrupted.
+    Args:
+      weights: The file of weights that the model was read from.
+      info: The model with the settings that the format has.
+      format: The weights' format.
+
+    Raises:
+      UserError: If the file of settings is corrupted.
     """
     path = weights.with_name(NAME)
     if format not in _SAID or not path.is_file():
-        return Found(info, [])
-    advice = (
-        f"Copy it again, or remove it to read the model with the settings of the {format} format."
+        return CompletedModel(info, [])
+    damaged = (
+        f"{path} is corrupted or from another version (%s). Copy it again, or remove it to read "
+        f"the model with the settings of the {format} format."
     )
-    damaged = f"{path} is corrupted or from another version (%s). {advice}"
     with rephrased(
         damaged, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError
     ):
         content = storage.read_json(path)
+        # Settings of another version could mean something else.
         if content[_KIND] != _VERSION:
             raise ValueError(f"version must be {_VERSION}, got {content[_KIND]!r:.50}")
+        # The weights may have been replaced by those of another model.
         sums = {str(name): str(value) for name, value in content["sha256"].items()}
         if weights.name not in sums or storage.sha256(weights) != sums[weights.name]:
-            return Found(
-                info, [f"{NAME} is ignored: it was written for other weights than {weights.name}"]
-            )
+            note = f"{NAME} is ignored: it was written for other weights than {weights.name}"
+            return CompletedModel(info, [note])
         return _with_settings(info, content, sums, format)
 
 
 def _with_settings(
     info: ModelInfo, content: dict[str, Any], sums: dict[str, str], format: Format
-) -> Found:
+) -> CompletedModel:
+    """Returns a model with the settings of txl_jax.json.
+
+    Args:
+      info: The model with the settings that the format has.
+      content: Content of the file.
+      sums: The sha256 of the weights and of the vocabulary, in hexadecimal, by file.
+      format: The weights' format.
+
+    Raises:
+      ValueError: If a setting is not one of those that are written, or has a value that is not
+        possible.
+    """
     settings = dict(content["config"])
+    # A setting that config.json has, such as a size, would silently replace the one there.
     known = names(format)
     for name in settings:
         if name not in known:
             raise ValueError(
                 f"it must have only settings that {portable.CONFIG} lacks, got {name!r:.50}"
             )
+
     notes = []
-    if settings.get(_DOCUMENTS) is not None and digest(info.vocabulary) != sums.get(
-        portable.VOCABULARY
-    ):
+    has_vocabulary = sums.get(portable.VOCABULARY) == digest(info.vocabulary)
+    # In another vocabulary, the token that ends a document may be any other.
+    if settings.get(_DOCUMENTS) is not None and not has_vocabulary:
         notes.append(
             f"{_DOCUMENTS} of {NAME} is ignored: it names a token of another {portable.VOCABULARY}"
         )
         settings.pop(_DOCUMENTS)
+
+    # Values may have been edited. Their types are checked when they become settings.
     config = config_tree.from_dict(ExperimentConfig, config_tree.to_dict(info.config) | settings)
     config.model.validate()
     config.model.compat.validate()
     config.eval.validate()
     scores = dict(content["scores"])
     portable.check_scores(scores, info.vocabulary)
-    found = ModelInfo(
-        config, info.vocabulary, int(content["step"]), str(content["description"]), scores
+
+    completed = ModelInfo(
+        config=config,
+        vocabulary=info.vocabulary,
+        step=int(content["step"]),
+        description=str(content["description"]),
+        scores=scores,
     )
-    return Found(
-        found, [*notes, f"compat, lengths and other settings come from {NAME}, not from the format"]
-    )
+    notes.append(f"compat, lengths and other settings come from {NAME}, not from the format")
+    return CompletedModel(completed, notes)

@@ -14,14 +14,15 @@ from txl_jax.interop.names import WRAPPERS, without_wrappers
 from txl_jax.interop.pickles import Record
 from txl_jax.interop.torch_files import Tensor, TorchFile
 
-_MAX_DEPTH = 32  # Modules in modules, and dicts around a state_dict.
-# Characters of all names of a pickled module, as a multiple of the pickle's bytes, and a number
-# that is always allowed. A shared module is named each time that it is used. Without shared ones,
-# names are shorter than the pickle, where every module and parameter takes a hundred bytes besides
-# its name.
-_NAMES_PER_BYTE, _NAMES_ALWAYS = 4, 1 << 16
-# Bytes of all named tensors, as a multiple of the file's. Names may share numbers, such as tied
-# tables, or the one layer of a model that repeats it: published models have 24 layers at most.
+# Most levels of modules in modules, and of dicts around a state_dict.
+_MAX_DEPTH = 32
+# Characters of all names of a pickled module, per byte of the pickle, and in any case. A shared
+# module is named each time that it is used. Without shared ones, names are shorter than the pickle,
+# where every module and parameter takes a hundred bytes besides its name.
+_NAMES_PER_BYTE = 4
+_NAMES_ALWAYS = 1 << 16
+# Bytes of all named tensors, per byte of the file. Names may share numbers, such as tied tables, or
+# the one layer of a model that repeats it: published models have 24 layers at most.
 _MAX_SHARING = 32
 # Keys of a dict around a state_dict, in order of preference.
 _AROUND = ("model_state", "model_state_dict", "state_dict", "model", "module", "net")
@@ -30,134 +31,169 @@ _AROUND = ("model_state", "model_state_dict", "state_dict", "model", "module", "
 def of(file: TorchFile) -> dict[str, Leaf]:
     """Returns a model's tensors by name, with one leaf for all names of a shared tensor.
 
-    Raises `UserError` if no tensors are found.
+    Raises:
+      UserError: If no tensors are found, or they share numbers too often.
     """
-    model, named = model_in(file.root), {}
+    model = model_in(file.root)
+    values: Mapping[Any, Any] = {}
     if isinstance(model, Record):
-        named = _Names(file).tensors(model)
+        values = _ModuleWalk(file).tensors(model)
     elif isinstance(model, dict):
-        named = {name: value for name, value in model.items() if isinstance(name, str)}
-    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        values = {name: value for name, value in model.items() if isinstance(name, str)}
+
+    # A file may have anything else among its tensors, such as a version or a step.
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     if not tensors:
-        found = reprlib.repr(file.root)
         raise UserError(
-            f"{file.path} must contain tensors by name, got {found}. Pass a weights file."
+            f"{file.path} must contain tensors by name, got {reprlib.repr(file.root)}. "
+            "Pass a weights file."
         )
-    total = sum(
-        math.prod(tensor.shape) * tensor.storage.dtype.itemsize for tensor in tensors.values()
-    )
+
+    # A small file may name one matrix thousands of times, and a conversion would write each.
+    total = 0
+    for tensor in tensors.values():
+        total += math.prod(tensor.shape) * tensor.storage.dtype.itemsize
     if total > _MAX_SHARING * file.size:
         raise UserError(
             f"{file.path}: its tensors share numbers so often that together they have {total:,} "
             f"bytes, over {_MAX_SHARING} times the file's {file.size:,}. "
             "Save them without sharing."
         )
-    # Equal tensors by a text: the file could choose the sizes so that the hashes of all tensors are
-    # equal.
-    places = {
-        name: repr((id(t.storage), t.begin, t.shape, t.strides)) for name, t in tensors.items()
-    }
-    leaves = {places[name]: file.leaf(tensor) for name, tensor in tensors.items()}
-    return {name: leaves[place] for name, place in places.items()}
+
+    leaves: dict[str, Leaf] = {}
+    leaf_at: dict[str, Leaf] = {}
+    for name, tensor in tensors.items():
+        # Equal tensors are found by a text of their places, not by the places: a file could choose
+        # sizes whose hashes are all equal.
+        place = repr((id(tensor.storage), tensor.begin, tensor.shape, tensor.strides))
+        if place not in leaf_at:
+            leaf_at[place] = file.leaf(tensor)
+        leaves[name] = leaf_at[place]
+    return leaves
 
 
 def model_in(root: Any) -> Any:
     """Returns the pickled module or state_dict in a file's value.
 
-    This removes the dicts and the DataParallel around it.
+    Dicts around it, and a DataParallel or another wrapper, are removed.
     """
+    # A dict may contain itself, so that the search must end.
     for _ in range(_MAX_DEPTH):
-        inner: list[Any] = []
-        if isinstance(root, Record):
-            parts = _dict_in(root.attributes(), "_modules")
-            inner = (
-                list(parts.values()) if len(parts) == 1 and not WRAPPERS.isdisjoint(parts) else []
-            )
-        elif isinstance(root, dict):
-            inner = [root[name] for name in _AROUND if name in root]
-        # A module records more than its tensors.
-        found = next(
-            (value for kind in (Record, dict) for value in inner if isinstance(value, kind)), None
-        )
-        if found is None:
+        inner = _models_inside(root)
+        # A module records more than its tensors, so that it is preferred to a dict of them.
+        modules = [value for value in inner if isinstance(value, Record)]
+        dicts = [value for value in inner if isinstance(value, dict)]
+        candidates = modules + dicts
+        if not candidates:
             break
-        root = found
+        root = candidates[0]
     return root
 
 
-class _Names:
-    """Walks through a pickled module, and counts what it makes of the file."""
+def _models_inside(value: Any) -> list[Any]:
+    """Returns what a wrapper wraps, or what a dict has in the place of a model."""
+    if isinstance(value, Record):
+        children = _dict_in(value.attributes(), "_modules")
+        if len(children) == 1 and not WRAPPERS.isdisjoint(children):
+            return list(children.values())
+    elif isinstance(value, dict):
+        return [value[key] for key in _AROUND if key in value]
+    return []
+
+
+class _ModuleWalk:
+    """Walks through a pickled module, and counts the characters of the names that it makes."""
 
     def __init__(self, file: TorchFile):
         self._path = file.path
-        self._left = _NAMES_PER_BYTE * file.pickle_size + _NAMES_ALWAYS
+        self._characters_left = _NAMES_PER_BYTE * file.pickle_size + _NAMES_ALWAYS
 
     def tensors(self, root: Record) -> dict[str, Any]:
         """Returns the parameters and buffers of a module and of the modules in it, by name."""
-        found: dict[str, Any] = {}
-        for prefix, parts in self.modules(root):
-            omitted = parts.get("_non_persistent_buffers_set")
+        tensors: dict[str, Any] = {}
+        for prefix, attributes in self.modules(root):
+            omitted = attributes.get("_non_persistent_buffers_set")
+            if not isinstance(omitted, set):
+                omitted = set()
             for group in ("_parameters", "_buffers"):
-                for name, value in self._entries(parts, group, prefix):
-                    if not (isinstance(omitted, set) and name in omitted):
-                        found[f"{prefix}{name}"] = value
-        return found
+                for name, value in self._entries(attributes, group, prefix):
+                    if name not in omitted:
+                        tensors[f"{prefix}{name}"] = value
+        return tensors
 
     def modules(self, root: Record) -> Iterator[tuple[str, dict[Any, Any]]]:
-        """Yields the attributes of a module and of the modules in it.
+        """Yields a module and the modules in it, each before those in it.
 
-        Each module's attributes come after the prefix of its tensors' names.
+        Each is the prefix of its tensors' names, and its attributes.
         """
         pending = [("", root)]
         while pending:
             prefix, module = pending.pop()
-            yield prefix, module.attributes()
+            attributes = module.attributes()
+            yield prefix, attributes
+            # A module may contain itself, so that the walk would not end.
             if prefix.count(".") >= _MAX_DEPTH:
                 continue
-            children = self._entries(module.attributes(), "_modules", prefix)
-            pending += [
-                (f"{prefix}{name}.", child)
-                for name, child in children[::-1]
-                if isinstance(child, Record)
-            ]
+            children = self._entries(attributes, "_modules", prefix)
+            # The last one comes off the stack first.
+            for name, child in reversed(children):
+                if isinstance(child, Record):
+                    pending.append((f"{prefix}{name}.", child))
 
-    def _entries(self, parts: dict[Any, Any], group: str, prefix: str) -> list[tuple[str, Any]]:
-        """Returns a dict's entries whose keys are texts.
+    def _entries(
+        self, attributes: dict[Any, Any], group: str, prefix: str
+    ) -> list[tuple[str, Any]]:
+        """Returns the entries of one of a module's dicts whose keys are texts.
 
-        Raises `UserError` if names become longer than the file.
+        Args:
+          attributes: The module's attributes.
+          group: Name of the dict.
+          prefix: What precedes the module's own names.
+
+        Raises:
+          UserError: If names become longer than the file.
         """
-        entries = _dict_in(parts, group)
-        self._spend(len(entries) * (len(prefix) + 1))  # Before they are looked at one by one.
-        named = [(name, value) for name, value in entries.items() if isinstance(name, str)]
-        self._spend(sum(len(name) for name, _ in named))
-        return named
+        entries = _dict_in(attributes, group)
+        # Two modules that contain the next two twice, 32 levels deep, are 2**32 modules. Each name
+        # is paid for, and a dict as a whole before its entries are looked at one by one.
+        self._spend(len(entries) * (len(prefix) + 1))
+        texts = [(name, value) for name, value in entries.items() if isinstance(name, str)]
+        self._spend(sum(len(name) for name, _ in texts))
+        return texts
 
     def _spend(self, characters: int) -> None:
-        self._left -= characters
-        if self._left < 0:
+        self._characters_left -= characters
+        if self._characters_left < 0:
             raise UserError(
                 f"{self._path}: its pickled modules share parts so often that the names of their "
                 "tensors are longer than the file. Save the model's state_dict instead."
             )
 
 
-def _dict_in(parts: Mapping[Any, Any], group: str) -> dict[Any, Any]:
-    found = parts.get(group)
-    return found if isinstance(found, dict) else {}
+def _dict_in(attributes: Mapping[Any, Any], name: str) -> dict[Any, Any]:
+    """Returns an attribute that is a dict, or an empty dict: a file may have any value there."""
+    value = attributes.get(name)
+    if not isinstance(value, dict):
+        return {}
+    return value
 
 
 def facts_of_module(file: TorchFile) -> dict[str, Any]:
     """Returns the keyword arguments that a pickled MemTransformerLM still records."""
-    module = model_in(file.root)
-    if not isinstance(module, Record):
+    root = model_in(file.root)
+    if not isinstance(root, Record):
         return {}
-    modules = {without_wrappers(prefix): parts for prefix, parts in _Names(file).modules(module)}
-    own = modules[""].items()
+    modules: dict[str, dict[Any, Any]] = {}
+    for prefix, attributes in _ModuleWalk(file).modules(root):
+        modules[without_wrappers(prefix)] = attributes
+
     facts: dict[str, Any] = {
-        name: value for name, value in own if isinstance(value, bool | int | float)
+        name: value for name, value in modules[""].items() if isinstance(value, bool | int | float)
     }
-    if isinstance(cutoffs := modules.get("word_emb.", {}).get("cutoffs"), list):
+    cutoffs = modules.get("word_emb.", {}).get("cutoffs")
+    if isinstance(cutoffs, list):
         facts["cutoffs"] = cutoffs[:-1]  # The last one is V.
-    if attention := modules.get("layers.0.dec_attn."):
+    attention = modules.get("layers.0.dec_attn.")
+    if attention:
         facts["pre_lnorm"] = attention.get("pre_lnorm")
     return facts

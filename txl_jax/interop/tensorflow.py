@@ -9,9 +9,9 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,10 +22,13 @@ _ROOT = "transformer/"
 _MARK = "adaptive_embed/"  # Every model has variables below it.
 _INDEX = ".index"
 _LATEST = "checkpoint"  # A text file that names the last prefix.
-_FILE = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")  # What follows the prefix.
+# A file's name after the prefix.
+_FILE = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
 _STEP = re.compile(r"-(\d{1,18})$")
-# Suffixes of the optimizer's and averages' variables.
-_LEFT_OUT = re.compile(r".*/(Adam|Adam_1|ExponentialMovingAverage|adam_[mv])")
+# Variables of the optimizer and of averages.
+_OMITTED = re.compile(r".*/(Adam|Adam_1|ExponentialMovingAverage|adam_[mv])")
+# Variables whose matrices the PyTorch release stores transposed.
+_TRANSPOSED = ("/kernel", "/proj", "/proj_W")
 # The PyTorch release's names. "#" is the first number of a name, the layer or the cluster.
 _NAMES = {
     "layer_#/rel_attn/qkv/kernel": "layers.#.dec_attn.qkv_net.weight",
@@ -52,6 +55,9 @@ _NAMES = {
     "adaptive_softmax/cutoff_#/b": "crit.out_layers.#.bias",
 }
 _NUMBER = re.compile(r"(layer|cutoff)_(\d+)")
+# The PyTorch release's names of the first cluster's projections.
+_FIRST_INPUT_PROJECTION = "word_emb.emb_projs.0"
+_FIRST_OUTPUT_PROJECTION = "crit.out_projs.0"
 # Segment, memory and clamp lengths of the published evaluations, by the corpus in corpus-info.json.
 _LENGTHS = {
     "enwik8": (128, 3800, 1000),
@@ -61,54 +67,109 @@ _LENGTHS = {
 }
 
 
-def read(prefix: Path) -> tuple[dict[str, Leaf], dict[str, Any], str]:
+class ReleasedModel(NamedTuple):
+    """A checkpoint's model."""
+
+    # By the PyTorch release's names.
+    tensors: dict[str, Leaf]
+    # Arguments of its MemTransformerLM, as far as names and sizes determine them.
+    facts: dict[str, Any]
+    # What was omitted: a line for the user.
+    note: str
+
+
+def read(prefix: Path) -> ReleasedModel:
     """Opens a checkpoint, by its path without ".index".
 
-    Returns the PyTorch release's tensors, the arguments of its MemTransformerLM that names and
-    sizes give, and a note on what is omitted. Raises `UserError` if TensorFlow is missing, a
-    checkpoint is corrupted or a variable unknown.
+    Raises:
+      UserError: If TensorFlow is missing, the checkpoint is corrupted or a variable is unknown.
     """
     variables = _open(prefix)
     root = _root_of(variables)
-    kept = {
-        name.removeprefix(root): leaf for name, leaf in variables.items() if name.startswith(root)
-    }
-    kept = {name: leaf for name, leaf in kept.items() if not _LEFT_OUT.fullmatch(name)}
+    kept: dict[str, Leaf] = {}
+    for name, leaf in variables.items():
+        short = name.removeprefix(root)
+        if name.startswith(root) and not _OMITTED.fullmatch(short):
+            kept[short] = leaf
     tensors: dict[str, Leaf] = {}
     for name, leaf in kept.items():
-        number = _NUMBER.search(name)
-        found = _NAMES.get(name) or _NAMES.get(_NUMBER.sub(r"\1_#", name, count=1))
-        if found is None:
+        released_name = _released_name(name)
+        # A variable that is not read could be one that changes the model's losses.
+        if released_name is None:
             raise UserError(
                 f"{prefix}: variable {root}{name} is not in the TensorFlow release's Transformer-XL"
             )
-        tensors[found.replace("#", number[2]) if number else found] = leaf
+        tensors[released_name] = leaf
+
+    cluster_sizes = _cluster_sizes(kept)
+    if "adaptive_embed/lookup_table" in kept and len(cluster_sizes) > 1:
+        tensors = _with_one_bias(tensors, cluster_sizes)
+    tensors = _with_identities(tensors)
+
+    facts: dict[str, Any] = {
+        "pre_lnorm": False,
+        "cutoffs": list(itertools.accumulate(cluster_sizes[:-1])),
+    }
+    if _FIRST_INPUT_PROJECTION in tensors:
+        # Without variables by cluster, there is one cluster.
+        clusters = range(max(len(cluster_sizes), 1))
+        facts["tie_projs"] = [f"crit.out_projs.{c}" not in tensors for c in clusters]
+    num_omitted = len(variables) - len(kept)
+    note = f"{num_omitted} variables of the optimizer and of averages were omitted"
+    return ReleasedModel(tensors, facts, note)
+
+
+def _released_name(name: str) -> str | None:
+    """Returns the PyTorch release's name of a variable, or None if the variable is unknown."""
+    number = _NUMBER.search(name)
+    # Some names of the first cluster are written out.
+    released_name = _NAMES.get(name)
+    if released_name is None:
+        released_name = _NAMES.get(_NUMBER.sub(r"\1_#", name, count=1))
+    if released_name is None or number is None:
+        return released_name
+    return released_name.replace("#", number[2])
+
+
+def _cluster_sizes(variables: Mapping[str, Leaf]) -> list[int]:
+    """Returns the numbers of tokens of clusters that have a bias of their own."""
     sizes: list[int] = []
-    while (bias := f"adaptive_softmax/cutoff_{len(sizes)}/b") in kept:
-        sizes.append(math.prod(kept[bias].shape))
-    if "adaptive_embed/lookup_table" in kept and len(sizes) > 1:
-        # The PyTorch release has one bias if there is one table.
-        biases = [tensors.pop(f"crit.out_layers.{c}.bias") for c in range(len(sizes))]
-        tensors["crit.out_layers.0.bias"] = Leaf(
-            (sum(sizes),),
-            biases[0].dtype,
-            lambda index: np.concatenate([bias.read() for bias in biases])[index],
-        )
-    table, second = (tensors.get(f"word_emb.emb_layers.{c}.weight") for c in range(2))
-    # If only the other clusters have projections, the first is as wide as the model.
-    if second and table and len(table.shape) == 2 and "word_emb.emb_projs.0" not in tensors:
-        identity = leaf_of(np.eye(table.shape[1], dtype=np.float32))
-        tensors = {"word_emb.emb_projs.0": identity, "crit.out_projs.0": identity} | tensors
-    facts: dict[str, Any] = {"pre_lnorm": False, "cutoffs": list(itertools.accumulate(sizes[:-1]))}
-    if "word_emb.emb_projs.0" in tensors:
-        facts["tie_projs"] = [
-            f"crit.out_projs.{c}" not in tensors for c in range(max(len(sizes), 1))
-        ]
-    return (
-        tensors,
-        facts,
-        f"{len(variables) - len(kept)} variables of the optimizer and of averages were omitted",
-    )
+    while (bias := variables.get(f"adaptive_softmax/cutoff_{len(sizes)}/b")) is not None:
+        sizes.append(math.prod(bias.shape))
+    return sizes
+
+
+def _with_one_bias(tensors: dict[str, Leaf], cluster_sizes: list[int]) -> dict[str, Leaf]:
+    """Returns the tensors with one bias, as the PyTorch release has if all clusters have one table.
+
+    Args:
+      tensors: Tensors by the PyTorch release's names, with a bias per cluster.
+      cluster_sizes: Number of tokens of each cluster.
+    """
+    others = dict(tensors)
+    biases = [others.pop(f"crit.out_layers.{c}.bias") for c in range(len(cluster_sizes))]
+
+    def part(index: Any) -> np.ndarray:
+        return np.concatenate([bias.read() for bias in biases])[index]
+
+    bias = Leaf((sum(cluster_sizes),), biases[0].dtype, part)
+    return others | {"crit.out_layers.0.bias": bias}
+
+
+def _with_identities(tensors: dict[str, Leaf]) -> dict[str, Leaf]:
+    """Returns the tensors with identities as the first cluster's projections, if it has none.
+
+    This is so if only the other clusters have projections: the first is as wide as the model.
+    """
+    table = tensors.get("word_emb.emb_layers.0.weight")
+    has_clusters = "word_emb.emb_layers.1.weight" in tensors
+    if _FIRST_INPUT_PROJECTION in tensors or table is None or not has_clusters:
+        return tensors
+    # A table of another rank is an error that is found with the sizes.
+    if len(table.shape) != 2:
+        return tensors
+    identity = leaf_of(np.eye(table.shape[1], dtype=np.float32))
+    return {_FIRST_INPUT_PROJECTION: identity, _FIRST_OUTPUT_PROJECTION: identity} | tensors
 
 
 def _root_of(names: Iterable[str]) -> str:
@@ -118,7 +179,7 @@ def _root_of(names: Iterable[str]) -> str:
     """
     for name in names:
         outer, scope, _ = name.partition(f"{_ROOT}{_MARK}")
-        if scope and (not outer or outer.endswith("/")) and not _LEFT_OUT.fullmatch(name):
+        if scope and (not outer or outer.endswith("/")) and not _OMITTED.fullmatch(name):
             return f"{outer}{_ROOT}"
     return _ROOT
 
@@ -132,34 +193,44 @@ def _open(prefix: Path) -> dict[str, Leaf]:
     with rephrased(missing, ImportError):
         import tensorflow
 
+    # TensorFlow checks the index and each tensor by checksums, and raises one of these for bytes
+    # that changed or are missing.
     damaged = f"{prefix} is a corrupted or incomplete checkpoint (%s). Download it again."
     reading = functools.partial(
         rephrased, damaged, tensorflow.errors.OpError, ValueError, RuntimeError
     )
 
     def leaf(name: str) -> Leaf:
-        shape, dtype = tuple(shapes[name]), np.dtype(dtypes[name].as_numpy_dtype)
-        transposed = name.endswith(("/kernel", "/proj", "/proj_W"))
+        shape = tuple(shapes[name])
+        dtype = np.dtype(dtypes[name].as_numpy_dtype)
+        is_transposed = name.endswith(_TRANSPOSED)
 
         def part(index: Any) -> np.ndarray:
             with reading():
                 array = np.asarray(reader.get_tensor(name))
-            return (array.T if transposed else array)[index]
+            if is_transposed:
+                array = array.T
+            return array[index]
 
-        return Leaf(shape[::-1] if transposed else shape, dtype, part)
+        return Leaf(shape[::-1] if is_transposed else shape, dtype, part)
 
     with reading():
         reader: Any = tensorflow.train.load_checkpoint(str(prefix))
-        shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+        shapes = reader.get_variable_to_shape_map()
+        dtypes = reader.get_variable_to_dtype_map()
     return {name: leaf(name) for name in sorted(shapes)}
 
 
 def find(path: Path) -> Path | None:
-    """Returns a checkpoint's prefix, or None if there is none.
+    """Returns a checkpoint's prefix, or None if there is no checkpoint.
 
-    `path` is the prefix, any of the checkpoint's files, or a directory with one, itself or in its
-    "model". The file `checkpoint`, and a directory with several, stand for the last step. Raises
-    `UserError` if the index is missing.
+    Args:
+      path: The prefix, any of the checkpoint's files, or a directory with a checkpoint, itself or
+        in its "model". The file `checkpoint`, and a directory with several, stand for the last
+        step.
+
+    Raises:
+      UserError: If the index is missing.
     """
     if path.is_dir():
         return _latest_in(path)
@@ -171,6 +242,7 @@ def find(path: Path) -> Path | None:
     prefix = path.with_name(name)
     if prefix.with_name(prefix.name + _INDEX).is_file():
         return prefix
+    # Files with the numbers of a checkpoint do not say what the numbers are.
     if prefix != path and path.is_file():
         raise UserError(
             f"{prefix}{_INDEX} is missing. A checkpoint of TensorFlow consists of .index and "
@@ -180,21 +252,31 @@ def find(path: Path) -> Path | None:
 
 
 def _latest_in(folder: Path) -> Path | None:
-    found = [
+    """Returns the prefix of the last step in a directory, or None if it has no checkpoint."""
+    prefixes = [
         file.name.removesuffix(_INDEX) for file in folder.iterdir() if file.name.endswith(_INDEX)
     ]
-    if found:
-        return folder / max(
-            found, key=lambda name: (max(map(int, _STEP.findall(name)), default=-1), name)
-        )
-    inner = folder / "model"  # As published.
-    return _latest_in(inner) if folder.name != "model" and inner.is_dir() else None
+    if prefixes:
+        return folder / max(prefixes, key=_step_and_name)
+    # The release's archives have the checkpoint in the directory "model".
+    inner = folder / "model"
+    if folder.name != "model" and inner.is_dir():
+        return _latest_in(inner)
+    return None
+
+
+def _step_and_name(prefix: str) -> tuple[int, str]:
+    """Returns the step of a prefix, or -1 without a step, and the prefix."""
+    step = _STEP.search(prefix)
+    return (int(step[1]) if step else -1, prefix)
 
 
 def lengths(dataset: Any) -> dict[str, Any]:
     """Returns the published evaluation lengths of a corpus by the release's names.
 
-    The result is empty if the corpus is unknown.
+    Args:
+      dataset: The corpus in corpus-info.json, which may be anything. The result is empty if it is
+        unknown.
     """
     if str(dataset) not in _LENGTHS:
         return {}

@@ -1,15 +1,14 @@
 """Finds the files at a path that are weights of another implementation, and their kind.
 
-Files are recognized by their first bytes.
-
-A name only decides between several files, and where a format has no mark of its own: a checkpoint
-of TensorFlow is several files with one prefix.
+Files are recognized by their first bytes. A name only decides between several files, and for a
+format whose files do not begin with a mark: a checkpoint of TensorFlow is several files with one
+prefix.
 """
 
 import enum
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from txl_jax.interop import foreign_vocabulary, tensorflow
 from txl_jax.runtime import storage
 
 
-class Kind(enum.StrEnum):
+class FileKind(enum.StrEnum):
     """Formats of weights that are read."""
 
     SAFETENSORS = "safetensors"
@@ -29,10 +28,11 @@ class Kind(enum.StrEnum):
 class WeightFiles(NamedTuple):
     """Weights at a path."""
 
-    kind: Kind
-    # The file, the index of several files, or TensorFlow's prefix: what messages name.
+    # All of the files have this kind.
+    kind: FileKind
+    # The file, the index of several files, or TensorFlow's prefix. Messages name it.
     path: Path
-    # Files with tensors, each with the names to read, or None for all.
+    # Files with tensors, each with the names to read, or None for all. Empty for TensorFlow.
     parts: Mapping[Path, frozenset[str] | None]
 
 
@@ -59,83 +59,115 @@ _OTHERS = (
     "scaler.pt",
     "rng_state.pth",
 )
-# What files of weights in other formats begin with, or end their names with.
+# First bytes, and suffixes, of files of weights in formats that are not read.
 _OTHER_MAGIC = {b"\x89HDF\r\n\x1a\n": "HDF5 (Keras, TensorFlow)", b"GGUF": "GGUF"}
 _OTHER_SUFFIXES = {".h5": "HDF5 (Keras, TensorFlow)", ".msgpack": "msgpack (Flax)", ".gguf": "GGUF"}
-_POINTER = b"version https://git-lfs"  # What Git has in place of a large file.
+# First bytes of the file that Git has instead of a large one.
+_POINTER = b"version https://git-lfs"
 _INDEX = ".index.json"
-# A file of a model that is split.
+# A name of a file of a model that is split: the stem, the file's number, how many files there are,
+# and the suffix.
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
 # The number that old files of torch.save begin with.
 _TORCH_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_ZIP_MAGIC = b"PK\x03\x04"
+# First bytes of pickles from protocol 2 on.
+_PICKLE_MAGIC = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+# A safetensors file begins with the length of its header, which is a JSON object.
+_HEADER_LENGTH = struct.Struct("<Q")
+# A zip archive begins with a header of this many bytes, which ends with the length of the first
+# name and of an extra field. The name follows.
+_ZIP_HEADER_SIZE = 30
+_ZIP_NAME_LENGTH = struct.Struct("<26xH")
 _FIRST_BYTES = 512
-_MAX_FILES = 1000  # Of a directory that are opened.
+_MAX_FILES = 1000  # Files of a directory that are opened.
 _SHOWN = 5  # Names in an error.
 
 
 def find(path: Path) -> WeightFiles | None:
-    """Returns the weights at a path.
+    """Returns the weights at a path, or None if there are none.
 
-    The weights are a file, a directory, or a TensorFlow checkpoint by any of its names.
+    Args:
+      path: A file, a directory, or a TensorFlow checkpoint by any of its names.
 
-    Returns None if there are none. Raises `UserError` if weights are there that cannot be read,
-    parts of them are missing, or it is unclear which file is meant.
+    Raises:
+      UserError: If weights are there that cannot be read, parts of them are missing, or it is
+        unclear which file is meant.
     """
     if path.is_dir():
         return _find_in(path)
-    if path.is_file() and (found := _open(path, is_sure=True)):
-        return found
-    if prefix := tensorflow.find(path):
-        return WeightFiles(Kind.TENSORFLOW, prefix, {})
     if path.is_file():
-        _refuse_unreadable(path, is_sure=path.suffix in SUFFIXES)
+        weights = _open(path, is_sure=True)
+        if weights:
+            return weights
+    prefix = tensorflow.find(path)
+    if prefix:
+        return WeightFiles(FileKind.TENSORFLOW, prefix, parts={})
+    if path.is_file():
+        _check_readable(path, is_sure=path.suffix in SUFFIXES)
     return None
 
 
 def _find_in(folder: Path) -> WeightFiles | None:
     """Returns a directory's weights."""
     for name in NAMES:
-        if (folder / name).is_file() and (found := _open(folder / name, is_sure=True)):
-            return found
-    names = [
-        name for name in storage.names(folder) if name not in (*foreign_vocabulary.NAMES, *_OTHERS)
-    ]
-    names.sort(key=lambda name: not name.endswith(SUFFIXES))  # The likely ones come first.
+        if (folder / name).is_file():
+            weights = _open(folder / name, is_sure=True)
+            if weights:
+                return weights
+
+    # Without a usual name, each file is opened. Those with a usual suffix come first, as only a
+    # thousand files of a directory are opened.
+    others = (*foreign_vocabulary.NAMES, *_OTHERS)
+    names = [name for name in storage.names(folder) if name not in others]
+    names.sort(key=lambda name: not name.endswith(SUFFIXES))
     files = [folder / name for name in names[:_MAX_FILES] if (folder / name).is_file()]
-    whole = {found.path: found for file in files if (found := _open(file, is_sure=False))}
-    if len(whole) == 1:
-        return next(iter(whole.values()))
-    if whole:
-        some = _some(path.name for path in whole)
-        raise UserError(
-            f"{folder} has several files of weights: {some}. Pass the path of one of them."
-        )
-    if prefix := tensorflow.find(folder):
-        return WeightFiles(Kind.TENSORFLOW, prefix, {})
+    weights_by_path: dict[Path, WeightFiles] = {}
     for file in files:
-        _refuse_unreadable(file, is_sure=file.name in NAMES)
+        weights = _open(file, is_sure=False)
+        if weights:
+            # The files of a split model are one model, with the path of its index or first file.
+            weights_by_path[weights.path] = weights
+    if len(weights_by_path) == 1:
+        return next(iter(weights_by_path.values()))
+    # Any of them may be an average, an older step, or another model.
+    if weights_by_path:
+        names = [path.name for path in weights_by_path]
+        raise UserError(
+            f"{folder} has several files of weights: {_first(names)}. Pass the path of one of them."
+        )
+
+    prefix = tensorflow.find(folder)
+    if prefix:
+        return WeightFiles(FileKind.TENSORFLOW, prefix, parts={})
+    for file in files:
+        _check_readable(file, is_sure=file.name in NAMES)
     return None
 
 
-def _refuse_unreadable(path: Path, *, is_sure: bool) -> None:
+def _check_readable(path: Path, *, is_sure: bool) -> None:
     """Raises `UserError` for a file of weights that is not read.
 
-    `is_sure` says that it should be one that is.
+    Args:
+      path: A regular file that is not weights of a known kind.
+      is_sure: Whether its name is one of weights, so that it must be corrupted.
     """
     begin = _begin(path)
+    # A clone without Git LFS has pointers of a hundred bytes.
     if begin.startswith(_POINTER) and path.suffix in (*SUFFIXES, *_OTHER_SUFFIXES):
         raise UserError(
             f"{path} is a pointer of Git LFS, not the file itself. Download it with `git lfs pull`."
         )
-    other = next(
-        (format for magic, format in _OTHER_MAGIC.items() if begin.startswith(magic)), None
-    )
-    if (path.suffix in SUFFIXES and other) or path.suffix in _OTHER_SUFFIXES:
+    # Weights of Keras, Flax or llama.cpp, which other programs take by the same names.
+    formats = [format for magic, format in _OTHER_MAGIC.items() if begin.startswith(magic)]
+    if path.suffix in _OTHER_SUFFIXES:
+        formats.append(_OTHER_SUFFIXES[path.suffix])
+    if formats and path.suffix in (*SUFFIXES, *_OTHER_SUFFIXES):
         raise UserError(
-            f"{path} has weights in the format {other or _OTHER_SUFFIXES[path.suffix]}, which is "
-            "not read. Save them as safetensors or by torch.save, under the names "
-            "of PyTorch's class."
+            f"{path} has weights in the format {formats[0]}, which is not read. "
+            "Save them as safetensors or by torch.save, under the names of PyTorch's class."
         )
+    # A download that ended early or is an error page.
     if is_sure:
         raise UserError(_corrupted(path))
 
@@ -160,92 +192,109 @@ def _open(path: Path, *, is_sure: bool) -> WeightFiles | None:
     return WeightFiles(kind, path, {path: None})
 
 
-def kind_of(path: Path) -> Kind | None:
+def kind_of(path: Path) -> FileKind | None:
     """Returns a weights file's format by its first bytes, or None if the format is unsupported."""
     begin = _begin(path)
-    if begin.startswith(b"PK\x03\x04"):
-        return (
-            Kind.TORCH
-            if _first_entry(begin).endswith(b"/data.pkl") or path.suffix in SUFFIXES
-            else None
-        )
-    if begin[:1] == b"\x80" and begin[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
-        return Kind.TORCH
-    if begin[8:9] == b"{" and struct.unpack("<Q", begin[:8])[0] <= path.stat().st_size - 8:
-        return Kind.SAFETENSORS
+    if begin.startswith(_ZIP_MAGIC):
+        # Other programs write zip archives too, such as spreadsheets and numpy's.
+        if _first_entry(begin).endswith(b"/data.pkl") or path.suffix in SUFFIXES:
+            return FileKind.TORCH
+        return None
+    if begin.startswith(_PICKLE_MAGIC):
+        return FileKind.TORCH
+    # Bytes that happen to have a brace there would give a header longer than the file.
+    if begin[_HEADER_LENGTH.size :].startswith(b"{"):
+        (header_length,) = _HEADER_LENGTH.unpack_from(begin)
+        if header_length <= path.stat().st_size - _HEADER_LENGTH.size:
+            return FileKind.SAFETENSORS
     return None
 
 
 def _begin(path: Path) -> bytes:
     """Returns the first bytes of a regular file."""
-    with (
-        rephrased(f"{path} cannot be read (%s). Check the path.", OSError),
-        open(path, "rb") as file,
-    ):
+    unreadable = f"{path} cannot be read (%s). Check the path."
+    with rephrased(unreadable, OSError), open(path, "rb") as file:
         return file.read(_FIRST_BYTES)
 
 
 def _is_certain(path: Path) -> bool:
     """Returns whether a file of a known kind has a name of weights, or begins like nothing else."""
+    if path.suffix in SUFFIXES:
+        return True
+    # Only old files of torch.save begin with their number. Other pickles may have any content.
     begin = _begin(path)
-    # Other pickles may have any content.
-    return path.suffix in SUFFIXES or begin[:1] != b"\x80" or begin[2:].startswith(_TORCH_MAGIC)
+    is_pickle = begin.startswith(b"\x80")
+    return not is_pickle or begin[2:].startswith(_TORCH_MAGIC)
 
 
 def _first_entry(begin: bytes) -> bytes:
     """Returns the name of the first file in a zip archive, given only the archive's beginning."""
-    if len(begin) < 30:
+    # A file may end within its header.
+    if len(begin) < _ZIP_HEADER_SIZE:
         return b""
-    (length,) = struct.unpack("<H", begin[26:28])
-    return begin[30 : 30 + length]
+    (length,) = _ZIP_NAME_LENGTH.unpack_from(begin)
+    return begin[_ZIP_HEADER_SIZE : _ZIP_HEADER_SIZE + length]
 
 
 def _of_index(path: Path) -> WeightFiles:
     """Returns the files that an index lists: {"weight_map": {tensor: file}}, next to it."""
     damaged = f"{path} is not an index of weights (%s). Copy or download it again."
     with rephrased(damaged, OSError, ValueError, LookupError, TypeError, AttributeError):
-        names: dict[str, set[str]] = {}
-        # No name leads out of the directory.
+        names_by_file: dict[str, set[str]] = {}
         for tensor, file in storage.read_json(path)["weight_map"].items():
+            # A path such as ../../other.bin, or /etc/passwd, leads out of the directory.
             if Path(file).name != file or file in ("", ".", ".."):
                 raise ValueError(f"it names {file!r:.100}, which is not a file next to it")
-            names.setdefault(file, set()).add(tensor)
-    parts = {path.with_name(file): frozenset(tensors) for file, tensors in names.items()}
+            names_by_file.setdefault(file, set()).add(tensor)
+    parts = {path.with_name(file): frozenset(names) for file, names in names_by_file.items()}
     return _of_files(path, parts)
 
 
 def _of_parts(path: Path, part: re.Match[str]) -> WeightFiles | None:
     """Returns the files of a split model from one of their names.
 
-    An example of such a name is model-00001-of-00003.safetensors.
+    Args:
+      path: A regular file, such as model-00001-of-00003.safetensors.
+      part: The match of its name.
     """
-    if kind_of(path) is None:  # Texts and ids are split too.
+    # Texts and files of ids are split too.
+    if kind_of(path) is None:
         return None
-    name, _, count, suffix = part.groups()
-    for index in (f"{name}{suffix}{_INDEX}", f"{name}{_INDEX}"):
+    stem, _, count, suffix = part.groups()
+    for index in (f"{stem}{suffix}{_INDEX}", f"{stem}{_INDEX}"):
         if path.with_name(index).is_file():
             return _of_index(path.with_name(index))
-    files = [
-        path.with_name(f"{name}-{number:05}-of-{count}{suffix}")
-        for number in range(1, int(count) + 1)
-    ]
     if suffix not in SUFFIXES:
         return None
+    numbers = range(1, int(count) + 1)
+    files = [path.with_name(f"{stem}-{number:05}-of-{count}{suffix}") for number in numbers]
     return _of_files(files[0] if files else path, dict.fromkeys(files))
 
 
 def _of_files(path: Path, parts: Mapping[Path, Any]) -> WeightFiles:
+    """Returns a split model, after checking that all of its files are there.
+
+    Args:
+      path: The index, or the first file.
+      parts: The files, each with the names to read, or None for all.
+
+    Raises:
+      UserError: If a file is missing, or is not weights.
+    """
+    # A download may have stopped before the last file, and an index may list none.
     missing = [part.name for part in parts if not part.is_file()]
     if missing or not parts:
         raise UserError(
-            f"{path}: the model has {len(parts)} files, of which {_some(missing)} are missing. "
+            f"{path}: the model has {len(parts)} files, of which {_first(missing)} are missing. "
             "Get them too."
         )
-    kinds = {part: kind_of(part) for part in parts}
-    for part, kind in kinds.items():
+    kinds: list[FileKind] = []
+    for part in parts:
+        kind = kind_of(part)
         if kind is None:
             raise UserError(_corrupted(part))
-    return WeightFiles(next(iter(kinds.values())) or Kind.TORCH, path, parts)
+        kinds.append(kind)
+    return WeightFiles(kinds[0], path, parts)
 
 
 def _corrupted(path: Path) -> str:
@@ -255,7 +304,9 @@ def _corrupted(path: Path) -> str:
     )
 
 
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+def _first(names: list[str]) -> str:
+    """Returns the first names, and how many more there are."""
+    shown = ", ".join(names[:_SHOWN])
+    if len(names) <= _SHOWN:
+        return shown
+    return f"{shown} and {len(names) - _SHOWN} more"
