@@ -15,7 +15,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,10 @@ from txl_jax.runtime.storage import as_path, check_new_folder, new_folder, size
 from txl_jax.sharding.mesh import make_mesh
 from txl_jax.version import __version__
 
-_CALLS = 3  # Calls of each function when the exported files are compared with the model.
+# Calls of each function when the exported files are compared with the model.
+_CALLS = 3
+# Largest difference, relative for values above 1. In dtypes below float32 it is a rounding.
+_TOLERANCE = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +57,9 @@ class Plan(cli.StoredTypes):
 
 
 def run(plan: Plan, _job: cli.Job) -> None:
-    """Writes a model's scoring and generation step, and verifies what was written.
+    """Writes a model's functions for scoring and generation, and verifies what was written.
 
-    Both steps are read back and compared with the model.
+    The functions are read back and compared with the model.
     """
     if importlib.util.find_spec("flatbuffers") is None:
         raise MissingPackageError(
@@ -64,23 +67,24 @@ def run(plan: Plan, _job: cli.Job) -> None:
         )
     target = as_path(plan.to)
     check_new_folder(target)
-    found = open_weights(
+    trained = open_weights(
         plan.from_,
         member=plan.ensemble_member,
         weight_dtype=plan.weight_dtype,
         cache_dtype=plan.cache_dtype,
     )
-    if f"{target}/".startswith(f"{found.path}/"):
+    if f"{target}/".startswith(f"{trained.path}/"):
         raise UserError(
-            f"--to={target} must be outside of --from={found.path}. Choose another directory."
+            f"--to={target} must be outside of --from={trained.path}. Choose another directory."
         )
-    built = _on_one_device(found.config, found.vocabulary, plan.rows)
-    step, params = found.params(built, log=say)
-    say(f"from      {found.description}, step {step:,}")
+    built = _on_one_device(trained.config, trained.vocabulary, plan.rows)
+    step, params = trained.params(built, log=say)
+    say(f"from      {trained.description}, step {step:,}")
     model = _functions_of(built, params)
+
     lengths = built.config.eval
     metadata = {
-        "description": found.description.partition(", ")[2],
+        "description": trained.description.partition(", ")[2],
         "step": step,
         "versions": {
             "txl_jax": __version__,
@@ -92,12 +96,10 @@ def run(plan: Plan, _job: cli.Job) -> None:
         "mem_len": lengths.mem_len,
     }
     with new_folder(target) as folder:
-        exported.write(folder, model, found.vocabulary, metadata)
-        difference = _verify(folder, model, found.vocabulary.size)
-        print(
-            f"written   {', '.join(model.functions)}: "
-            f"{sum(map(size, folder.iterdir())) / 1e6:,.1f} MB"
-        )
+        exported.write(folder, model, trained.vocabulary, metadata)
+        difference = _verify(folder, model, trained.vocabulary.size)
+        megabytes = sum(map(size, folder.iterdir())) / 1e6
+        print(f"written   {', '.join(model.functions)}: {megabytes:,.1f} MB")
     print(f"verified  read back, maximum difference {difference:.1g} on {jax.default_backend()}")
     print(f"to        {target}, for {', '.join(exported.PLATFORMS)}")
 
@@ -107,21 +109,24 @@ def _on_one_device(config: ExperimentConfig, vocabulary: Vocabulary, rows: int) 
 
     Kernels would belong to one platform.
     """
-    changes: dict[str, Any] = {
-        "eval.batch_size": rows,
-        "eval.stride": None,
-        "eval.warmup_tokens": 0,
-    }
-    changes |= {"mesh": MeshConfig(data=1), "model.attention": "reference"}
-    config = config_tree.replace(config, changes)
+    config = config_tree.replace(
+        config,
+        {
+            "eval.batch_size": rows,
+            "eval.stride": None,
+            "eval.warmup_tokens": 0,
+            "mesh": MeshConfig(data=1),
+            "model.attention": "reference",
+        },
+    )
     return build_for(config, vocabulary, mesh=make_mesh(config.mesh, jax.devices()[:1]))
 
 
 def _functions_of(built: Built, params: Any) -> Functions:
     """Returns the model's functions, without a generation step if the model does not generate."""
-    generates = True
     try:
         check_can_generate(built.config)
+        generates = True
     except UserError as error:
         print(f"note      scoring only: {error}")
         generates = False
@@ -132,48 +137,80 @@ def _functions_of(built: Built, params: Any) -> Functions:
 def _verify(folder: Path, model: Functions, vocab_size: int) -> float:
     """Returns the exported functions' maximum difference from the model, on this machine's device.
 
-    Raises `CheckpointError` if it is above 1e-6, relative for values above 1 (below float32, above
-    a rounding).
+    Raises:
+      CheckpointError: If it is above 1e-6, relative for values above 1 (below float32, above a
+        rounding).
     """
-    _, weights, functions = exported.read(folder)
+    read_back = exported.read(folder)
     largest = 0.0
     for name, function in model.functions.items():
         expected = _results(function.call, function, model.weights, model.memory, vocab_size)
-        found = _results(functions[name].call, function, weights, model.memory, vocab_size)
-        for (path, one), other in zip(
-            jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True
+        actual = _results(
+            read_back.functions[name].call, function, read_back.weights, model.memory, vocab_size
+        )
+        paths = [path for path, _ in jax.tree.leaves_with_path(expected)]
+        for path, expected_array, actual_array in zip(
+            paths, jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True
         ):
-            is_float = jnp.issubdtype(one.dtype, jnp.floating)
-            rounding = max(1e-6, float(jnp.finfo(one.dtype).eps)) if is_float else 0.0
-            one, other = one.astype(np.float64), other.astype(np.float64)
-            difference = np.abs(one - other).max(initial=0)
-            if not difference <= rounding * np.abs(one).max(initial=1):
-                what = jax.tree_util.keystr(path, simple=True, separator=" ")
-                different = (
-                    f"the {what} of the exported {name} differs from the model's by "
-                    f"{difference:.3g}"
+            difference = _difference(expected_array, actual_array)
+            if not difference.is_rounding:
+                result = jax.tree_util.keystr(path, simple=True, separator=" ")
+                raise CheckpointError(
+                    f"the {result} of the exported {name} differs from the model's by "
+                    f"{difference.maximum:.3g}. Nothing was written."
                 )
-                raise CheckpointError(f"{different}. Nothing was written.")
-            largest = max(largest, float(difference))
+            largest = max(largest, difference.maximum)
     return largest
+
+
+class _Difference(NamedTuple):
+    """How much an array differs from the expected one."""
+
+    maximum: float
+    is_rounding: bool  # Whether it is below the tolerance. False for nan.
+
+
+def _difference(expected: np.ndarray, actual: np.ndarray) -> _Difference:
+    tolerance = 0.0  # Tokens must be equal.
+    if jnp.issubdtype(expected.dtype, jnp.floating):
+        tolerance = max(_TOLERANCE, float(jnp.finfo(expected.dtype).eps))
+    expected = expected.astype(np.float64)
+    actual = actual.astype(np.float64)
+    maximum = float(np.abs(expected - actual).max(initial=0))
+    scale = float(np.abs(expected).max(initial=1))
+    return _Difference(maximum, is_rounding=maximum <= tolerance * scale)
 
 
 def _results(
     call: Callable[..., Any], function: Function, weights: Arrays, memory: Arrays, vocab_size: int
 ) -> list[Any]:
-    """Calls a function with random tokens, starting from an empty memory. Returns all results."""
-    rng, call = np.random.default_rng(0), jax.jit(call)
+    """Calls a function with random tokens, starting from an empty memory.
+
+    Args:
+      call: The function of the model, or the exported one.
+      function: Its arguments and results.
+      weights: Arrays by name.
+      memory: Shapes and dtypes of the memory by name.
+      vocab_size: Number of tokens.
+
+    Returns:
+      The results by name, and the memory, of each call.
+    """
+    generator = np.random.default_rng(0)
+    compiled = jax.jit(call)
     state: Any = {name: np.zeros(array.shape, array.dtype) for name, array in memory.items()}
-    placed, results = jax.device_put(weights), []
+    placed_weights = jax.device_put(weights)
+    calls: list[Any] = []
     for number in range(_CALLS):
-        arguments = {
-            name: rng.integers(vocab_size, size=array.shape).astype(array.dtype)
-            for name, array in function.arguments.items()
-        }
+        arguments = {}
+        for name, array in function.arguments.items():
+            integers = generator.integers(vocab_size, size=array.shape)
+            arguments[name] = integers.astype(array.dtype)
+        # Only the first call starts from an empty memory.
         arguments["reset"] = np.full_like(arguments["reset"], number == 0)
-        *found, state = call(placed, state, *arguments.values())
-        results.append((dict(zip(function.results, found, strict=True)), state))
-    return jax.device_get(results)
+        *results, state = compiled(placed_weights, state, *arguments.values())
+        calls.append((dict(zip(function.results, results, strict=True)), state))
+    return jax.device_get(calls)
 
 
 if __name__ == "__main__":

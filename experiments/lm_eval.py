@@ -52,7 +52,7 @@ class Plan(cli.Plan):
 
 
 def run(plan: Plan, _job: cli.Job) -> None:
-    """Runs the tasks."""
+    """Runs the tasks and prints the harness's tables."""
     if storage.is_remote(plan.include_path or ""):
         raise UserError(f"--include_path must be a local directory, got {plan.include_path}")
     with rephrased("the harness is not installed (%s). Run pip install '.[lm-eval]'.", ImportError):
@@ -64,18 +64,23 @@ def run(plan: Plan, _job: cli.Job) -> None:
     model = HarnessModel(
         plan.model_path, member=plan.ensemble_member, batch_size=plan.batch_size, first=plan.first
     )
+
     manager = TaskManager(include_path=plan.include_path)
-    unknown = [
-        name
-        for name in plan.tasks
-        if name not in manager.all_tasks and not name.endswith((".yaml", ".yml"))
-    ]
+    unknown = []
+    for name in plan.tasks:
+        is_file = name.endswith((".yaml", ".yml"))
+        if not is_file and name not in manager.all_tasks:
+            unknown.append(name)
     if unknown:
         raise UserError(
             f"unknown tasks: {', '.join(unknown)}. Use the harness's names, or "
             "--include_path=DIRECTORY."
         )
-    limit = int(plan.limit) if plan.limit and plan.limit >= 1 else plan.limit
+
+    # The harness takes a float for a fraction of the documents, and an integer for their number.
+    limit = plan.limit
+    if limit is not None and limit >= 1:
+        limit = int(limit)
     results = simple_evaluate(
         model,
         tasks=list(plan.tasks),
@@ -85,14 +90,16 @@ def run(plan: Plan, _job: cli.Job) -> None:
         log_samples=False,
     )
     assert results is not None  # It is None only in other processes than the first.
+
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))
     if plan.output:
-        results = {
-            name: value for name, value in results.items() if name not in ("samples", "config")
-        }
-        storage.write(plan.output, (json.dumps(results, indent=2, default=str) + "\n").encode())
+        # The texts of the tasks are long, and the model in the settings is no JSON.
+        omitted = ("samples", "config")
+        scores = {name: value for name, value in results.items() if name not in omitted}
+        content = json.dumps(scores, indent=2, default=str) + "\n"
+        storage.write(plan.output, content.encode())
         print(f"results   {plan.output}")
 
 

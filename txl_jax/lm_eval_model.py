@@ -16,7 +16,7 @@ share one encoding.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
@@ -28,16 +28,38 @@ from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
 from txl_jax.trained_model import load
 
+# Settings of a task's request for text that have a meaning here.
 _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "seed"}
+_DEFAULT_BATCH_SIZE = 8
+# Characters at the end of a context in an error.
+_SHOWN_CONTEXT = 40
+
+
+class _Generation(NamedTuple):
+    """How the text of a request is generated. Requests with equal ones are generated together."""
+
+    settings: GenerateConfig
+    stop: tuple[str, ...]  # Strings that end the text.
 
 
 @register_model("txl_jax")
 class HarnessModel(LM):
-    """A trained model, as `txl_jax.load` takes it, as the harness calls it.
+    """A trained model with the methods that the harness calls.
 
-    The batch size "auto" means `max_batch_size`, or 8. `device` must be None, because JAX chooses
-    it. `first` is the text of the token before a document and before a continuation without
-    context, or None for `Vocabulary.start`. `max_gen_toks` is for tasks that do not specify it.
+    Args:
+      path: A run's workdir or a portable checkpoint, as for `txl_jax.load`.
+      member: Name of the ensemble member, if the run is an ensemble.
+      batch_size: Documents that are scored or continued together. "auto" means `max_batch_size`, or
+        8.
+      max_batch_size: The batch size if `batch_size` is "auto".
+      device: Must be None, because JAX chooses the device.
+      first: Text of the token before a document and before a continuation without context, or None
+        for `Vocabulary.start`.
+      max_gen_toks: Maximum number of tokens of a text, for tasks that do not specify it.
+
+    Raises:
+      UserError: If the model cannot be read, an argument is not valid, or more than one process is
+        running.
     """
 
     def __init__(
@@ -45,7 +67,7 @@ class HarnessModel(LM):
         path: str,
         *,
         member: str | None = None,
-        batch_size: int | str = 8,
+        batch_size: int | str = _DEFAULT_BATCH_SIZE,
         max_batch_size: int | None = None,
         device: str | None = None,
         first: str | None = None,
@@ -61,79 +83,106 @@ class HarnessModel(LM):
                 f"device must be None, got {device!r}. Choose one with JAX_PLATFORMS=cpu or cuda."
             )
         if str(batch_size).startswith("auto"):
-            batch_size = max_batch_size or 8
+            batch_size = max_batch_size or _DEFAULT_BATCH_SIZE
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise UserError(f"batch_size must be auto or at least 1, got {batch_size!r}")
         self.model = load(path, member=member)
         self._batch_size = int(batch_size)
         self._max_gen_toks = max_gen_toks
+
         vocabulary = self.model.vocabulary
-        self._first = int(
-            (vocabulary.start if first is None else encode.one_token(vocabulary, first))[0]
-        )
+        first_tokens = vocabulary.start
+        if first is not None:
+            first_tokens = encode.one_token(vocabulary, first)
+        self._first = int(first_tokens[0])
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Returns (log-likelihood in nats, is greedy) of each continuation after its context.
 
-        Raises `UserError` for an empty continuation, which is certain and so would win every
-        comparison.
+        Raises:
+          UserError: If a continuation is empty. It is certain, and so would win every comparison.
         """
         pairs = [request.args for request in requests]
         for context, continuation in pairs:
             if not continuation:
                 raise UserError(
-                    f"a task's continuation must not be empty, got '' after {context[-40:]!r}"
+                    "a task's continuation must not be empty, got '' after "
+                    f"{context[-_SHOWN_CONTEXT:]!r}"
                 )
-        scored = self.model.score_continuations(
+        scores = self.model.score_continuations(
             pairs, first=self._first, batch_size=self._batch_size
         )
-        return self._cached(
-            "loglikelihood", requests, [(each.logprob, each.is_greedy) for each in scored]
-        )
+        results = [(score.logprob, score.is_greedy) for score in scores]
+        self._cache("loglikelihood", requests, results)
+        return results
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Returns the log-likelihood in nats of all tokens of each document."""
         texts = [request.args[0] for request in requests]
-        scored = self.model.score(texts, first=self._first, batch_size=self._batch_size)
-        return self._cached(
-            "loglikelihood_rolling", requests, [-float(totals.nats) for totals in scored]
-        )
+        scores = self.model.score(texts, first=self._first, batch_size=self._batch_size)
+        results = [-float(totals.nats) for totals in scores]
+        self._cache("loglikelihood_rolling", requests, results)
+        return results
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Returns the text that continues each context, up to the first of its stop strings."""
-        found: list[str | None] = [None] * len(requests)
-        groups: dict[tuple[GenerateConfig, tuple[str, ...]], list[int]] = {}
+        indices_by_generation: dict[_Generation, list[int]] = {}
         for index, request in enumerate(requests):
-            groups.setdefault(self._generation(request.args[1]), []).append(index)
-        for (settings, stop), indices in groups.items():
+            generation = self._generation(request.args[1])
+            indices_by_generation.setdefault(generation, []).append(index)
+
+        # Each request belongs to one group, so that all texts are filled in.
+        results = [""] * len(requests)
+        for generation, indices in indices_by_generation.items():
             prompts = [requests[index].args[0] for index in indices]
-            texts = self.model.generate(prompts, settings, stop=stop, batch_size=self._batch_size)
-            for index, text in zip(indices, texts, strict=True):
-                found[index] = text
-        return self._cached("generate_until", requests, found)
-
-    def _generation(self, given: dict[str, Any]) -> tuple[GenerateConfig, tuple[str, ...]]:
-        """Returns settings and stop strings of a request. Without do_sample the text is greedy."""
-        if unknown := sorted(set(given) - _GENERATION):
-            known = ", ".join(sorted(_GENERATION))
-            raise UserError(
-                f"generation settings of a task must be of {known}, got {', '.join(unknown)}"
+            texts = self.model.generate(
+                prompts, generation.settings, stop=generation.stop, batch_size=self._batch_size
             )
-        until = given.get("until") or ()
-        stop = (until,) if isinstance(until, str) else tuple(until)
-        greedy = not given.get("do_sample", float(given.get("temperature") or 0) > 0)
-        settings = GenerateConfig(
-            length=int(given.get("max_gen_toks", self._max_gen_toks)),
-            temperature=0.0 if greedy else float(given.get("temperature") or 1),
-            top_k=None if greedy else given.get("top_k"),
-            top_p=1.0 if greedy else float(given.get("top_p") or 1),
-            seed=int(given.get("seed", 0)),
-        )
-        settings.validate()
-        return settings, tuple(text for text in stop if text)
+            for index, text in zip(indices, texts, strict=True):
+                results[index] = text
+        self._cache("generate_until", requests, results)
+        return results
 
-    def _cached(self, kind: str, requests: Sequence[Instance], found: Sequence[Any]) -> list[Any]:
-        """Passes results to the harness' cache, and returns them."""
-        for request, result in zip(requests, found, strict=True):
+    def _generation(self, options: dict[str, Any]) -> _Generation:
+        """Returns how a request's text is generated. Without do_sample it is greedy.
+
+        Args:
+          options: The task's settings, by the harness's names.
+
+        Raises:
+          UserError: If a setting is unknown, or has a value that is not possible.
+        """
+        # A setting that is ignored would give other scores than the task's authors mean.
+        unknown = sorted(set(options) - _GENERATION)
+        if unknown:
+            raise UserError(
+                f"generation settings of a task must be of {', '.join(sorted(_GENERATION))}, "
+                f"got {', '.join(unknown)}"
+            )
+
+        stop = options.get("until") or ()
+        if isinstance(stop, str):
+            stop = (stop,)
+        temperature = float(options.get("temperature") or 0)
+        length = int(options.get("max_gen_toks", self._max_gen_toks))
+        seed = int(options.get("seed", 0))
+        # Tasks that only set a temperature mean to sample.
+        if options.get("do_sample", temperature > 0):
+            settings = GenerateConfig(
+                length=length,
+                temperature=float(options.get("temperature") or 1),
+                top_k=options.get("top_k"),
+                top_p=float(options.get("top_p") or 1),
+                seed=seed,
+            )
+        else:
+            settings = GenerateConfig(
+                length=length, temperature=0.0, top_k=None, top_p=1.0, seed=seed
+            )
+        settings.validate()
+        return _Generation(settings, tuple(text for text in stop if text))
+
+    def _cache(self, kind: str, requests: Sequence[Instance], results: Sequence[Any]) -> None:
+        """Passes results to the harness's cache, in the order of the requests."""
+        for request, result in zip(requests, results, strict=True):
             self.cache_hook.add_partial(kind, request.args, result)
-        return list(found)

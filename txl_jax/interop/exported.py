@@ -32,12 +32,11 @@ from txl_jax.runtime import storage
 Arrays = dict[str, Any]  # Arrays by name, or their shapes and dtypes.
 # One file serves all of them: the functions have no kernels, and XLA compiles them where they run.
 PLATFORMS = ("cpu", "tpu", "cuda")
-_MANIFEST, _DIGEST, _WEIGHTS, _TOKENS = (
-    "manifest.json",
-    "manifest.sha256",
-    "weights.safetensors",
-    "tokens.json",
-)
+_MANIFEST = "manifest.json"
+_DIGEST = "manifest.sha256"
+_WEIGHTS = "weights.safetensors"
+_TOKENS = "tokens.json"
+_FORMAT_VERSION = 1
 
 
 class Function(NamedTuple):
@@ -47,63 +46,79 @@ class Function(NamedTuple):
     """
 
     call: Callable[..., Any]
-    arguments: Arrays  # Shapes and dtypes.
-    results: tuple[str, ...]
+    arguments: Arrays  # Shapes and dtypes by name, in order.
+    results: tuple[str, ...]  # Names of the results, without the memory.
 
 
 class Functions(NamedTuple):
     """A model's functions, its weights, and the shapes and dtypes of its memory."""
 
-    weights: Arrays
-    memory: Arrays
+    weights: Arrays  # Arrays by name. Leaves that are equal are one array.
+    memory: Arrays  # Shapes and dtypes by name.
     functions: dict[str, Function]
+
+
+class ExportedModel(NamedTuple):
+    """The files of an exported model."""
+
+    manifest: dict[str, Any]
+    weights: dict[str, np.ndarray]
+    functions: dict[str, export.Exported]
+
+
+class _NamedTree(NamedTuple):
+    """The names of a tree's leaves. Leaves that share an array share a name."""
+
+    names: list[str]  # In the order of the leaves.
+    structure: Any
+
+    def nest(self, arrays: Arrays) -> Any:
+        """Returns the tree of arrays by name."""
+        return jax.tree.unflatten(self.structure, [arrays[name] for name in self.names])
+
+    def flatten(self, tree: Any) -> Arrays:
+        """Returns a tree's leaves by name."""
+        return dict(zip(self.names, jax.tree.leaves(tree), strict=True))
 
 
 def functions_of(
     model: AnyModel, eval_config: EvalConfig, weights: Any, *, generates: bool
 ) -> Functions:
-    """Makes a model's functions on one device: scoring, and a generation step if `generates`.
+    """Makes a model's functions on one device.
 
-    `weights` are prepared parameters on the host (`Scorer.prepare_params`).
+    Args:
+      model: The model.
+      eval_config: Lengths and batch size, which the functions have.
+      weights: Prepared parameters on the host (`Scorer.prepare_params`).
+      generates: Whether there is a generation step next to scoring.
     """
     scorer = make_scorer(model, eval_config)
-    named, weight_names = _named_once(weights)
+    distinct_weights, weight_names = _named_once(weights)
+    weight_tree = _NamedTree(weight_names, jax.tree.structure(weights))
     memory = jax.eval_shape(scorer.init_memory, weights)
-    names = _names(memory)
-
-    def nest(named_weights: Arrays, named_memory: Arrays, reset: jax.Array) -> tuple[Any, Any]:
-        nested = jax.tree.unflatten(
-            jax.tree.structure(weights), [named_weights[name] for name in weight_names]
-        )
-        before = jax.tree.unflatten(
-            jax.tree.structure(memory), [named_memory[name] for name in names]
-        )
-        return nested, scorer.reset(nested, before, reset)
-
-    def flatten(after: Any) -> Arrays:
-        return dict(zip(names, jax.tree.leaves(after), strict=True))
+    memory_tree = _NamedTree(_names(memory), jax.tree.structure(memory))
 
     def score(
         weights: Arrays, memory: Arrays, tokens: Any, targets: Any, reset: Any
     ) -> tuple[jax.Array, Arrays]:
-        nested, before = nest(weights, memory, reset)
-        hidden, after = scorer.forward(nested, before, tokens)
-        return scorer.nll(nested, hidden, targets), flatten(after)
+        prepared = weight_tree.nest(weights)
+        before = scorer.reset(prepared, memory_tree.nest(memory), reset)
+        hidden, after = scorer.forward(prepared, before, tokens)
+        return scorer.nll(prepared, hidden, targets), memory_tree.flatten(after)
 
     def generate(
         weights: Arrays, memory: Arrays, token: Any, key: Any, temperature: Any, reset: Any
     ) -> tuple[jax.Array, jax.Array, Arrays]:
-        nested, before = nest(weights, memory, reset)
-        nested = nested.for_generation(mem_len=eval_config.mem_len)
-        hidden, after = forward.forward(nested, token[:, None], before)
-        log_p = adaptive_softmax.log_probabilities(hidden[:, 0], nested.clusters, None)
-        return _sample(log_p, key, temperature), log_p, flatten(after)
+        prepared = weight_tree.nest(weights)
+        before = scorer.reset(prepared, memory_tree.nest(memory), reset)
+        prepared = prepared.for_generation(mem_len=eval_config.mem_len)
+        hidden, after = forward.forward(prepared, token[:, None], before)
+        log_p = adaptive_softmax.log_probabilities(hidden[:, 0], prepared.clusters, None)
+        return _sample(log_p, key, temperature), log_p, memory_tree.flatten(after)
 
     rows = eval_config.batch_size
-    ids, reset = (
-        ShapeDtypeStruct((rows, eval_config.segment_len), jnp.int32),
-        ShapeDtypeStruct((rows,), jnp.bool),
-    )
+    ids = ShapeDtypeStruct((rows, eval_config.segment_len), jnp.int32)
+    reset = ShapeDtypeStruct((rows,), jnp.bool)
     functions = {
         "score": Function(score, {"tokens": ids, "targets": ids, "reset": reset}, ("nats",))
     }
@@ -115,20 +130,25 @@ def functions_of(
             "reset": reset,
         }
         functions["generate"] = Function(generate, arguments, ("token", "logprobs"))
-    return Functions(named, flatten(memory), functions)
+    return Functions(distinct_weights, memory_tree.flatten(memory), functions)
 
 
 def _sample(log_p: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Samples a token per row of [B, V] at temperatures [B].
+    """Samples a token per row, int32 [B].
 
-    At 0 it is the most likely, the lowest id among equals.
+    At a temperature of 0 it is the most likely token, the lowest id among equals.
+
+    Args:
+      log_p: Log-probabilities [B, V].
+      key: Keys of jax's threefry generator, uint32 [B, 2].
+      temperature: Temperatures [B].
     """
-    # Whatever jax's default is where the function runs.
+    # The generator is named, because another may be jax's default where the function runs.
     keys = jax.random.wrap_key_data(key, impl="threefry2x32")
-    greedy = temperature <= 0
-    warm = jnp.where(greedy, 1, temperature)[:, None].astype(log_p.dtype)
-    sampled = jax.vmap(jax.random.categorical)(keys, log_p / warm)
-    return jnp.where(greedy, jnp.argmax(log_p, axis=-1), sampled).astype(jnp.int32)
+    is_greedy = temperature <= 0
+    divisor = jnp.where(is_greedy, 1, temperature)[:, None].astype(log_p.dtype)
+    sampled = jax.vmap(jax.random.categorical)(keys, log_p / divisor)
+    return jnp.where(is_greedy, jnp.argmax(log_p, axis=-1), sampled).astype(jnp.int32)
 
 
 def _named_once(weights: Any) -> tuple[Arrays, list[str]]:
@@ -136,15 +156,16 @@ def _named_once(weights: Any) -> tuple[Arrays, list[str]]:
 
     For example, a tied softmax has the embedding's table.
     """
-    first: dict[Any, str] = {}
-    named: Arrays = {}
-    names = []
+    name_of_content: dict[Any, str] = {}
+    distinct: Arrays = {}
+    names: list[str] = []
     for name, leaf in zip(_names(weights), jax.tree.leaves(weights), strict=True):
         array = np.ascontiguousarray(leaf)
-        content = array.dtype.name, array.shape, hashlib.sha256(array.tobytes()).digest()
-        names.append(first.setdefault(content, name))
-        named.setdefault(names[-1], array)
-    return named, names
+        content = (array.dtype.name, array.shape, hashlib.sha256(array.tobytes()).digest())
+        first_name = name_of_content.setdefault(content, name)
+        names.append(first_name)
+        distinct.setdefault(first_name, array)
+    return distinct, names
 
 
 def _names(tree: Any) -> list[str]:
@@ -161,31 +182,39 @@ def write(
     """Lowers the functions for all platforms and writes the files into a local directory.
 
     The manifest is written last.
+
+    Args:
+      folder: An existing directory.
+      model: The functions and the weights.
+      vocabulary: The model's tokens.
+      metadata: Entries of the manifest that describe the model.
     """
     safetensors.write(folder / _WEIGHTS, from_tree(model.weights))
-    storage.write_json(
-        folder / _TOKENS, [vocabulary.decode([i]).hex() for i in range(vocabulary.size)]
-    )
+    tokens = [vocabulary.decode([number]).hex() for number in range(vocabulary.size)]
+    storage.write_json(folder / _TOKENS, tokens)
+
     functions = {}
     for name, function in model.functions.items():
         lower = export.export(jax.jit(function.call), platforms=PLATFORMS)
         exported = lower(model.weights, model.memory, *function.arguments.values())
-        (folder / f"{name}.jax_export").write_bytes(exported.serialize())
+        file = f"{name}.jax_export"
+        (folder / file).write_bytes(exported.serialize())
         functions[name] = {
-            "file": f"{name}.jax_export",
+            "file": file,
             "calling_convention_version": exported.calling_convention_version,
             "arguments": _described(function.arguments),
             "results": [*function.results, "memory"],
         }
+
     manifest = {
-        "txl_jax_export": 1,  # The format's version.
+        "txl_jax_export": _FORMAT_VERSION,
         **metadata,
         "platforms": PLATFORMS,
         "vocabulary": {
             "file": _TOKENS,
             "kind": vocabulary.kind,
             "size": vocabulary.size,
-            "start": [int(i) for i in vocabulary.start],
+            "start": list(map(int, vocabulary.start)),
             "sha256": digest(vocabulary),
         },
         "functions": functions,
@@ -202,42 +231,51 @@ def is_exported(path: str | os.PathLike[str]) -> bool:
     return all(storage.exists(os.path.join(path, name)) for name in (_MANIFEST, _DIGEST))
 
 
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, export.Exported]]:
-    """Returns an exported model's manifest, weights and functions.
+def read(folder: Path) -> ExportedModel:
+    """Reads an exported model.
 
     All files that are read are in the directory's own list and have a sha256 in the manifest.
-    Raises `CheckpointError` if a file was changed, or does not match the manifest.
+
+    Raises:
+      CheckpointError: If a file was changed, or does not match the manifest.
     """
     damaged = (
         f"{folder / _MANIFEST} or a file that it lists was changed (%s). Export the model again."
     )
-    # For a corrupted function jax.export raises nearly any.
+    # For a corrupted function jax.export raises nearly any exception.
     with rephrased(damaged, Exception, to=CheckpointError):
+        # The manifest has the sha256 of all other files, so that its own comes first.
         if storage.read(folder / _DIGEST) != _digest_line(storage.read(folder / _MANIFEST)):
             raise ValueError(f"its sha256 is not the one in {_DIGEST}")
-        manifest, others = (
-            storage.read_json(folder / _MANIFEST),
-            set(storage.names(folder)) - {_MANIFEST, _DIGEST},
-        )
+        manifest = storage.read_json(folder / _MANIFEST)
+
+        # A file that was changed, added or removed. A function runs whatever its file says.
+        others = set(storage.names(folder)) - {_MANIFEST, _DIGEST}
         sums = {name: storage.sha256(folder / name) for name in others}
-        if changed := sums.items() ^ manifest["sha256"].items():
+        changed = sums.items() ^ manifest["sha256"].items()
+        if changed:
             raise ValueError(f"sha256 of {min(changed)[0]}")
+        # A path such as ../other leads out of the directory, to a file without a sha256.
         files = {name: function["file"] for name, function in manifest["functions"].items()}
-        if foreign := {*files.values(), _WEIGHTS} - others:
+        foreign = {*files.values(), _WEIGHTS} - others
+        if foreign:
             raise ValueError(f"{foreign} is not listed in it")
-        functions = {
-            name: export.deserialize(bytearray((folder / file).read_bytes()))
-            for name, file in files.items()
-        }
-        weights = {name: leaf.read() for name, leaf in safetensors.read(folder / _WEIGHTS).items()}
-    return manifest, weights, functions
+
+        functions: dict[str, export.Exported] = {}
+        for name, file in files.items():
+            functions[name] = export.deserialize(bytearray((folder / file).read_bytes()))
+        leaves = safetensors.read(folder / _WEIGHTS)
+        weights = {name: leaf.read() for name, leaf in leaves.items()}
+    return ExportedModel(manifest, weights, functions)
 
 
 def _digest_line(content: bytes) -> bytes:
+    """Returns the content of manifest.sha256, as the program sha256sum writes it."""
     return f"{hashlib.sha256(content).hexdigest()}  {_MANIFEST}\n".encode()
 
 
 def _described(arrays: Arrays) -> dict[str, dict[str, Any]]:
+    """Returns the manifest's entries about arrays, or about shapes and dtypes."""
     return {
         name: {"shape": list(array.shape), "dtype": str(array.dtype)}
         for name, array in arrays.items()

@@ -100,19 +100,17 @@ def _with_added(foreign: ForeignVocabulary, path: Path) -> ForeignVocabulary:
     )
     with rephrased(damaged, OSError, ValueError, TypeError, AttributeError):
         by_id = {number: token for token, number in storage.read_json(path).items()}
-        # Tokens of the vocabulary may be listed again.
-        new = {
-            number: token
-            for number, token in by_id.items()
-            if vocabulary.words[number : number + 1] != (token,)
-        }
-        # A gap, or an id that is taken, would give other words the rows of the model's table.
-        ids = sorted(new)
-        if ids != list(range(vocabulary.size, vocabulary.size + len(new))):
-            raise ValueError("its ids do not continue the vocabulary's")
-        added = [new[number] for number in ids]
+        added: list[Any] = []
+        for number in sorted(by_id):
+            # Tokens of the vocabulary may be listed again.
+            if vocabulary.words[number : number + 1] == (by_id[number],):
+                continue
+            # A gap, or an id that is taken, would give words the rows of other words.
+            if number != vocabulary.size + len(added):
+                raise ValueError("its ids do not continue the vocabulary's")
+            added.append(by_id[number])
         words = (*vocabulary.words, *added)
-        # A file may have values that are not texts, and a word twice would have two ids.
+        # A token that is there already would have two ids.
         if not _are_distinct_texts(list(words)):
             raise ValueError("its tokens must be distinct strings that the vocabulary lacks")
         vocabulary = dataclasses.replace(vocabulary, words=words)
@@ -222,13 +220,14 @@ def _are_distinct_texts(symbols: list[Any]) -> bool:
     # looking into it.
     if not symbols or len(set(map(id, symbols))) != len(symbols):
         return False
-    # A list may have numbers or lists in it, which have no words.
-    if not all(isinstance(symbol, str) for symbol in symbols):
-        return False
-    # Two ids of one token, and a text that cannot be written as UTF-8.
-    if len(set(symbols)) != len(symbols):
-        return False
-    return not any(_SURROGATE.search(symbol) for symbol in symbols)
+    for symbol in symbols:
+        # The list may have numbers or other lists in it.
+        if not isinstance(symbol, str):
+            return False
+        # Such a text cannot be written as UTF-8.
+        if _SURROGATE.search(symbol):
+            return False
+    return len(set(symbols)) == len(symbols)
 
 
 def _bytes_of(symbols: list[str]) -> bytes | None:
@@ -253,5 +252,9 @@ def _of_text(path: Path) -> ForeignVocabulary:
         decoded = storage.read(path).decode("utf-8-sig")
     if decoded.startswith(TITLE):
         return ForeignVocabulary(read_vocabulary(path), [])
-    lines = [line.split() for line in decoded.split("\n")]
-    return of_symbols([words[0] for words in lines if words], name=str(path))
+    symbols: list[Any] = []
+    for line in decoded.split("\n"):
+        words = line.split()
+        if words:
+            symbols.append(words[0])
+    return of_symbols(symbols, name=str(path))

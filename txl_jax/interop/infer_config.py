@@ -287,10 +287,11 @@ def _is_valid(key: str, value: Any) -> bool:
         if not isinstance(value, list | tuple) or len(value) > _MAX_CLUSTERS:
             return False
         numbers = list(value)
-    # JSON and pickles have any values here. True, which Python takes for 1, is not a size.
-    if any(type(number) is not _KINDS[key] for number in numbers):
-        return False
-    # Integers there can have any length, and arithmetic with long ones takes long.
-    if max(numbers, default=0) > _MAX_INTEGER:
-        return False
+    for number in numbers:
+        # JSON and pickles may have any value here. True, which Python takes for 1, is not a size.
+        if type(number) is not _KINDS[key]:
+            return False
+        # Arithmetic with integers of a million digits takes long.
+        if number > _MAX_INTEGER:
+            return False
     return key not in _LEAST or value >= _LEAST[key]

@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -49,7 +49,7 @@ from txl_jax.runtime.storage import write_json, write_lines
 class Format(enum.StrEnum):
     """Implementations, whose tensors are by the names of the authors' PyTorch release."""
 
-    # That release. The last row of the softmax's head belongs to the first tail cluster.
+    # The authors' PyTorch release. The last row of the softmax's head is the first tail cluster's.
     ORIGINAL = "original"
     # DeepLearningExamples, once `formats` has renamed its tensors.
     NVIDIA = "nvidia"
@@ -72,20 +72,31 @@ _OWNERS = {
     Format.TENSORFLOW: "the authors' TensorFlow release",
     Format.HUGGINGFACE: "Hugging Face's class",
 }
+# Hugging Face's names have it before all but the softmax's.
 PREFIX = "transformer."
-FREQUENCIES = "pos_emb.inv_freq"  # A constant in the release's state_dict, checked when read.
+# A constant in the release's state_dict, which is checked when it is read.
+FREQUENCIES = "pos_emb.inv_freq"
 _BIASES = ("r_w_bias", "r_r_bias")  # u and v.
-_UNKNOWN = ("<UNK>", "<unk>")  # In the order in which TransfoXLTokenizer searches for them.
+# Words for unknown words, in the order in which TransfoXLTokenizer searches for them.
+_UNKNOWN = ("<UNK>", "<unk>")
 _DOUBLE = np.dtype(np.float64)
+# Largest relative difference of a frequency that is read, in files of 32 bits, and of 16 bits or
+# from a program that trains in 16 bits.
+_FREQUENCY_ROUNDING = 1e-5
+_FREQUENCY_ROUNDING_16_BITS = 2**-8
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A part of an original tensor, or of one of our parameters."""
 
-    name: str  # Of the array; our parameters' are paths, "a/b/c".
-    shape: tuple[int, ...]  # Of the whole array.
-    place: slice | int | tuple[slice, slice] | EllipsisType = ...  # Where in it, as an index.
-    transposed: bool = False  # [out, in] in the original, [in, out] here.
+    # Name of the tensor, or path of the parameter, "a/b/c".
+    name: str
+    # Shape of the whole array.
+    shape: tuple[int, ...]
+    # Where the part is in the array, as an index.
+    place: slice | int | tuple[slice, slice] | EllipsisType = ...
+    # Whether it is [out, in], as in the original, and not [in, out], as here.
+    transposed: bool = False
 
     def view(self, array: np.ndarray) -> np.ndarray:
         """Returns the part of an array in our order of axes."""
@@ -93,8 +104,18 @@ class Part(NamedTuple):
         return part.T if self.transposed else part
 
 
-# A part of an original tensor, and the part of our parameter that holds the same numbers.
-Piece = tuple[Part, Part]
+class Piece(NamedTuple):
+    """Two parts that have the same numbers."""
+
+    theirs: TensorPart  # Of an original tensor.
+    ours: TensorPart  # Of one of our parameters.
+
+
+class _Copy(NamedTuple):
+    """A part of an array that becomes a part of another."""
+
+    source: TensorPart
+    target: TensorPart
 
 
 def to_leaves(
@@ -104,28 +125,56 @@ def to_leaves(
 
     The model has `model.compat.final_norm` off.
 
-    `tensors` are by their names in `format`. A shared one needs only one of its names. Raises
-    `UserError` if a tensor is missing, unknown or of the wrong shape, shared tensors differ, or the
-    implementation does not support the model.
+    Args:
+      tensors: Tensors by their names in `format`. A shared one needs only one of its names.
+      config: The model.
+      vocab_size: Number of tokens.
+      format: The implementation.
+
+    Raises:
+      UserError: If a tensor is missing, unknown or of the wrong shape, shared tensors differ, or
+        the implementation does not support the model.
     """
-    pieces, shared = _pieces(config, vocab_size, format), aliases(config, format)
-    found = {first: tensors[name] for name, first in shared.items() if name in tensors} | dict(
-        tensors
-    )
-    found = {name: found[first] for name, first in shared.items() if first in found} | found
-    constant = found.pop(_name(FREQUENCIES, format), None) if _has_frequencies(config) else None
-    expected = {theirs.name: theirs.shape for theirs, _ in pieces}
-    _check(found, expected | {name: expected[first] for name, first in shared.items()}, "tensor")
-    if constant:
-        _check_frequencies(constant.read(), config.d_model, format)
-    for name, first in shared.items():
-        if not leaves_lib.is_same(found[name], found[first]):
+    pieces = _pieces(config, vocab_size, format)
+    first_names = aliases(config, format)
+    named = _with_all_names(tensors, first_names)
+
+    # A state_dict has the frequencies of sinusoids, which are no parameter.
+    frequencies = None
+    if _has_frequencies(config):
+        frequencies = named.pop(_name(FREQUENCIES, format), None)
+    shapes = {piece.theirs.name: piece.theirs.shape for piece in pieces}
+    shapes |= {name: shapes[first] for name, first in first_names.items()}
+    _check_shapes(named, shapes, kind="tensor")
+    if frequencies is not None:
+        _check_frequencies(frequencies.read(), config.d_model, format)
+
+    # A model that was trained without the tie would lose one of the two tensors.
+    for name, first in first_names.items():
+        if not leaves_lib.is_same(named[name], named[first]):
             raise UserError(
                 f"tensors {name} and {first} differ, but model.tie_weight {config.tie_weight}, "
                 f"model.tie_projs {list(config.tie_projs)} and model.untie_r {config.untie_r} "
                 "share them. Turn the tie off or pass equal values."
             )
-    return _assembled(found, pieces)
+    return _assembled(named, [_Copy(source=theirs, target=ours) for theirs, ours in pieces])
+
+
+def _with_all_names(tensors: Leaves, first_names: Mapping[str, str]) -> dict[str, Leaf]:
+    """Returns tensors by each of their names.
+
+    Args:
+      tensors: Tensors, of which a shared one has at least one of its names.
+      first_names: Second names of shared tensors, each with its first name.
+    """
+    named = dict(tensors)
+    for name, first in first_names.items():
+        if name in tensors and first not in tensors:
+            named[first] = tensors[name]
+    for name, first in first_names.items():
+        if first in named:
+            named.setdefault(name, named[first])
+    return named
 
 
 def from_flax(
@@ -145,19 +194,28 @@ def from_leaves(
 ) -> dict[str, Leaf]:
     """Inverts `to_leaves`, with only the first name of a shared tensor.
 
-    Raises the same `UserError`s.
+    Args:
+      leaves: Parameters by path.
+      config: The model.
+      format: The implementation.
+
+    Raises:
+      UserError: If a parameter is missing, unknown or of the wrong shape, or the implementation
+        does not support the model.
     """
     check_exportable(config, format)
     if "softmax/bias" not in leaves:
         raise UserError("parameter softmax/bias is missing. Pass the tree under 'params'.")
     bias = leaves["softmax/bias"]
-    pieces = _pieces(config, bias.shape[0], format)
-    _check(leaves, {ours.name: ours.shape for _, ours in pieces}, "parameter")
-    tensors = _assembled(leaves, [(ours, theirs) for theirs, ours in pieces])
+    vocab_size = bias.shape[0]
+    pieces = _pieces(config, vocab_size, format)
+    shapes = {piece.ours.name: piece.ours.shape for piece in pieces}
+    _check_shapes(leaves, shapes, kind="parameter")
+
+    tensors = _assembled(leaves, [_Copy(source=ours, target=theirs) for theirs, ours in pieces])
     if _has_frequencies(config):
-        tensors[_name(FREQUENCIES, format)] = leaves_lib.leaf_of(
-            _frequencies(config.d_model, bias.dtype)
-        )
+        frequencies = _frequencies(config.d_model, bias.dtype)
+        tensors[_name(FREQUENCIES, format)] = leaves_lib.leaf_of(frequencies)
     return tensors
 
 
@@ -208,80 +266,113 @@ def _has_encoding(config: ModelConfig, format: Format) -> bool:
     return number is not None and (format is not Format.HUGGINGFACE or number == 0)
 
 
-def _assembled(sources: Leaves, pairs: list[tuple[Part, Part]]) -> dict[str, Leaf]:
-    """Returns leaves made of parts of others.
+def _assembled(sources: Leaves, copies: list[_Copy]) -> dict[str, Leaf]:
+    """Returns leaves that are made of parts of others when they are read."""
+    copies_by_name: dict[str, list[_Copy]] = {}
+    for copy in copies:
+        copies_by_name.setdefault(copy.target.name, []).append(copy)
+    return {name: _assembled_leaf(sources, parts) for name, parts in copies_by_name.items()}
 
-    Each pair is a part of a source and the part of a result it becomes.
+
+def _assembled_leaf(sources: Leaves, copies: list[_Copy]) -> Leaf:
+    """Returns one leaf of `_assembled`.
+
+    Args:
+      sources: Arrays by name.
+      copies: Parts of them that together fill the leaf.
     """
-    by_name: dict[str, list[tuple[Part, Part]]] = {}
-    for pair in pairs:
-        by_name.setdefault(pair[1].name, []).append(pair)
+    shape = copies[0].target.shape
+    dtype = sources[copies[0].source.name].dtype
+    # By the entry of a stacked parameter, so that reading all layers does not search the copies for
+    # each one.
+    copy_by_entry = {
+        copy.target.place: copy for copy in copies if isinstance(copy.target.place, int)
+    }
 
-    def leaf(parts: list[tuple[Part, Part]]) -> Leaf:
-        first, result = parts[0]
-        dtype = sources[first.name].dtype
-        # By the entry of a stacked parameter, so that reading all layers does not search them for
-        # each one.
-        entries = {
-            target.place: [(source, target)]
-            for source, target in parts
-            if isinstance(target.place, int)
-        }
+    def part(index: Any) -> np.ndarray:
+        # A layer's entry of a stacked parameter needs its own tensor only. The others stay
+        # undefined, and are not returned.
+        needed = copies
+        if isinstance(index, int) and index in copy_by_entry:
+            needed = [copy_by_entry[index]]
 
-        def part(index: Any) -> np.ndarray:
-            array = np.empty(result.shape, dtype)
-            # A layer's entry of a stacked parameter needs its own tensors only.
-            chosen = entries.get(index, parts) if isinstance(index, int) else parts
-            for source, target in chosen:
-                view, values = target.view(array), sources[source.name].part(source.place)
-                view[...] = (values.T if source.transposed else values).reshape(view.shape)
-            return array[index]
+        array = np.empty(shape, dtype)
+        for source, target in needed:
+            view = target.view(array)
+            values = sources[source.name].part(source.place)
+            if source.transposed:
+                values = values.T
+            view[...] = values.reshape(view.shape)
+        return array[index]
 
-        return Leaf(result.shape, dtype, part)
-
-    return {name: leaf(parts) for name, parts in by_name.items()}
+    return Leaf(shape, dtype, part)
 
 
-def _check(found: Leaves, expected: Mapping[str, tuple[int, ...]], kind: str) -> None:
-    """Raises `UserError` for the first name that is missing, of another shape, or unknown."""
-    for name in [*expected, *found]:
-        if name not in found or found[name].shape != expected.get(name):
-            there = f"has shape {list(found[name].shape)}" if name in found else "is missing"
-            wanted = (
-                f"expected shape {list(expected[name])}"
-                if name in expected
-                else f"expected no such {kind}"
-            )
+def _check_shapes(
+    arrays: Leaves, expected: Mapping[str, tuple[int, ...]], *, kind: Literal["tensor", "parameter"]
+) -> None:
+    """Raises `UserError` for the first array that is missing, of another shape, or unknown.
+
+    Args:
+      arrays: Arrays by name.
+      expected: Their shapes.
+      kind: What messages call an array.
+    """
+    for name, shape in expected.items():
+        if name not in arrays:
             raise UserError(
-                f"{kind} {name} {there}, {wanted}. Correct the sizes in the config, or "
-                "model.untie_r."
+                f"{kind} {name} is missing, expected shape {list(shape)}. "
+                "Correct the sizes in the config, or model.untie_r."
+            )
+        # An array of another shape could be broadcast, or cut at its end, without an error.
+        if arrays[name].shape != shape:
+            raise UserError(
+                f"{kind} {name} has shape {list(arrays[name].shape)}, expected shape "
+                f"{list(shape)}. Correct the sizes in the config, or model.untie_r."
+            )
+    # An array that is not used belongs to another model, or would be lost.
+    for name, array in arrays.items():
+        if name not in expected:
+            raise UserError(
+                f"{kind} {name} has shape {list(array.shape)}, expected no such {kind}. "
+                "Correct the sizes in the config, or model.untie_r."
             )
 
 
 def aliases(config: ModelConfig, format: Format = Format.ORIGINAL) -> dict[str, str]:
     """Returns the second names of shared tensors, each with its first name."""
-    n_table = config.n_cluster if config.div_val > 1 else 1
-    tables = range(n_table if config.tie_weight else 0)
-    shared = {f"crit.out_layers.{c}.weight": f"word_emb.emb_layers.{c}.weight" for c in tables}
-    tied = [c for c, is_tied in enumerate(config.tie_projs) if is_tied and config.has_projections]
-    shared |= {f"crit.out_projs.{c}": f"word_emb.emb_projs.{min(c, n_table - 1)}" for c in tied}
+    first_names: dict[str, str] = {}
+    num_tables = config.n_cluster if config.div_val > 1 else 1
+    if config.tie_weight:
+        for table in range(num_tables):
+            name = f"crit.out_layers.{table}.weight"
+            first_names[name] = f"word_emb.emb_layers.{table}.weight"
+    if config.has_projections:
+        for cluster, is_tied in enumerate(config.tie_projs):
+            if is_tied:
+                # If all clusters have one table, they share its projection.
+                table = min(cluster, num_tables - 1)
+                first_names[f"crit.out_projs.{cluster}"] = f"word_emb.emb_projs.{table}"
+    # Hugging Face's class has u and v in every layer, also if the layers share them.
     if format is Format.HUGGINGFACE and not config.untie_r:
-        layers = itertools.product(range(config.n_layer), _BIASES)
-        shared |= {f"layers.{layer}.dec_attn.{bias}": bias for layer, bias in layers}
-    return {_name(name, format): _name(first, format) for name, first in shared.items()}
+        for layer in range(config.n_layer):
+            for bias in _BIASES:
+                first_names[f"layers.{layer}.dec_attn.{bias}"] = bias
+    return {_name(name, format): _name(first, format) for name, first in first_names.items()}
 
 
 def _name(name: str, format: Format) -> str:
     """Returns an implementation's name of an original tensor."""
-    return (
-        name if format is not Format.HUGGINGFACE or name.startswith("crit.") else f"{PREFIX}{name}"
-    )
+    if format is Format.HUGGINGFACE and not name.startswith("crit."):
+        return f"{PREFIX}{name}"
+    return name
 
 
 def position_tensors(config: ModelConfig, format: Format) -> Sequence[OriginalTensor]:
-    """Returns the encoding's own tensors.
+    """Returns the tensors that only this encoding has.
 
-    Raises `UserError` if an implementation has no such encoding.
+    Raises:
+      UserError: If the implementation does not have the encoding.
     """
     if not _has_encoding(config, format):
         raise UserError(
@@ -293,58 +384,87 @@ def position_tensors(config: ModelConfig, format: Format) -> Sequence[OriginalTe
 
 def _pieces(config: ModelConfig, vocab_size: int, format: Format) -> list[Piece]:
     """Returns the correspondence, tensor by tensor, without second names of shared tensors."""
-    layers = (_layer(config, layer) for layer in range(config.n_layer))
-    tables = _embedding_and_softmax(config, vocab_size)
-    pieces = [*_encoding(config, format), *itertools.chain.from_iterable(layers), *tables]
+    pieces = list(_encoding(config, format))
+    for layer in range(config.n_layer):
+        pieces += _layer(config, layer)
+    pieces += _embedding_and_softmax(config, vocab_size)
     if config.cutoffs:
-        in_order = format in (Format.HUGGINGFACE, Format.TENSORFLOW)
-        rows, tails = slice(None, None, None if in_order else -1), len(config.cutoffs)
-        for theirs, ours, shape in (
-            ("weight", "table", (tails, config.embed_width)),
-            ("bias", "bias", (tails,)),
-        ):
-            pieces.append(
-                (Part(f"crit.cluster_{theirs}", shape, rows), Part(f"softmax/tail_{ours}", shape))
-            )
-    return [(theirs._replace(name=_name(theirs.name, format)), ours) for theirs, ours in pieces]
+        pieces += _tail_clusters(config, format)
+
+    renamed: list[Piece] = []
+    for theirs, ours in pieces:
+        renamed.append(Piece(theirs._replace(name=_name(theirs.name, format)), ours))
+    return renamed
+
+
+def _tail_clusters(config: ModelConfig, format: Format) -> Iterator[Piece]:
+    """Yields the rows of the softmax's head that stand for the tail clusters."""
+    rows = slice(None)
+    if format in (Format.ORIGINAL, Format.NVIDIA):
+        rows = slice(None, None, -1)  # The last row belongs to the first tail cluster.
+    num_tails = len(config.cutoffs)
+    table = (num_tails, config.embed_width)
+    yield Piece(
+        TensorPart("crit.cluster_weight", table, rows), TensorPart("softmax/tail_table", table)
+    )
+    bias = (num_tails,)
+    yield Piece(TensorPart("crit.cluster_bias", bias, rows), TensorPart("softmax/tail_bias", bias))
 
 
 def _encoding(config: ModelConfig, format: Format) -> Iterator[Piece]:
-    for name, shape, path, path_shape, is_reversed in position_tensors(config, format):
+    """Yields the tensors that only the model's positional encoding has."""
+    for tensor in position_tensors(config, format):
+        name = tensor.name
         if format is Format.HUGGINGFACE and config.untie_r:
+            # The class has a tensor per layer. Each is an entry of our stacked parameter.
             for layer in range(config.n_layer):
-                yield (
-                    Part(f"layers.{layer}.dec_attn.{name}", shape[1:]),
-                    Part(path, path_shape, layer),
+                yield Piece(
+                    TensorPart(f"layers.{layer}.dec_attn.{name}", tensor.shape[1:]),
+                    TensorPart(tensor.path, tensor.path_shape, layer),
                 )
-        else:
-            place = (slice(None), slice(None, None, -1)) if is_reversed else ...
-            yield Part(name, shape, place), Part(path, path_shape)
+            continue
+        theirs = TensorPart(name, tensor.shape)
+        if tensor.reversed:
+            theirs = theirs._replace(place=(slice(None), slice(None, None, -1)))
+        yield Piece(theirs, TensorPart(tensor.path, tensor.path_shape))
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
     """Yields one layer's tensors. Each is entry `layer` of a stacked parameter."""
-    d_model, n_head, d_head, d_inner = config.d_model, config.n_head, config.d_head, config.d_inner
-    heads = n_head * d_head
+    d_model = config.d_model
+    d_inner = config.d_inner
+    n_head = config.n_head
+    d_head = config.d_head
+    width_of_heads = n_head * d_head
 
     def piece(
-        name: str, shape: tuple[int, ...], path: str, ours: tuple[int, ...], rows: Any = ...
+        name: str,
+        shape: tuple[int, ...],
+        path: str,
+        our_shape: tuple[int, ...],
+        rows: slice | EllipsisType = ...,
     ) -> Piece:
-        theirs = Part(f"layers.{layer}.{name}", shape, rows, transposed=len(shape) == 2)
-        return theirs, Part(f"stack/layers/{path}", (config.n_layer, *ours), layer)
+        theirs = TensorPart(f"layers.{layer}.{name}", shape, rows, transposed=len(shape) == 2)
+        ours = TensorPart(f"stack/layers/{path}", (config.n_layer, *our_shape), layer)
+        return Piece(theirs, ours)
 
-    for net, parts in encoding_of(config).original_projections.items():
-        for i, part in enumerate(parts):
-            shape, rows = (len(parts) * heads, d_model), slice(i * heads, (i + 1) * heads)
+    # A matrix of the release has the rows of several projections, one after another.
+    for net, projections in encoding_of(config).original_projections.items():
+        shape = (len(projections) * width_of_heads, d_model)
+        for i, projection in enumerate(projections):
+            rows = slice(i * width_of_heads, (i + 1) * width_of_heads)
             yield piece(
                 f"dec_attn.{net}.weight",
                 shape,
-                f"attention/{part}",
+                f"attention/{projection}",
                 (d_model, n_head, d_head),
                 rows,
             )
     yield piece(
-        "dec_attn.o_net.weight", (d_model, heads), "attention/output", (n_head, d_head, d_model)
+        "dec_attn.o_net.weight",
+        (d_model, width_of_heads),
+        "attention/output",
+        (n_head, d_head, d_model),
     )
     yield piece(
         "pos_ff.CoreNet.0.weight",
@@ -370,29 +490,48 @@ def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[Pie
 
     With div_val 1 they share one table and one bias.
     """
-    bounds = [0, *config.cutoffs, vocab_size] if config.div_val > 1 else [0, vocab_size]
-    shared = aliases(config)
-
-    def projection(name: str, path: str, width: int) -> Piece:
-        return Part(name, (config.d_model, width), transposed=True), Part(
-            path, (width, config.d_model)
-        )
+    bounds = [0, vocab_size]
+    if config.div_val > 1:
+        bounds = [0, *config.cutoffs, vocab_size]
+    first_names = aliases(config)
 
     for c, (start, end) in enumerate(itertools.pairwise(bounds)):
         width = config.cluster_width(c)
         table = (end - start, width)
-        yield Part(f"word_emb.emb_layers.{c}.weight", table), Part(f"embedding/table_{c}", table)
-        if f"crit.out_layers.{c}.weight" not in shared:
-            yield Part(f"crit.out_layers.{c}.weight", table), Part(f"softmax/table_{c}", table)
-        if config.has_projections:
-            yield projection(f"word_emb.emb_projs.{c}", f"embedding/projection_{c}", width)
-        bias = Part("softmax/bias", (vocab_size,), slice(start, end))
-        yield Part(f"crit.out_layers.{c}.bias", (end - start,)), bias
-    for c in range(config.n_cluster):
-        if config.has_projections and f"crit.out_projs.{c}" not in shared:
-            yield projection(
-                f"crit.out_projs.{c}", f"softmax/projection_{c}", config.cluster_width(c)
+        yield Piece(
+            TensorPart(f"word_emb.emb_layers.{c}.weight", table),
+            TensorPart(f"embedding/table_{c}", table),
+        )
+        if f"crit.out_layers.{c}.weight" not in first_names:
+            yield Piece(
+                TensorPart(f"crit.out_layers.{c}.weight", table),
+                TensorPart(f"softmax/table_{c}", table),
             )
+        if config.has_projections:
+            yield _projection(
+                f"word_emb.emb_projs.{c}", f"embedding/projection_{c}", config.d_model, width
+            )
+        yield Piece(
+            TensorPart(f"crit.out_layers.{c}.bias", (end - start,)),
+            TensorPart("softmax/bias", (vocab_size,), slice(start, end)),
+        )
+
+    # The softmax has a projection per cluster, also if all clusters have one table.
+    for c in range(config.n_cluster):
+        if config.has_projections and f"crit.out_projs.{c}" not in first_names:
+            yield _projection(
+                f"crit.out_projs.{c}",
+                f"softmax/projection_{c}",
+                config.d_model,
+                config.cluster_width(c),
+            )
+
+
+def _projection(name: str, path: str, d_model: int, width: int) -> Piece:
+    return Piece(
+        TensorPart(name, (d_model, width), transposed=True),
+        TensorPart(path, (width, d_model)),
+    )
 
 
 def _has_frequencies(config: ModelConfig) -> bool:
@@ -404,35 +543,38 @@ def _has_frequencies(config: ModelConfig) -> bool:
 
 
 def _frequencies(d_model: int, dtype: np.dtype = _DOUBLE) -> np.ndarray:
+    """Returns the frequencies of the sinusoids, [d_model / 2]."""
     # Torch computes in float32: so rounded, at most 9 of 640 numbers differ from its own, and none
     # for D = 64.
     exponents = (np.arange(0, d_model, 2, dtype=dtype) / np.array(d_model, dtype)).astype(_DOUBLE)
     return np.array(1, dtype) / (10000**exponents).astype(dtype)
 
 
-def _check_frequencies(found: np.ndarray, d_model: int, format: Format) -> None:
+def _check_frequencies(frequencies: np.ndarray, d_model: int, format: Format) -> None:
     """Raises `UserError` for other frequencies, which would make another model.
 
     A cast to 16 bits may round them.
     """
+    rounding = _FREQUENCY_ROUNDING
     # NVIDIA's recipe trains in 16 bits.
-    is_rounded = found.dtype.itemsize < 4 or format is Format.NVIDIA
-    expected, rounding = _frequencies(d_model), 2**-8 if is_rounded else 1e-5
-    if found.shape != expected.shape or not np.allclose(
-        found.astype(_DOUBLE), expected, rtol=rounding, atol=0
-    ):
-        wanted = (
-            f"tensor {FREQUENCIES} must be 10000^(-2i/{d_model}) of shape {list(expected.shape)}"
-        )
+    if frequencies.dtype.itemsize < 4 or format is Format.NVIDIA:
+        rounding = _FREQUENCY_ROUNDING_16_BITS
+    expected = _frequencies(d_model)
+    # The shape comes first, as a single number would be compared with each.
+    is_expected = frequencies.shape == expected.shape and np.allclose(
+        frequencies.astype(_DOUBLE), expected, rtol=rounding, atol=0
+    )
+    if not is_expected:
         raise UserError(
-            f"{wanted}, got shape {list(found.shape)}. Only those frequencies are supported."
+            f"tensor {FREQUENCIES} must be 10000^(-2i/{d_model}) of shape {list(expected.shape)}, "
+            f"got shape {list(frequencies.shape)}. Only those frequencies are supported."
         )
 
 
 def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
     """Writes the tensors under the release's names, and its `MemTransformerLM` arguments.
 
-    See `write_model`.
+    Returns and raises as `write_model`.
     """
     arguments = arguments_of(info.config.model, info.config.eval, vocab_size=info.vocabulary.size)
     return write_model(folder, info, leaves, arguments, Format.ORIGINAL)
@@ -443,13 +585,21 @@ def write_model(
 ) -> list[str]:
     """Writes model.safetensors, config.json and the vocabulary for an implementation.
 
-    Returns notes on differences.
+    Args:
+      folder: An existing directory.
+      info: The model.
+      leaves: Its parameters, which are converted to float32.
+      arguments: Content of config.json.
+      format: The implementation.
 
-    Raises `UserError` if the implementation does not support the model.
+    Returns:
+      Notes on differences between the model and the implementation's, a line each.
+
+    Raises:
+      UserError: If the implementation does not support the model.
     """
-    tensors = from_leaves(
-        leaves_lib.as_type(leaves, np.dtype(np.float32)), info.config.model, format=format
-    )
+    leaves = leaves_lib.as_type(leaves, np.dtype(np.float32))
+    tensors = from_leaves(leaves, info.config.model, format=format)
     # transformers rejects a file without this word.
     safetensors.write(folder / portable.WEIGHTS, tensors, metadata={"format": "pt"})
     write_json(folder / portable.CONFIG, arguments)
@@ -461,10 +611,14 @@ def arguments_of(
 ) -> dict[str, Any]:
     """Returns the keyword arguments of the release's `MemTransformerLM`.
 
-    They are for the lengths of `eval_config`.
+    Args:
+      config: The model's sizes, ties and encoding.
+      eval_config: The lengths.
+      vocab_size: Number of tokens.
     """
     same = ("n_layer", "n_head", "d_model", "d_head", "d_inner", "tie_weight", "div_val")
-    return {name: getattr(config, name) for name in same} | {
+    arguments = {name: getattr(config, name) for name in same}
+    return arguments | {
         "n_token": vocab_size,
         "dropout": config.dropout.rate,
         "dropatt": config.dropout.attention,
@@ -494,10 +648,12 @@ def _write_vocabulary(folder: Path, vocabulary: Vocabulary) -> list[str]:
         kind = vocabulary.kind
         return [f"the tokens are of kind {kind!r}, for which the format has no tokenizer: {file}"]
     write_lines(folder / "vocab.txt", (f"{word}\n" for word in vocabulary.words))
-    found = next((word for word in _UNKNOWN if word in vocabulary.words), None)
-    if found != vocabulary.unknown:
-        return [f"unknown words are {vocabulary.unknown!r}, but TransfoXLTokenizer uses {found!r}"]
-    return []
+    their_unknown = next((word for word in _UNKNOWN if word in vocabulary.words), None)
+    if their_unknown == vocabulary.unknown:
+        return []
+    return [
+        f"unknown words are {vocabulary.unknown!r}, but TransfoXLTokenizer uses {their_unknown!r}"
+    ]
 
 
 def _differences(config: ExperimentConfig, format: Format) -> list[str]:
@@ -516,21 +672,26 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
             "the release adds positions to its memory again in each segment, so losses differ "
             "(eval.mem_len)"
         )
-    if (mark := config.data.reset_at) is not None:
+    if config.data.reset_at is not None:
         notes.append(
-            f"this model keeps documents apart by the token {mark!r}, but the "
+            f"this model keeps documents apart by the token {config.data.reset_at!r}, but the "
             f"{format} format does not"
         )
-    unused = {
-        "final_norm": True,  # A model that has one is rejected.
-        "layer_norm_eps": format is Format.HUGGINGFACE,  # Its config.json has it.
-        "shaw_terms": config.model.encoding is not Encoding.SHAW,
-        "same_length_window": not config.eval.same_length,
-    }
-    theirs = apply_preset(config, PRESETS[format]).model.compat
-    return notes + [
-        f"the {format} format has model.compat.{leaf.name} {config_tree.format_value(there)}, but "
-        f"these weights were read with {config_tree.format_value(here)}, so losses differ there"
-        for leaf, here, there in config_tree.differences(config.model.compat, theirs)
-        if not unused.get(leaf.name)
-    ]
+
+    # Differences between implementations that do not change this model's losses.
+    irrelevant = {"final_norm"}  # A model that has one is rejected.
+    if format is Format.HUGGINGFACE:
+        irrelevant.add("layer_norm_eps")  # Its config.json has it.
+    if config.model.encoding is not Encoding.SHAW:
+        irrelevant.add("shaw_terms")
+    if not config.eval.same_length:
+        irrelevant.add("same_length_window")
+    their_compat = apply_preset(config, PRESETS[format]).model.compat
+    for leaf, our_value, their_value in config_tree.differences(config.model.compat, their_compat):
+        if leaf.name not in irrelevant:
+            notes.append(
+                f"the {format} format has model.compat.{leaf.name} "
+                f"{config_tree.format_value(their_value)}, but these weights were read with "
+                f"{config_tree.format_value(our_value)}, so losses differ there"
+            )
+    return notes

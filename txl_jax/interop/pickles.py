@@ -507,7 +507,9 @@ class _Machine:
             # The arguments are paid for before they are looked at one by one: a pickle can pass one
             # long list to a million calls, for a few bytes each.
             self.spend(len(args))
-            self.spend(sum(len(arg) for arg in args if hasattr(arg, "__len__")))
+            for arg in args:
+                if hasattr(arg, "__len__"):
+                    self.spend(len(arg))
             return self.calls[dotted](*args)
         if dotted in _INERT_CALLS:
             return Record(function)

@@ -40,17 +40,18 @@ from txl_jax.runtime.checkpoint import describe_arrays, describe_difference
 from txl_jax.runtime.storage import AnyPath
 from txl_jax.version import __version__
 
-CONFIG, WEIGHTS, VOCABULARY, CARD = (
-    "config.json",
-    "model.safetensors",
-    "vocabulary.txt",
-    "README.md",
-)
-# The key that only a portable checkpoint's config.json has.
-_KIND, _KIND_VERSION = "txl_jax_model", 1
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+VOCABULARY = "vocabulary.txt"
+CARD = "README.md"
+# The key that only a portable checkpoint's config.json has. Its value is the version.
+_KIND = "txl_jax_model"
+_KIND_VERSION = 1
 # Groups of settings that are stored. Data and mesh belong to one machine, except for the end of a
 # document.
 _GROUPS = ("seed", "model", "optimizer", "train", "regularization", "average", "eval", "generate")
+# Settings of an evaluation that are named below the card's scores.
+_SHOWN_LENGTHS = ("segment_len", "mem_len", "clamp_len", "same_length", "stride")
 _CARD = """---
 library_name: txl_jax
 pipeline_tag: text-generation
@@ -100,14 +101,14 @@ python -m experiments.convert --from=PATH_OF_THIS_DIRECTORY --to=PATH --to_forma
 class ModelInfo:
     """A trained model without its weights."""
 
-    # Only sizes, ties and lengths matter to the weights.
+    # All settings. Sizes, ties and lengths belong to the weights, others to the training.
     config: ExperimentConfig
     vocabulary: Vocabulary
     # Training steps before the weights were saved, or 0 if unknown.
     step: int
     # Where the weights come from, as one human-readable clause.
     description: str
-    # Entries of results.json about these weights.
+    # Entries of results.json about these weights, or empty if they are unknown.
     scores: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -124,7 +125,10 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
 
     Without config.json, the directory is not a portable checkpoint.
 
-    `leaves` are the parameters of `TransformerXL`, which are converted to float32.
+    Args:
+      folder: The directory.
+      info: The model.
+      leaves: Parameters of `TransformerXL` by path, which are converted to float32.
     """
     leaves = leaves_lib.as_type(leaves, np.dtype(np.float32))
     named = {path.replace("/", "."): leaf for path, leaf in leaves.items()}
@@ -138,25 +142,35 @@ def write(folder: AnyPath, info: ModelInfo, leaves: Leaves) -> None:
 
 def stored_settings(config: ExperimentConfig) -> dict[str, Any]:
     """Returns the settings that go along with weights, as JSON values by dotted name."""
-    # Paths are this machine's.
     paths = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.setting.path}
-    values = config_tree.to_dict(config).items()
-    settings = {
-        name: value for name, value in values if name.split(".")[0] in _GROUPS and name not in paths
-    }
-    return settings | {"data.reset_at": config.data.reset_at}
+    settings: dict[str, Any] = {}
+    for name, value in config_tree.to_dict(config).items():
+        group = name.split(".")[0]
+        # Paths are this machine's, and may have a person's name in them.
+        if group in _GROUPS and name not in paths:
+            settings[name] = value
+    settings["data.reset_at"] = config.data.reset_at
+    return settings
 
 
 def check_scores(scores: Mapping[str, Any], vocabulary: Vocabulary) -> None:
-    """Raises an error unless the scores that go along with weights are numbers.
+    """Checks that the scores that go along with weights are numbers, as the card needs them.
 
-    The error can be of any of several kinds.
+    Raises:
+      ValueError: If a score is a text. Other values, such as a list instead of a dict, raise a
+        TypeError or an AttributeError.
     """
     _score_table(scores, vocabulary.measure)
 
 
 def _saved(info: ModelInfo, num_parameters: int, sums: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the content of config.json. `sums` are the sha256 of other files by name."""
+    """Returns the content of config.json.
+
+    Args:
+      info: The model.
+      num_parameters: Number of parameters.
+      sums: The sha256 of other files in hexadecimal, by name.
+    """
     return {
         _KIND: _KIND_VERSION,
         "description": info.description,
@@ -172,28 +186,39 @@ def _saved(info: ModelInfo, num_parameters: int, sums: Mapping[str, str]) -> dic
 def read_info(folder: AnyPath) -> ModelInfo:
     """Reads everything except the weights.
 
-    Raises `UserError` if the checkpoint is corrupted or has a newer version.
+    Raises:
+      UserError: If the checkpoint is corrupted or has a newer version.
     """
     with reading(os.path.join(folder, CONFIG)):
         return _read_info(folder)
 
 
 def _read_info(folder: AnyPath) -> ModelInfo:
-    path, saved = os.path.join(folder, CONFIG), _read_config(folder)
+    path = os.path.join(folder, CONFIG)
+    saved = _read_config(folder)
     vocabulary = read_vocabulary(os.path.join(folder, VOCABULARY))
+    # Anybody may have written or edited the file. A value of another type, or a setting that this
+    # version does not have, raises one of these.
     damaged = f"{path} is corrupted or from another version (%s). Copy or convert it again."
     with rephrased(damaged, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         config = from_dict(ExperimentConfig, saved["config"])
+        # Sizes that contradict each other would fail later, in a shape of JAX.
         config.model.validate()
-        expected = str(saved["sha256"][VOCABULARY]), int(saved["vocab_size"])
+        expected_digest = str(saved["sha256"][VOCABULARY])
+        expected_size = int(saved["vocab_size"])
         info = ModelInfo(
-            config, vocabulary, int(saved["step"]), str(saved["description"]), dict(saved["scores"])
+            config=config,
+            vocabulary=vocabulary,
+            step=int(saved["step"]),
+            description=str(saved["description"]),
+            scores=dict(saved["scores"]),
         )
         check_scores(info.scores, vocabulary)
-    if (digest(vocabulary), vocabulary.size) != expected:
+    # With another vocabulary, the model would read and write other words.
+    if digest(vocabulary) != expected_digest or vocabulary.size != expected_size:
         raise UserError(
             f"{folder}/{VOCABULARY} ({vocabulary.size} tokens) does not match {CONFIG} (sha256, "
-            f"or vocab_size {expected[1]}). Copy or convert the directory again."
+            f"or vocab_size {expected_size}). Copy or convert the directory again."
         )
     return info
 
@@ -201,27 +226,40 @@ def _read_info(folder: AnyPath) -> ModelInfo:
 def read_leaves(folder: AnyPath) -> dict[str, Leaf]:
     """Returns the weights by path, each read when it is needed.
 
-    Raises `CheckpointError` if they are corrupted.
+    Raises:
+      CheckpointError: If they are corrupted.
     """
     path = os.path.join(folder, WEIGHTS)
     with reading(path):
         expected = str(_read_config(folder)["sha256"].get(WEIGHTS))
         tensors = safetensors.read(path, sha256=expected)
-    return leaves_lib.guarded(
-        {name.replace(".", "/"): leaf for name, leaf in tensors.items()}, name=path
-    )
+    by_path = {name.replace(".", "/"): leaf for name, leaf in tensors.items()}
+    return leaves_lib.guarded(by_path, name=path)
 
 
 def place(leaves: Leaves, abstract_params: Any) -> Any:
     """Reads onto each device its part of each parameter.
 
-    Raises `CheckpointError` for another model's leaves.
+    Args:
+      leaves: Parameters by path.
+      abstract_params: The nested parameters' shapes, dtypes and shardings.
+
+    Returns:
+      The nested parameters.
+
+    Raises:
+      CheckpointError: If the leaves are another model's.
     """
     named = flax.traverse_util.flatten_dict(abstract_params, sep="/")
-    # Floats are read in the type that is wanted: with JAX_ENABLE_X64 that is float64.
-    types = {path: str(named[path].dtype) if path in named else "float32" for path in leaves}
-    found = {path: f"{types[path]}{list(leaf.shape)}" for path, leaf in leaves.items()}
-    if difference := describe_difference(found, describe_arrays(abstract_params)):
+
+    # A missing or unknown parameter, or another shape, is found before any array is read. Dtypes
+    # may differ: floats are converted to the dtype that is wanted, float64 with JAX_ENABLE_X64.
+    described: dict[str, str] = {}
+    for path, leaf in leaves.items():
+        dtype = named[path].dtype if path in named else "float32"
+        described[path] = f"{dtype}{list(leaf.shape)}"
+    difference = describe_difference(described, describe_arrays(abstract_params))
+    if difference:
         raise CheckpointError(
             f"the weights do not match the config ({difference}). Convert them again."
         )
@@ -234,15 +272,20 @@ def place(leaves: Leaves, abstract_params: Any) -> Any:
     placed: dict[str, Any] = {}
     # The largest comes first, when memory is empty: the host holds an array twice while it is
     # placed.
-    for path, like in sorted(named.items(), key=lambda item: -math.prod(item[1].shape)):
+    for path in sorted(named, key=lambda path: -math.prod(named[path].shape)):
         array = jax.make_array_from_callback(
-            like.shape, like.sharding, functools.partial(part, path)
+            named[path].shape, named[path].sharding, functools.partial(part, path)
         )
         placed[path] = jax.block_until_ready(array)
     return flax.traverse_util.unflatten_dict(placed, sep="/")
 
 
 def _read_config(folder: AnyPath) -> dict[str, Any]:
+    """Returns the content of config.json, whose values may be anything.
+
+    Raises:
+      UserError: If it is not a portable checkpoint's, or has a newer version.
+    """
     path = os.path.join(folder, CONFIG)
     other = (
         f"{folder} is not a portable checkpoint of txl_jax ({CONFIG}: %s). "
@@ -250,7 +293,9 @@ def _read_config(folder: AnyPath) -> dict[str, Any]:
     )
     with rephrased(other, OSError, ValueError, KeyError, TypeError, AttributeError):
         saved: dict[str, Any] = storage.read_json(path)
-        version, _ = saved[_KIND], saved["sha256"].items()
+        version = saved[_KIND]
+        # The directories of other programs have a config.json too, without these two.
+        saved["sha256"].items()
     if version != _KIND_VERSION:
         raise UserError(
             f"{path} must have version {_KIND_VERSION}, got {version!r}. Install a newer txl_jax."
@@ -266,10 +311,13 @@ def write_vocabulary(folder: AnyPath, vocabulary: Vocabulary) -> None:
 
 
 def read_vocabulary(path: AnyPath) -> Vocabulary:
-    """Reads a vocabulary.txt, or raises `UserError` if it cannot be read."""
-    with rephrased(
-        f"{path} cannot be read (%s). Copy or convert the directory again.", OSError, ValueError
-    ):
+    """Reads a vocabulary.txt.
+
+    Raises:
+      UserError: If it cannot be read.
+    """
+    unreadable = f"{path} cannot be read (%s). Copy or convert the directory again."
+    with rephrased(unreadable, OSError, ValueError):
         # Some editors write a byte-order mark.
         return loads(storage.read(path).decode("utf-8-sig"), KINDS)
 
@@ -291,22 +339,33 @@ def _score_table(scores: Mapping[str, Any], measure: Measure) -> str:
     """Returns the card's section of scores, empty for a model without scores."""
     name = "bpc" if measure.is_bits else "perplexity"
     lines = ["## Scores", "", f"| split | {name} | nats per token | tokens |", "|---|---|---|---|"]
-    rows = {
-        label: scores[key]
-        for key, label in (("best_valid", "validation"), ("test", "test"))
-        if scores.get(key)
-    }
-    for label, row in rows.items():
-        formats = {name: ".4f", "loss": ".4f", "tokens": ",.0f"}
-        cells = (
-            format(row[key], form) if row.get(key) is not None else ""
-            for key, form in formats.items()
-        )
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    if lengths := scores.get("eval"):
-        names = ("segment_len", "mem_len", "clamp_len", "same_length", "stride")
-        settings = ", ".join(
-            f"{key} {format_value(lengths[key])}" for key in names if key in lengths
-        )
-        lines += ["", f"Scored with {settings}."]
-    return "\n".join([*lines, "", ""]) if rows else ""
+    has_scores = False
+    for key, split in (("best_valid", "validation"), ("test", "test")):
+        row = scores.get(key)
+        if row:
+            has_scores = True
+            cells = [
+                _cell(row.get(name), ".4f"),
+                _cell(row.get("loss"), ".4f"),
+                _cell(row.get("tokens"), ",.0f"),
+            ]
+            lines.append(f"| {split} | {' | '.join(cells)} |")
+
+    lengths = scores.get("eval")
+    if lengths:
+        settings = []
+        for key in _SHOWN_LENGTHS:
+            if key in lengths:
+                settings.append(f"{key} {format_value(lengths[key])}")
+        lines += ["", f"Scored with {', '.join(settings)}."]
+
+    if not has_scores:
+        return ""
+    return "\n".join([*lines, "", ""])
+
+
+def _cell(score: Any, form: str) -> str:
+    """Returns a score in a format of Python, or an empty text if it is missing."""
+    if score is None:
+        return ""
+    return format(score, form)

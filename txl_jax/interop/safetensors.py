@@ -24,21 +24,23 @@ from txl_jax.runtime import storage
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8  # The tensors begin at a multiple of this many bytes.
 _METADATA = "__metadata__"
-_DTYPES = {
-    "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I8": np.dtype(np.int8),
-    "I16": np.dtype(np.int16),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
-    "U8": np.dtype(np.uint8),
-    "U16": np.dtype(np.uint16),
-    "U32": np.dtype(np.uint32),
-    "U64": np.dtype(np.uint64),
-    "BOOL": np.dtype(bool),
+# Dtypes by the codes that the format has for them, as numpy and ml_dtypes call them.
+_NUMPY_NAMES: dict[str, Any] = {
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "BF16": ml_dtypes.bfloat16,
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "BOOL": "bool",
 }
+_DTYPES = {code: np.dtype(dtype) for code, dtype in _NUMPY_NAMES.items()}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 

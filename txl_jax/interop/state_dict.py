@@ -39,10 +39,14 @@ def of(file: TorchFile) -> dict[str, Leaf]:
     if isinstance(model, Record):
         values = _ModuleWalk(file).tensors(model)
     elif isinstance(model, dict):
-        values = {name: value for name, value in model.items() if isinstance(name, str)}
+        values = model
 
     # A file may have anything else among its tensors, such as a version or a step.
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    tensors: dict[str, Tensor] = {
+        name: value
+        for name, value in values.items()
+        if isinstance(name, str) and isinstance(value, Tensor)
+    }
     if not tensors:
         raise UserError(
             f"{file.path} must contain tensors by name, got {reprlib.repr(file.root)}. "
@@ -79,26 +83,29 @@ def model_in(root: Any) -> Any:
     """
     # A dict may contain itself, so that the search must end.
     for _ in range(_MAX_DEPTH):
-        inner = _models_inside(root)
-        # A module records more than its tensors, so that it is preferred to a dict of them.
-        modules = [value for value in inner if isinstance(value, Record)]
-        dicts = [value for value in inner if isinstance(value, dict)]
-        candidates = modules + dicts
-        if not candidates:
+        inner = _model_inside(root)
+        if inner is None:
             break
-        root = candidates[0]
+        root = inner
     return root
 
 
-def _models_inside(value: Any) -> list[Any]:
-    """Returns what a wrapper wraps, or what a dict has in the place of a model."""
+def _model_inside(value: Any) -> Any:
+    """Returns what a wrapper wraps, or what a dict has in the place of a model, or None."""
+    candidates: list[Any] = []
     if isinstance(value, Record):
         children = _dict_in(value.attributes(), "_modules")
         if len(children) == 1 and not WRAPPERS.isdisjoint(children):
-            return list(children.values())
+            candidates = list(children.values())
     elif isinstance(value, dict):
-        return [value[key] for key in _AROUND if key in value]
-    return []
+        candidates = [value[key] for key in _AROUND if key in value]
+
+    # A module records more than its tensors, so that it is preferred to a dict of them.
+    for kind in (Record, dict):
+        for candidate in candidates:
+            if isinstance(candidate, kind):
+                return candidate
+    return None
 
 
 class _ModuleWalk:
@@ -157,9 +164,12 @@ class _ModuleWalk:
         # Two modules that contain the next two twice, 32 levels deep, are 2**32 modules. Each name
         # is paid for, and a dict as a whole before its entries are looked at one by one.
         self._spend(len(entries) * (len(prefix) + 1))
-        texts = [(name, value) for name, value in entries.items() if isinstance(name, str)]
-        self._spend(sum(len(name) for name, _ in texts))
-        return texts
+        named: list[tuple[str, Any]] = []
+        for name, value in entries.items():
+            if isinstance(name, str):
+                self._spend(len(name))
+                named.append((name, value))
+        return named
 
     def _spend(self, characters: int) -> None:
         self._characters_left -= characters
