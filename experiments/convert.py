@@ -43,7 +43,7 @@ class Plan(cli.Plan):
 
 
 def run(plan: Plan, _job: cli.Job) -> None:
-    """Converts."""
+    """Converts the weights and verifies the result."""
     convert(plan.from_, plan.to, to_format=plan.to_format, member=plan.ensemble_member)
 
 

@@ -5,7 +5,7 @@ Tensors can have the release's names and other implementations' names.
     leaves = to_leaves(tensors, config, vocab_size=204)  # Our parameters by path.
     tensors = from_flax(params, config)                  # Every name of the release's state_dict.
 
-`_pieces` is the correspondence as one table, which both directions read. The release stores
+`_part_pairs` is the correspondence as one table, which both directions read. The release stores
 matrices as [out, in], stacks q, k and v in one, and has a tensor per layer and, in the softmax, a
 bias per cluster. Here matrices are [in, out] with heads as their own axis, layers are stacked, and
 there is one bias. The release's attn_type 0 is our relative encoding, 1 Shaw's (with
@@ -104,11 +104,11 @@ class TensorPart(NamedTuple):
         return part.T if self.transposed else part
 
 
-class Piece(NamedTuple):
+class PartPair(NamedTuple):
     """Two parts that have the same numbers."""
 
-    theirs: TensorPart  # Of an original tensor.
-    ours: TensorPart  # Of one of our parameters.
+    theirs: TensorPart  # In an original tensor.
+    ours: TensorPart  # In one of our parameters.
 
 
 class _Copy(NamedTuple):
@@ -135,7 +135,7 @@ def to_leaves(
       UserError: If a tensor is missing, unknown or of the wrong shape, shared tensors differ, or
         the implementation does not support the model.
     """
-    pieces = _pieces(config, vocab_size, format)
+    pairs = _part_pairs(config, vocab_size, format)
     first_names = aliases(config, format)
     named = _with_all_names(tensors, first_names)
 
@@ -143,7 +143,7 @@ def to_leaves(
     frequencies = None
     if _has_frequencies(config):
         frequencies = named.pop(_name(FREQUENCIES, format), None)
-    shapes = {piece.theirs.name: piece.theirs.shape for piece in pieces}
+    shapes = {pair.theirs.name: pair.theirs.shape for pair in pairs}
     shapes |= {name: shapes[first] for name, first in first_names.items()}
     _check_shapes(named, shapes, kind="tensor")
     if frequencies is not None:
@@ -157,7 +157,7 @@ def to_leaves(
                 f"model.tie_projs {list(config.tie_projs)} and model.untie_r {config.untie_r} "
                 "share them. Turn the tie off or pass equal values."
             )
-    return _assembled(named, [_Copy(source=theirs, target=ours) for theirs, ours in pieces])
+    return _assembled(named, [_Copy(source=theirs, target=ours) for theirs, ours in pairs])
 
 
 def _with_all_names(tensors: Leaves, first_names: Mapping[str, str]) -> dict[str, Leaf]:
@@ -168,9 +168,11 @@ def _with_all_names(tensors: Leaves, first_names: Mapping[str, str]) -> dict[str
       first_names: Second names of shared tensors, each with its first name.
     """
     named = dict(tensors)
+    # A tensor that a file has by a second name only gets its first name.
     for name, first in first_names.items():
         if name in tensors and first not in tensors:
             named[first] = tensors[name]
+    # All of its other names follow from the first.
     for name, first in first_names.items():
         if first in named:
             named.setdefault(name, named[first])
@@ -208,11 +210,11 @@ def from_leaves(
         raise UserError("parameter softmax/bias is missing. Pass the tree under 'params'.")
     bias = leaves["softmax/bias"]
     vocab_size = bias.shape[0]
-    pieces = _pieces(config, vocab_size, format)
-    shapes = {piece.ours.name: piece.ours.shape for piece in pieces}
+    pairs = _part_pairs(config, vocab_size, format)
+    shapes = {pair.ours.name: pair.ours.shape for pair in pairs}
     _check_shapes(leaves, shapes, kind="parameter")
 
-    tensors = _assembled(leaves, [_Copy(source=ours, target=theirs) for theirs, ours in pieces])
+    tensors = _assembled(leaves, [_Copy(source=ours, target=theirs) for theirs, ours in pairs])
     if _has_frequencies(config):
         frequencies = _frequencies(config.d_model, bias.dtype)
         tensors[_name(FREQUENCIES, format)] = leaves_lib.leaf_of(frequencies)
@@ -382,43 +384,45 @@ def position_tensors(config: ModelConfig, format: Format) -> Sequence[OriginalTe
     return encoding_of(config).original_tensors()
 
 
-def _pieces(config: ModelConfig, vocab_size: int, format: Format) -> list[Piece]:
+def _part_pairs(config: ModelConfig, vocab_size: int, format: Format) -> list[PartPair]:
     """Returns the correspondence, tensor by tensor, without second names of shared tensors."""
-    pieces = list(_encoding(config, format))
+    pairs = list(_encoding(config, format))
     for layer in range(config.n_layer):
-        pieces += _layer(config, layer)
-    pieces += _embedding_and_softmax(config, vocab_size)
+        pairs += _layer(config, layer)
+    pairs += _embedding_and_softmax(config, vocab_size)
     if config.cutoffs:
-        pieces += _tail_clusters(config, format)
+        pairs += _tail_clusters(config, format)
 
-    renamed: list[Piece] = []
-    for theirs, ours in pieces:
-        renamed.append(Piece(theirs._replace(name=_name(theirs.name, format)), ours))
+    renamed: list[PartPair] = []
+    for theirs, ours in pairs:
+        renamed.append(PartPair(theirs._replace(name=_name(theirs.name, format)), ours))
     return renamed
 
 
-def _tail_clusters(config: ModelConfig, format: Format) -> Iterator[Piece]:
+def _tail_clusters(config: ModelConfig, format: Format) -> Iterator[PartPair]:
     """Yields the rows of the softmax's head that stand for the tail clusters."""
     rows = slice(None)
     if format in (Format.ORIGINAL, Format.NVIDIA):
         rows = slice(None, None, -1)  # The last row belongs to the first tail cluster.
     num_tails = len(config.cutoffs)
     table = (num_tails, config.embed_width)
-    yield Piece(
+    yield PartPair(
         TensorPart("crit.cluster_weight", table, rows), TensorPart("softmax/tail_table", table)
     )
     bias = (num_tails,)
-    yield Piece(TensorPart("crit.cluster_bias", bias, rows), TensorPart("softmax/tail_bias", bias))
+    yield PartPair(
+        TensorPart("crit.cluster_bias", bias, rows), TensorPart("softmax/tail_bias", bias)
+    )
 
 
-def _encoding(config: ModelConfig, format: Format) -> Iterator[Piece]:
+def _encoding(config: ModelConfig, format: Format) -> Iterator[PartPair]:
     """Yields the tensors that only the model's positional encoding has."""
     for tensor in position_tensors(config, format):
         name = tensor.name
         if format is Format.HUGGINGFACE and config.untie_r:
             # The class has a tensor per layer. Each is an entry of our stacked parameter.
             for layer in range(config.n_layer):
-                yield Piece(
+                yield PartPair(
                     TensorPart(f"layers.{layer}.dec_attn.{name}", tensor.shape[1:]),
                     TensorPart(tensor.path, tensor.path_shape, layer),
                 )
@@ -426,10 +430,10 @@ def _encoding(config: ModelConfig, format: Format) -> Iterator[Piece]:
         theirs = TensorPart(name, tensor.shape)
         if tensor.reversed:
             theirs = theirs._replace(place=(slice(None), slice(None, None, -1)))
-        yield Piece(theirs, TensorPart(tensor.path, tensor.path_shape))
+        yield PartPair(theirs, TensorPart(tensor.path, tensor.path_shape))
 
 
-def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
+def _layer(config: ModelConfig, layer: int) -> Iterator[PartPair]:
     """Yields one layer's tensors. Each is entry `layer` of a stacked parameter."""
     d_model = config.d_model
     d_inner = config.d_inner
@@ -437,55 +441,55 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[Piece]:
     d_head = config.d_head
     width_of_heads = n_head * d_head
 
-    def piece(
+    def pair(
         name: str,
         shape: tuple[int, ...],
         path: str,
         our_shape: tuple[int, ...],
         rows: slice | EllipsisType = ...,
-    ) -> Piece:
+    ) -> PartPair:
         theirs = TensorPart(f"layers.{layer}.{name}", shape, rows, transposed=len(shape) == 2)
         ours = TensorPart(f"stack/layers/{path}", (config.n_layer, *our_shape), layer)
-        return Piece(theirs, ours)
+        return PartPair(theirs, ours)
 
     # A matrix of the release has the rows of several projections, one after another.
     for net, projections in encoding_of(config).original_projections.items():
         shape = (len(projections) * width_of_heads, d_model)
         for i, projection in enumerate(projections):
             rows = slice(i * width_of_heads, (i + 1) * width_of_heads)
-            yield piece(
+            yield pair(
                 f"dec_attn.{net}.weight",
                 shape,
                 f"attention/{projection}",
                 (d_model, n_head, d_head),
                 rows,
             )
-    yield piece(
+    yield pair(
         "dec_attn.o_net.weight",
         (d_model, width_of_heads),
         "attention/output",
         (n_head, d_head, d_model),
     )
-    yield piece(
+    yield pair(
         "pos_ff.CoreNet.0.weight",
         (d_inner, d_model),
         "feed_forward/inner_kernel",
         (d_model, d_inner),
     )
-    yield piece("pos_ff.CoreNet.0.bias", (d_inner,), "feed_forward/inner_bias", (d_inner,))
-    yield piece(
+    yield pair("pos_ff.CoreNet.0.bias", (d_inner,), "feed_forward/inner_bias", (d_inner,))
+    yield pair(
         "pos_ff.CoreNet.3.weight",
         (d_model, d_inner),
         "feed_forward/outer_kernel",
         (d_inner, d_model),
     )
-    yield piece("pos_ff.CoreNet.3.bias", (d_model,), "feed_forward/outer_bias", (d_model,))
+    yield pair("pos_ff.CoreNet.3.bias", (d_model,), "feed_forward/outer_bias", (d_model,))
     for name, path in (("dec_attn", "attention_norm"), ("pos_ff", "feed_forward_norm")):
-        yield piece(f"{name}.layer_norm.weight", (d_model,), f"{path}/scale", (d_model,))
-        yield piece(f"{name}.layer_norm.bias", (d_model,), f"{path}/bias", (d_model,))
+        yield pair(f"{name}.layer_norm.weight", (d_model,), f"{path}/scale", (d_model,))
+        yield pair(f"{name}.layer_norm.bias", (d_model,), f"{path}/bias", (d_model,))
 
 
-def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[Piece]:
+def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[PartPair]:
     """Yields the clusters' tables, projections and biases.
 
     With div_val 1 they share one table and one bias.
@@ -498,12 +502,12 @@ def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[Pie
     for c, (start, end) in enumerate(itertools.pairwise(bounds)):
         width = config.cluster_width(c)
         table = (end - start, width)
-        yield Piece(
+        yield PartPair(
             TensorPart(f"word_emb.emb_layers.{c}.weight", table),
             TensorPart(f"embedding/table_{c}", table),
         )
         if f"crit.out_layers.{c}.weight" not in first_names:
-            yield Piece(
+            yield PartPair(
                 TensorPart(f"crit.out_layers.{c}.weight", table),
                 TensorPart(f"softmax/table_{c}", table),
             )
@@ -511,7 +515,7 @@ def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[Pie
             yield _projection(
                 f"word_emb.emb_projs.{c}", f"embedding/projection_{c}", config.d_model, width
             )
-        yield Piece(
+        yield PartPair(
             TensorPart(f"crit.out_layers.{c}.bias", (end - start,)),
             TensorPart("softmax/bias", (vocab_size,), slice(start, end)),
         )
@@ -527,8 +531,8 @@ def _embedding_and_softmax(config: ModelConfig, vocab_size: int) -> Iterator[Pie
             )
 
 
-def _projection(name: str, path: str, d_model: int, width: int) -> Piece:
-    return Piece(
+def _projection(name: str, path: str, d_model: int, width: int) -> PartPair:
+    return PartPair(
         TensorPart(name, (d_model, width), transposed=True),
         TensorPart(path, (width, d_model)),
     )

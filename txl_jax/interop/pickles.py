@@ -32,8 +32,8 @@ _MAX_INTEGER_BITS = 1 << 13
 MAX_KEY_TEXT = 1 << 13
 # Longest tuple as a key. A tuple is hashed whole at each use. Files of weights have pairs at most.
 _MAX_KEY_PARTS = 10
-# Longest integer as a key. Python's hash of an integer is its remainder modulo 2**61 - 1, so that
-# shorter ones all have different hashes.
+# Longest integer as a key. Such an integer is its own hash. Of a longer one the hash is the
+# remainder modulo 2**61 - 1, which a file can choose.
 _MAX_KEY_BITS = 60
 # Longest integer in a tuple as a key. From longer ones a file could make tuples of equal hashes.
 _MAX_KEY_PART_BITS = 32

@@ -128,8 +128,9 @@ def convert(
 
 
 class _Source(NamedTuple):
-    """What is converted."""
+    """A model to convert, and what goes along with it."""
 
+    # The arrays of files are read later, one by one.
     model: Model
     # Path of the statistics of dynamic evaluation, which may be missing, or None for a model of
     # another implementation.
@@ -137,7 +138,13 @@ class _Source(NamedTuple):
 
 
 def _read(source: str, member: str | None, log: Callable[[str], None]) -> _Source:
-    """Reads a model of any implementation. The arrays of files are read later, one by one."""
+    """Reads a model of any implementation.
+
+    Args:
+      source: A run's workdir, a portable checkpoint, or another implementation's weights.
+      member: The ensemble member, if `source` is an ensemble's workdir.
+      log: Takes one line.
+    """
     if holds_other_weights(source) and not portable.is_portable(source):
         require(
             member is None,
@@ -158,7 +165,7 @@ def _read(source: str, member: str | None, log: Callable[[str], None]) -> _Sourc
 
     step, params = trained.params(trained.build(log=log), log=log)
     scores: dict[str, Any] = {}
-    # An average of checkpoints is other parameters than those that the run's scores are of.
+    # The run's scores are of one checkpoint's parameters, not of an average of checkpoints.
     if trained.config.eval.average_checkpoints is None:
         scores = _scores(trained.source, step)
     info = ModelInfo(
