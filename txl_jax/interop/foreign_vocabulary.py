@@ -69,10 +69,9 @@ def find(folder: Path, vocab_size: int) -> ForeignVocabulary:
     Raises:
       UserError: If the file is corrupted, would run code, or has no vocabulary of the model's size.
     """
-    paths = [folder / name for name in NAMES if (folder / name).is_file()]
-    if not paths:
+    path = next((folder / name for name in NAMES if (folder / name).is_file()), None)
+    if path is None:
         return ForeignVocabulary(None, [f"{folder} has no vocabulary ({', '.join(NAMES[:-1])})"])
-    path = paths[0]
     with reading(str(path)):
         if path.suffix == ".txt":
             foreign = _of_text(path)
@@ -243,11 +242,10 @@ def _bytes_of(symbols: list[str]) -> bytes | None:
 
 def _of_text(path: Path) -> ForeignVocabulary:
     """Returns a text file's vocabulary: our own format, or the first word of each line."""
-    foreign = f"{path} is not UTF-8 (%s). Pass a list of words in UTF-8."
-    with (
-        rephrased(f"{path} cannot be read (%s). Check the path.", OSError),
-        rephrased(foreign, UnicodeDecodeError),
-    ):
+    # A list in another encoding would give other words, or bytes of a binary file.
+    not_text = f"{path} is not UTF-8 (%s). Pass a list of words in UTF-8."
+    unreadable = f"{path} cannot be read (%s). Check the path."
+    with rephrased(unreadable, OSError), rephrased(not_text, UnicodeDecodeError):
         # Without the byte-order mark that some editors write.
         decoded = storage.read(path).decode("utf-8-sig")
     if decoded.startswith(TITLE):

@@ -157,10 +157,13 @@ def _vocabulary(weights: _RecognizedWeights, vocab_size: int) -> vocabularies.Fo
 def _compat(format: Format, facts: Mapping[str, Any]) -> CompatConfig:
     """Returns the settings under which our model has the implementation's numbers."""
     compat = apply_preset(ExperimentConfig(), original.PRESETS[format]).model.compat
-    if format is Format.NVIDIA:  # With same_length, a query attends to one key more.
+    # With same_length, a query of NVIDIA's model attends to one key more.
+    if format is Format.NVIDIA:
         compat = dataclasses.replace(compat, same_length_window=AttentionWindow.MEM_LEN_PLUS_ONE)
-    if format is Format.HUGGINGFACE and isinstance(facts.get("layer_norm_epsilon"), float):
-        compat = dataclasses.replace(compat, layer_norm_eps=facts["layer_norm_epsilon"])
+    # A file may have a text or a list there. Numbers out of range are found by `validate`.
+    epsilon = facts.get("layer_norm_epsilon")
+    if format is Format.HUGGINGFACE and isinstance(epsilon, float):
+        compat = dataclasses.replace(compat, layer_norm_eps=epsilon)
     compat.validate()
     return compat
 
@@ -234,7 +237,10 @@ def _tensors(files: WeightFiles) -> tuple[Leaves, TorchFile | None]:
                 f"tensor {min(duplicates)} is in more than one of the files of {files.path}"
             )
         all_tensors |= tensors
-    return all_tensors, file if len(files.parts) == 1 else None
+    # The values of several files are not one model's.
+    if len(files.parts) != 1:
+        file = None
+    return all_tensors, file
 
 
 def _renamed(tensors: Leaves) -> dict[str, Leaf]:
@@ -281,5 +287,6 @@ def _read_json(path: Path) -> dict[str, Any]:
       UserError: If it does not contain an object.
     """
     damaged = f"{path} is not a JSON object (%s). Copy or download it again."
+    # A download that ended early is not JSON, and JSON may be a list or a number.
     with rephrased(damaged, OSError, ValueError, TypeError):
         return dict(storage.read_json(path))

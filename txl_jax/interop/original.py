@@ -206,6 +206,7 @@ def from_leaves(
         does not support the model.
     """
     check_exportable(config, format)
+    # Callers may pass all variables of a module instead of its parameters.
     if "softmax/bias" not in leaves:
         raise UserError("parameter softmax/bias is missing. Pass the tree under 'params'.")
     bias = leaves["softmax/bias"]

@@ -144,6 +144,7 @@ def write(
     begin = 0
     for name in names:
         leaf = leaves[name]
+        # Complex numbers, for instance, have no code.
         if leaf.dtype not in _CODES:
             raise ValueError(
                 f"tensor {name} has dtype {leaf.dtype}, which safetensors files cannot store"

@@ -191,12 +191,15 @@ def _dict_in(attributes: Mapping[Any, Any], name: str) -> dict[Any, Any]:
 def facts_of_module(file: TorchFile) -> dict[str, Any]:
     """Returns the keyword arguments that a pickled MemTransformerLM still records."""
     root = model_in(file.root)
+    # A state_dict has no arguments.
     if not isinstance(root, Record):
         return {}
     modules: dict[str, dict[Any, Any]] = {}
     for prefix, attributes in _ModuleWalk(file).modules(root):
         modules[without_wrappers(prefix)] = attributes
 
+    # The file chooses the attributes' names and values. `infer_config` takes those that it knows,
+    # and checks them.
     facts: dict[str, Any] = {
         name: value for name, value in modules[""].items() if isinstance(value, bool | int | float)
     }

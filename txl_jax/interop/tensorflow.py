@@ -70,7 +70,7 @@ _LENGTHS = {
 class ReleasedModel(NamedTuple):
     """A checkpoint's model."""
 
-    # By the PyTorch release's names.
+    # Tensors by the PyTorch release's names.
     tensors: dict[str, Leaf]
     # Arguments of its MemTransformerLM, as far as names and sizes determine them.
     facts: dict[str, Any]
@@ -91,6 +91,7 @@ def read(prefix: Path) -> ReleasedModel:
         short = name.removeprefix(root)
         if name.startswith(root) and not _OMITTED.fullmatch(short):
             kept[short] = leaf
+
     tensors: dict[str, Leaf] = {}
     for name, leaf in kept.items():
         released_name = _released_name(name)
