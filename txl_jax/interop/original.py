@@ -107,7 +107,7 @@ class TensorPart(NamedTuple):
 class PartPair(NamedTuple):
     """Two parts that have the same numbers."""
 
-    theirs: TensorPart  # In an original tensor.
+    released: TensorPart  # In an original tensor.
     ours: TensorPart  # In one of our parameters.
 
 
@@ -143,7 +143,7 @@ def to_leaves(
     frequencies = None
     if _has_frequencies(config):
         frequencies = named.pop(_name(FREQUENCIES, format), None)
-    shapes = {pair.theirs.name: pair.theirs.shape for pair in pairs}
+    shapes = {pair.released.name: pair.released.shape for pair in pairs}
     shapes |= {name: shapes[first] for name, first in first_names.items()}
     _check_shapes(named, shapes, kind="tensor")
     if frequencies is not None:
@@ -157,7 +157,7 @@ def to_leaves(
                 f"model.tie_projs {list(config.tie_projs)} and model.untie_r {config.untie_r} "
                 "share them. Turn the tie off or pass equal values."
             )
-    return _assembled(named, [_Copy(source=theirs, target=ours) for theirs, ours in pairs])
+    return _assembled(named, [_Copy(source=released, target=ours) for released, ours in pairs])
 
 
 def _with_all_names(tensors: Leaves, first_names: Mapping[str, str]) -> dict[str, Leaf]:
@@ -215,7 +215,7 @@ def from_leaves(
     shapes = {pair.ours.name: pair.ours.shape for pair in pairs}
     _check_shapes(leaves, shapes, kind="parameter")
 
-    tensors = _assembled(leaves, [_Copy(source=ours, target=theirs) for theirs, ours in pairs])
+    tensors = _assembled(leaves, [_Copy(source=ours, target=released) for released, ours in pairs])
     if _has_frequencies(config):
         frequencies = _frequencies(config.d_model, bias.dtype)
         tensors[_name(FREQUENCIES, format)] = leaves_lib.leaf_of(frequencies)
@@ -286,8 +286,8 @@ def _assembled_leaf(sources: Leaves, copies: list[_Copy]) -> Leaf:
     """
     shape = copies[0].target.shape
     dtype = sources[copies[0].source.name].dtype
-    # By the entry of a stacked parameter, so that reading all layers does not search the copies for
-    # each one.
+    # Copies by the entry of a stacked parameter, so that reading all layers does not search them
+    # for each one.
     copy_by_entry = {
         copy.target.place: copy for copy in copies if isinstance(copy.target.place, int)
     }
@@ -395,8 +395,8 @@ def _part_pairs(config: ModelConfig, vocab_size: int, format: Format) -> list[Pa
         pairs += _tail_clusters(config, format)
 
     renamed: list[PartPair] = []
-    for theirs, ours in pairs:
-        renamed.append(PartPair(theirs._replace(name=_name(theirs.name, format)), ours))
+    for released, ours in pairs:
+        renamed.append(PartPair(released._replace(name=_name(released.name, format)), ours))
     return renamed
 
 
@@ -428,10 +428,10 @@ def _encoding(config: ModelConfig, format: Format) -> Iterator[PartPair]:
                     TensorPart(tensor.path, tensor.path_shape, layer),
                 )
             continue
-        theirs = TensorPart(name, tensor.shape)
+        released = TensorPart(name, tensor.shape)
         if tensor.reversed:
-            theirs = theirs._replace(place=(slice(None), slice(None, None, -1)))
-        yield PartPair(theirs, TensorPart(tensor.path, tensor.path_shape))
+            released = released._replace(place=(slice(None), slice(None, None, -1)))
+        yield PartPair(released, TensorPart(tensor.path, tensor.path_shape))
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[PartPair]:
@@ -449,9 +449,9 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[PartPair]:
         our_shape: tuple[int, ...],
         rows: slice | EllipsisType = ...,
     ) -> PartPair:
-        theirs = TensorPart(f"layers.{layer}.{name}", shape, rows, transposed=len(shape) == 2)
+        released = TensorPart(f"layers.{layer}.{name}", shape, rows, transposed=len(shape) == 2)
         ours = TensorPart(f"stack/layers/{path}", (config.n_layer, *our_shape), layer)
-        return PartPair(theirs, ours)
+        return PartPair(released, ours)
 
     # A matrix of the release has the rows of several projections, one after another.
     for net, projections in encoding_of(config).original_projections.items():
