@@ -289,9 +289,8 @@ def _is_valid(key: str, value: Any) -> bool:
         numbers = list(value)
     for number in numbers:
         # JSON and pickles may have any value here. True, which Python takes for 1, is not a size.
-        if type(number) is not _KINDS[key]:
-            return False
+        has_type = type(number) is _KINDS[key]
         # Arithmetic with integers of a million digits takes long.
-        if number > _MAX_INTEGER:
+        if not has_type or number > _MAX_INTEGER:
             return False
     return key not in _LEAST or value >= _LEAST[key]
