@@ -52,7 +52,7 @@ from txl_jax.errors import UserError, describe_system_error, one_line, rephrased
 from txl_jax.runs import run as run_lib
 from txl_jax.runs import run_tables
 from txl_jax.runs.run import RESULTS
-from txl_jax.runtime import output, storage
+from txl_jax.runtime import output, remote, storage
 from txl_jax.runtime.checkpoint import find_steps
 from txl_jax.runtime.lock import is_held
 
@@ -524,7 +524,7 @@ def main(argv: Sequence[str]) -> int:
     """
     output.prepare()
     given = _parsed(argv[1:])
-    storage.shorten_storage_logs()
+    remote.shorten_storage_logs()
     try:
         return _run(given)
     except study.UNREACHABLE as error:

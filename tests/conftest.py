@@ -113,7 +113,7 @@ def impatient(monkeypatch):
     """
     sleep = asyncio.sleep
     monkeypatch.setattr("asyncio.sleep", lambda seconds, *rest: sleep(min(seconds, 0.01), *rest))
-    monkeypatch.setattr("txl_jax.runtime.storage.PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("txl_jax.runtime.remote.PATIENCE_SECONDS", 0.3)
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ from txl_jax.interop import (
 from txl_jax.interop import names as tensor_names
 from txl_jax.runs import run as run_lib
 from txl_jax.runs import trained
-from txl_jax.runtime import distributed, environment, lock, storage
+from txl_jax.runtime import distributed, environment, lock, remote, storage
 from txl_jax.serving import app, middleware, protocol
 from txl_jax.training import member_axis
 
@@ -379,7 +379,7 @@ def test_servers_that_texts_are_downloaded_from():
 
 
 def test_schemes_of_urls():
-    assert storage._SCHEMES == {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+    assert remote.SCHEMES == {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 
 
 class _Answer(Exception):  # noqa: N818
@@ -392,7 +392,7 @@ class _Answer(Exception):  # noqa: N818
 
 def test_errors_of_storage_that_are_tried_again_and_what_they_mean():
     """FileNotFoundError alone means absence, and PermissionError that a retry is in vain."""
-    assert {code for code in range(100, 600) if storage._is_passing(_Answer(code))} == {
+    assert {code for code in range(100, 600) if remote._is_passing(_Answer(code))} == {
         408,
         429,
         500,
@@ -400,7 +400,7 @@ def test_errors_of_storage_that_are_tried_again_and_what_they_mean():
         503,
         504,
     }
-    assert set(storage._PASSING_ERRORS.pattern.split("|")) == {
+    assert set(remote._PASSING_ERRORS.pattern.split("|")) == {
         "Connect",
         "Timeout",
         "Disconnect",
@@ -416,8 +416,8 @@ def test_errors_of_storage_that_are_tried_again_and_what_they_mean():
         IsADirectoryError: errno.EISDIR,
         NotADirectoryError: errno.ENOTDIR,
         PermissionError: errno.EACCES,
-    } == storage._FINAL_ERRORS
-    assert set(storage._DENIED.pattern.split("|")) == {
+    } == remote._FINAL_ERRORS
+    assert set(remote._DENIED.pattern.split("|")) == {
         "Forbidden",
         r"\b40[13]\b",
         "Access ?Denied",

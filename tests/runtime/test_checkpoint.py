@@ -22,7 +22,8 @@ from support.waiting import wait_until
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.runtime import checkpoint, distributed
 from txl_jax.runtime.checkpoint import DIGESTS, Checkpointer, find_steps
-from txl_jax.runtime.storage import upload, write_json
+from txl_jax.runtime.remote import upload
+from txl_jax.runtime.storage import write_json
 
 # Orbax does not close its event loop when a restore fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -13,7 +13,7 @@ import pytest
 
 from support import order
 from txl_jax.errors import UserError
-from txl_jax.runtime import checkpoint, storage
+from txl_jax.runtime import checkpoint, remote, storage
 from txl_jax.runtime import lock as lock_lib
 from txl_jax.runtime import log as log_lib
 from txl_jax.runtime.checkpoint import Checkpointer
@@ -97,8 +97,8 @@ def test_a_folder_is_uploaded_in_the_order_in_which_its_files_were_made(tmp_path
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (second, second))
     system = SimpleNamespace(put_file=lambda source, url: uploaded.append(url))
-    monkeypatch.setattr(storage, "file_system", lambda scheme: system)
-    storage.upload(tmp_path, URL)
+    monkeypatch.setattr(remote, "file_system", lambda scheme: system)
+    remote.upload(tmp_path, URL)
     assert uploaded == [f"{URL}/c", f"{URL}/a/d", f"{URL}/b"]
 
 

@@ -24,7 +24,7 @@ from txl_jax.data import own_text
 from txl_jax.data.corpus import read_corpus
 from txl_jax.data.published import CORPORA
 from txl_jax.errors import LogError, UserError
-from txl_jax.runtime import lock
+from txl_jax.runtime import lock, remote
 from txl_jax.runtime import storage as files
 
 
@@ -199,16 +199,16 @@ def test_only_orbax_needs_patience_of_gcsfs(monkeypatch):
     kind = type("GCSFileSystem", (FakeGcs,), {"_request": FakeGcs._request})
     own, of_orbax = kind(), kind()
     monkeypatch.setitem(sys.modules, "gcsfs", SimpleNamespace(GCSFileSystem=kind))
-    monkeypatch.setattr(files, "file_system", {"gs": own}.__getitem__)
-    files.make_gcsfs_patient.__wrapped__()
+    monkeypatch.setattr(remote, "file_system", {"gs": own}.__getitem__)
+    remote.make_gcsfs_patient.__wrapped__()
     assert patience_of(own, monkeypatch) == 1
-    assert patience_of(of_orbax, monkeypatch) == files.PATIENCE_SECONDS // 30 + 1
+    assert patience_of(of_orbax, monkeypatch) == remote.PATIENCE_SECONDS // 30 + 1
 
 
 def test_a_gcsfs_without_the_private_method_is_left_alone(monkeypatch):
     kind = type("GCSFileSystem", (), {})
     monkeypatch.setitem(sys.modules, "gcsfs", SimpleNamespace(GCSFileSystem=kind))
-    files.make_gcsfs_patient.__wrapped__()
+    remote.make_gcsfs_patient.__wrapped__()
     assert not hasattr(kind, "_request")
 
 

@@ -35,8 +35,8 @@ from txl_jax.runtime import distributed, output
 from txl_jax.runtime.checkpoint import quiet_orbax
 from txl_jax.runtime.compilation_cache import check_outside, keep_compiled
 from txl_jax.runtime.environment import is_out_of_memory
+from txl_jax.runtime.remote import shorten_storage_logs
 from txl_jax.runtime.stop import act_on_notices
-from txl_jax.runtime.storage import shorten_storage_logs
 
 FLAGS = flags.FLAGS
 

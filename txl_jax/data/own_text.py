@@ -34,7 +34,7 @@ from txl_jax.data.text import (
     with_bar,
 )
 from txl_jax.errors import UserError
-from txl_jax.runtime import distributed, storage
+from txl_jax.runtime import distributed, remote, storage
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import as_path, is_remote, size
 
@@ -481,7 +481,7 @@ def _listed(config: DataConfig) -> DataConfig:
         relative_paths = {file: os.path.relpath(file, path) for file in storage.files_below(path)}
     elif glob.has_magic(path) and not storage.exists(path):
         if is_remote(path):
-            matches = storage.matching(path)
+            matches = remote.matching(path)
         else:
             matches = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
         relative_paths = {file: os.path.basename(file) for file in matches}
@@ -522,7 +522,7 @@ def _expanded(pattern: str) -> list[str]:
     """Returns the objects that match a remote pattern. Others are left for `text.expanded`."""
     if not is_remote(pattern) or not glob.has_magic(pattern):
         return [pattern]
-    paths = storage.matching(as_path(pattern))
+    paths = remote.matching(as_path(pattern))
     if not paths:
         raise UserError(f"no object matches {pattern}. Check the pattern.")
     return paths
@@ -568,7 +568,7 @@ def _copy(url: str, cache: Path, root: str | None = None) -> str:
     # Under another name first, so that no interrupted download passes for a copy.
     partial = local.with_name(f".{local.name}.{os.getpid()}.tmp")
     try:
-        storage.download(url, partial)
+        remote.download(url, partial)
         os.utime(partial, (time, time))
         os.replace(partial, local)
     finally:

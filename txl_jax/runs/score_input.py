@@ -21,8 +21,9 @@ from txl_jax.runs.dynamic_statistics import learning_model
 from txl_jax.runs.score import note_unknown
 from txl_jax.runs.scoring_progress import check_finite
 from txl_jax.runs.trained import TrainedModel
+from txl_jax.runtime import remote
 from txl_jax.runtime.output import say
-from txl_jax.runtime.storage import as_path, download, is_remote
+from txl_jax.runtime.storage import as_path, is_remote
 
 
 class InputFormat(enum.StrEnum):
@@ -39,7 +40,7 @@ def open_input(path: str) -> BinaryIO:
         if is_remote(path):
             # The copy loses its name here, and its bytes when the returned file is closed.
             with tempfile.NamedTemporaryFile() as copy:
-                download(as_path(path), copy.name)
+                remote.download(as_path(path), copy.name)
                 return open(copy.name, "rb")
         return open(path, "rb")
 

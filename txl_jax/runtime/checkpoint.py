@@ -39,7 +39,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from txl_jax.errors import CheckpointError, UserError, rephrased
-from txl_jax.runtime import distributed, storage, stored_arrays
+from txl_jax.runtime import distributed, remote, storage, stored_arrays
 from txl_jax.runtime.storage import AnyPath, is_remote
 
 DIGESTS = "digests.json"
@@ -74,7 +74,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             storage.as_path(directory) if is_remote(directory) else os.path.abspath(directory)
         )
         if self._directory.startswith("gs://"):
-            storage.make_gcsfs_patient()
+            remote.make_gcsfs_patient()
         self._keep = keep
         self._log = log
         self._writer: ocp.AsyncCheckpointer | None = None

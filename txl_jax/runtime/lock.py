@@ -22,16 +22,9 @@ from typing import Any
 
 from txl_jax.errors import UserError
 from txl_jax.runtime.output import say
-from txl_jax.runtime.storage import (
-    AnyPath,
-    file_system,
-    is_remote,
-    lock_now,
-    patiently,
-    read,
-    remote_call,
-    remove,
-)
+from txl_jax.runtime.remote import call as remote_call
+from txl_jax.runtime.remote import file_system, patiently
+from txl_jax.runtime.storage import AnyPath, is_remote, lock_now, read, remove
 
 NAME = ".lock"
 BEAT_SECONDS = 15.0

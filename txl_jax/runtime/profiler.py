@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from txl_jax.errors import UserError, first_line
-from txl_jax.runtime import distributed
-from txl_jax.runtime.storage import is_remote, upload
+from txl_jax.runtime import distributed, remote
+from txl_jax.runtime.storage import is_remote
 
 PROFILE = "profile"
 
@@ -109,4 +109,4 @@ def _traced(folder: str) -> Iterator[None]:
         yield
         jax.profiler.stop_trace()
         if is_remote(folder):
-            upload(local, folder)
+            remote.upload(local, folder)

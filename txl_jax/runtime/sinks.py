@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from txl_jax.errors import UserError
-from txl_jax.runtime.storage import AnyPath, is_remote, make_folder, names, upload
+from txl_jax.runtime import remote
+from txl_jax.runtime.storage import AnyPath, is_remote, make_folder, names
 
 # Values of a "train" record that the clock and the device decide: a resumed run repeats all others
 # bit for bit.
@@ -144,7 +145,7 @@ class TensorBoard(Sink):
         if is_remote(self._folder) and self._file is not None:
             self._file.close()
             self._file = None
-            upload(self._local, self._folder)
+            remote.upload(self._local, self._folder)
             for name in names(self._local):
                 os.unlink(os.path.join(self._local, name))
 

@@ -1,23 +1,17 @@
 """Files on this machine and objects in a bucket, read and written by the same functions.
 
 A path is a string: absolute for this machine, or a URL such as gs://bucket/run. `os.path` joins and
-splits both. Object storage has neither directories nor renames: an object appears whole when its
-upload ends, and replaces the one of its name. Every read error is an OSError with one line of text.
-FileNotFoundError only means that it does not exist.
+splits both. For a URL each function calls the one in `remote`. Every read error is an OSError with
+one line of text. FileNotFoundError only means that it does not exist.
 """
 
-import asyncio
 import contextlib
 import errno
 import fcntl
-import functools
 import glob
 import hashlib
-import importlib.util
 import json
-import logging
 import os
-import random
 import re
 import secrets
 import shutil
@@ -27,42 +21,21 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from txl_jax.errors import LogError, UserError
+from txl_jax.runtime import remote
 from txl_jax.runtime.output import say
 
-# For the tries of one call. gcsfs tries six times within each, for about 20 s in all.
-PATIENCE_SECONDS = 120.0
-# The schemes that Orbax writes to as well: the module that opens each, and the extra that installs
-# it.
-_SCHEMES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
-_BLOCK_BYTES = 16 << 20
 _MAX_JSON_BYTES = 16 << 20  # A parsed value takes up to 30 times as much memory.
+_PROBE_BYTES = 4096
 _MAX_PIPED_BYTES = 16 << 20  # Flags and prompts are far smaller, and a pipe may never end.
-_ANSWER_SECONDS = 120  # A request without an answer is given up, and tried again.
-_LONGEST_PAUSE_SECONDS = 15.0
-_PASSING_CODES = {408, 429, 500, 502, 503, 504}
-_PASSING_ERRORS = re.compile(
-    "Connect|Timeout|Disconnect|ProxyError|ClientOSError|ServerError|IncompleteRead|Payload"
-)
-_DENIED = re.compile(
-    r"Forbidden|\b40[13]\b|Access ?Denied|Unauthorized|Invalid Credentials|Anonymous caller", re.I
-)
 # How a file system without hard links, such as FAT, answers link.
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
 # How a file system without locks answers flock.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
-_FINAL_ERRORS = {  # Every other error has the number EIO.
-    FileNotFoundError: errno.ENOENT,
-    FileExistsError: errno.EEXIST,
-    IsADirectoryError: errno.EISDIR,
-    NotADirectoryError: errno.ENOTDIR,
-    PermissionError: errno.EACCES,
-}
 
-T = TypeVar("T")
-AnyPath = str | os.PathLike[str]
+AnyPath = remote.AnyPath
 
 
 def is_remote(path: AnyPath) -> bool:
@@ -75,20 +48,11 @@ def as_path(text: AnyPath) -> str:
 
     Raises `UserError` if no installed package opens such a URL, or it names no bucket.
     """
-    name = re.sub("^file://+", "/", os.fspath(text))
-    scheme, _, rest = name.partition(":/")
-    if not is_remote(name) and scheme not in _SCHEMES:
-        return str(Path(expand_home(name)).resolve())
-    rest = re.sub("/+", "/", rest.strip("/"))
-    if not is_remote(name) or scheme not in _SCHEMES or not rest:
-        known = " or ".join(f"{each}://bucket/directory" for each in _SCHEMES)
-        raise UserError(f"the path must be a local directory or {known}, got {name}")
-    module, extra = _SCHEMES[scheme]
-    if importlib.util.find_spec(module) is None:
-        raise UserError(
-            f"the path {name} needs the package {module}. Run pip install 'txl_jax[{extra}]'"
-        )
-    return f"{scheme}://{rest}"
+    path = re.sub("^file://+", "/", os.fspath(text))
+    # A scheme with one slash, as in gs:/bucket, is a mistyped URL and not a local path.
+    if is_remote(path) or path.partition(":/")[0] in remote.SCHEMES:
+        return remote.as_url(path)
+    return str(Path(expand_home(path)).resolve())
 
 
 def expand_home(path: str) -> str:
@@ -110,45 +74,37 @@ def expand_home(path: str) -> str:
 
 def exists(path: AnyPath) -> bool:
     """Returns whether there is a file, a directory, an object, or an object below this name."""
-    return _kind(path) is not None if is_remote(path) else Path(path).exists()
+    if is_remote(path):
+        return remote.kind(path) is not None
+    return Path(path).exists()
 
 
 def is_dir(path: AnyPath) -> bool:
     """Returns whether a path is a directory, or there are objects below it."""
-    return _kind(path) == "directory" if is_remote(path) else Path(path).is_dir()
-
-
-def _kind(path: AnyPath) -> Any:
-    """Returns "file" or "directory", or None if the path does not exist.
-
-    It does not use fsspec's `exists` and `isdir`, which return False after other errors too.
-    """
-    try:
-        return remote_call(path, "info")["type"]
-    except FileNotFoundError:
-        return None
+    if is_remote(path):
+        return remote.kind(path) == "directory"
+    return Path(path).is_dir()
 
 
 def size(path: AnyPath) -> int:
     """Returns the size of a file in bytes."""
-    return int(remote_call(path, "info")["size"]) if is_remote(path) else os.path.getsize(path)
+    if is_remote(path):
+        return remote.size(path)
+    return os.path.getsize(path)
 
 
 def modified(path: AnyPath) -> float:
     """Returns when a file was written, in seconds since 1970 (an object's in whole seconds)."""
-    if not is_remote(path):
-        return os.path.getmtime(path)
-    info = remote_call(path, "info")
-    return int((info.get("mtime") or info["LastModified"]).timestamp())
+    if is_remote(path):
+        return remote.modified(path)
+    return os.path.getmtime(path)
 
 
 def read(path: AnyPath) -> bytes:
     """Returns the bytes of a file."""
-    return (
-        bytes(remote_call(path, "cat_file"))
-        if is_remote(path)
-        else Path(_ending(path)).read_bytes()
-    )
+    if is_remote(path):
+        return remote.read(path)
+    return Path(_ending(path)).read_bytes()
 
 
 def read_text(path: AnyPath) -> str:
@@ -199,8 +155,10 @@ def read_json(path: AnyPath) -> Any:
 
     Raises ValueError if it is not JSON, nests too deeply, or exceeds 16 MiB.
     """
-    if not is_remote(path) and (length := size(path)) > _MAX_JSON_BYTES:
-        raise ValueError(f"it must have at most {_MAX_JSON_BYTES:,} bytes, got {length:,}")
+    if not is_remote(path):
+        length = size(path)
+        if length > _MAX_JSON_BYTES:
+            raise ValueError(f"it must have at most {_MAX_JSON_BYTES:,} bytes, got {length:,}")
     try:
         return json.loads(read(path))
     except RecursionError as error:
@@ -209,15 +167,10 @@ def read_json(path: AnyPath) -> Any:
 
 def sha256(path: AnyPath) -> str:
     """Returns the sha256 of a file's bytes in hexadecimal. An object is read in blocks."""
-    if not is_remote(path):
-        with open(_ending(path), "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    found, length = hashlib.sha256(), size(path)
-    for start in range(0, length, _BLOCK_BYTES):
-        found.update(
-            remote_call(path, "cat_file", start=start, end=min(start + _BLOCK_BYTES, length))
-        )
-    return found.hexdigest()
+    if is_remote(path):
+        return remote.sha256(path)
+    with open(_ending(path), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def names(folder: AnyPath, *, missing_ok: bool = False) -> list[str]:
@@ -226,13 +179,13 @@ def names(folder: AnyPath, *, missing_ok: bool = False) -> list[str]:
     A missing one is FileNotFoundError, or has no names if `missing_ok`.
     """
     try:
-        found = remote_call(folder, "ls", detail=False) if is_remote(folder) else os.listdir(folder)
+        if is_remote(folder):
+            return remote.names(folder)
+        return sorted(os.listdir(folder))
     except FileNotFoundError:
         if not missing_ok:
             raise
         return []
-    own = os.fspath(folder).partition("://")[2]  # Object storage may list the folder itself.
-    return sorted(os.path.basename(name.rstrip("/")) for name in found if name.rstrip("/") != own)
 
 
 def files_below(folder: AnyPath) -> list[str]:
@@ -241,19 +194,8 @@ def files_below(folder: AnyPath) -> list[str]:
     The list is empty if the directory is missing.
     """
     if is_remote(folder):
-        return matching(folder, "find")
+        return remote.objects_below(folder)
     return sorted(str(path) for path in Path(folder).rglob("*") if path.is_file())
-
-
-def matching(pattern: AnyPath, method: str = "glob") -> list[str]:
-    """Returns the sorted URLs that match a URL with wildcards."""
-    scheme = os.fspath(pattern).partition("://")[0]
-    return sorted(f"{scheme}://{name}" for name in remote_call(pattern, method))
-
-
-def download(path: AnyPath, local: AnyPath) -> None:
-    """Writes an object to a file on this machine."""
-    remote_call(path, "get_file", os.fspath(local))
 
 
 def local_copy(path: AnyPath, owner: object) -> str:
@@ -266,7 +208,7 @@ def local_copy(path: AnyPath, owner: object) -> str:
     folder = tempfile.mkdtemp(prefix="txl_jax-")
     weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
     copy = os.path.join(folder, os.path.basename(path))
-    download(path, copy)
+    remote.download(path, copy)
     return copy
 
 
@@ -384,24 +326,37 @@ def new_folder(folder: AnyPath) -> Iterator[Path]:
 def check_new_folder(folder: AnyPath) -> None:
     """Raises `UserError` unless a directory is missing or empty, so that it may be written."""
     refuse_wildcards(folder)
-    if names(folder) if is_dir(folder) else exists(folder) or os.path.islink(folder):
-        taken = f"{folder} must be a new or empty directory, as nothing is overwritten"
-        raise UserError(f"{taken}. Pass another path.")
+    if is_dir(folder):
+        is_taken = bool(names(folder))
+    else:
+        # A link that leads nowhere does not exist, and would be written through.
+        is_taken = exists(folder) or os.path.islink(folder)
+    if is_taken:
+        raise UserError(
+            f"{folder} must be a new or empty directory, as nothing is overwritten. "
+            "Pass another path."
+        )
+
+
+def _replacing(path: AnyPath) -> contextlib.AbstractContextManager[Path]:
+    """Returns a context with a temporary path to create, which replaces `path` when it ends.
+
+    If an error occurs, nothing is left behind.
+    """
+    return _replacing_object(path) if is_remote(path) else _replacing_file(path)
 
 
 @contextlib.contextmanager
-def _replacing(path: AnyPath) -> Iterator[Path]:
-    """Yields a temporary path to create, which replaces `path` when the block ends.
+def _replacing_object(url: AnyPath) -> Iterator[Path]:
+    with writing(url), tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, "made")
+        yield made
+        remote.upload(made, url)
 
-    For a local `path`, the temporary name is `.NAME.PID.tmp`. If an error occurs, nothing is left
-    behind.
-    """
-    if is_remote(path):
-        with writing(path), tempfile.TemporaryDirectory() as folder:
-            made = os.path.join(folder, "made")
-            yield Path(made)
-            upload(made, path)
-        return
+
+@contextlib.contextmanager
+def _replacing_file(path: AnyPath) -> Iterator[Path]:
+    """As `_replacing`. The temporary name is `.NAME.PID.tmp`."""
     parent, name = os.path.split(path)
     temporary = Path(parent, f".{name}.{os.getpid()}.tmp")
     with writing(path):
@@ -410,9 +365,13 @@ def _replacing(path: AnyPath) -> Iterator[Path]:
             _sync(temporary)
             os.replace(temporary, path)  # Also over an empty directory.
             _sync(parent or ".")
-        except BaseException:  # Making the content may fail, or be interrupted.
+        except BaseException:
+            # Making the content may fail, or be interrupted.
             with contextlib.suppress(OSError):
-                shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink()
+                if temporary.is_dir():
+                    shutil.rmtree(temporary)
+                else:
+                    temporary.unlink()
             raise
 
 
@@ -431,9 +390,9 @@ def writing(path: AnyPath) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        wrong = f"cannot write to {error.filename or path} ({error.strerror or error})"
         raise LogError(
-            f"{wrong}. Free space or allow writing there, or pass another directory."
+            f"cannot write to {error.filename or path} ({error.strerror or error}). "
+            "Free space or allow writing there, or pass another directory."
         ) from error
 
 
@@ -444,33 +403,29 @@ def writable(folder: AnyPath, *, what: str) -> Iterator[None]:
         os.makedirs(folder, exist_ok=True)
         yield
     except OSError as error:
-        path = Path(str(error.filename or folder))  # A full disk has no name.
+        # The error of a full disk names no file.
+        path = Path(str(error.filename or folder))
         is_here = path.is_relative_to(folder) or Path(folder).is_relative_to(path)
-        if error.errno is None or not is_here:  # A library's own sentence, or another file.
+        # An error without a number is a library's own sentence.
+        if error.errno is None or not is_here:
             raise
-        wrong = f"cannot write {what} to {folder} ({error.strerror or error})"
-        advice = "Set --cache_dir to a writable directory on a disk with free space."
-        raise UserError(f"{wrong}. {advice}") from error
+        raise UserError(
+            f"cannot write {what} to {folder} ({error.strerror or error}). "
+            "Set --cache_dir to a writable directory on a disk with free space."
+        ) from error
 
 
 def probe(folder: AnyPath) -> None:
     """Makes a directory, and writes and removes a file in it, `.probe-PID`."""
     make_folder(folder)
-    path, data = os.path.join(folder, f".probe-{os.getpid()}"), bytes(4096)
-    remote_call(path, "pipe_file", data) if is_remote(path) else Path(path).write_bytes(data)
-    remove(path)  # Another run that holds the lock may have swept it.
-
-
-def upload(local: AnyPath, path: AnyPath) -> None:
-    """Replaces an object with a local file, or objects with all files of a directory.
-
-    The oldest files are uploaded first.
-    """
-    source, url = os.fspath(local), os.fspath(path)
-    if not os.path.isdir(source):
-        return patiently(lambda: file_system(url.partition("://")[0]).put_file(source, url), url)
-    for file in sorted(files_below(source), key=lambda file: os.stat(file).st_mtime_ns):
-        upload(file, f"{url}{file.removeprefix(source)}")
+    path = os.path.join(folder, f".probe-{os.getpid()}")
+    data = bytes(_PROBE_BYTES)
+    if is_remote(path):
+        remote.write(path, data)
+    else:
+        Path(path).write_bytes(data)
+    # Another run that holds the lock may have swept it.
+    remove(path)
 
 
 def make_folder(folder: AnyPath) -> None:
@@ -486,15 +441,19 @@ def make_folder(folder: AnyPath) -> None:
 def remove(path: AnyPath) -> None:
     """Removes a file, if it exists."""
     with contextlib.suppress(FileNotFoundError):
-        remote_call(path, "rm_file") if is_remote(path) else os.unlink(path)
+        if is_remote(path):
+            remote.remove(path)
+        else:
+            os.unlink(path)
 
 
 def remove_tree(folder: AnyPath) -> None:
     """Removes a directory with everything in it, if it exists."""
     if not is_remote(folder):
-        return shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        return
     with contextlib.suppress(FileNotFoundError):
-        remote_call(folder, "rm", recursive=True)
+        remote.remove_tree(folder)
 
 
 @contextlib.contextmanager
@@ -525,11 +484,13 @@ def refuse_wildcards(path: AnyPath) -> None:
 
     fsspec would delete everything that matches the URL.
     """
-    found = sorted(set("*?[]") & set(os.fspath(path))) if is_remote(path) else []
-    if found:
+    if not is_remote(path):
+        return
+    wildcards = sorted(set("*?[]") & set(os.fspath(path)))
+    if wildcards:
         raise UserError(
             "the URL of a directory must not contain the wildcards * ? "
-            f"[ ], got {' '.join(found)} in {path}. Pass another name."
+            f"[ ], got {' '.join(wildcards)} in {path}. Pass another name."
         )
 
 
@@ -581,138 +542,22 @@ def lock_now(handle: IO[str], *, seconds: float, shared: bool = False) -> str | 
         time.sleep(0.05)
 
 
-# Remote calls
-
-
-@functools.cache
-def file_system(scheme: str) -> Any:
-    """Returns fsspec's file system of a scheme.
-
-    It caches no listings: other processes and TensorStore write too.
-    """
-    import fsspec
-
-    limits = {"requests_timeout": _ANSWER_SECONDS} if scheme == "gs" else {}
-    return fsspec.filesystem(scheme, use_listings_cache=False, **limits)
-
-
-def remote_call(path: AnyPath, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method of a URL's file system with the URL."""
-    url = os.fspath(path)
-    return patiently(
-        lambda: getattr(file_system(url.partition("://")[0]), method)(url, *args, **kwargs), url
-    )
-
-
-def patiently(act: Callable[[], T], url: str) -> T:
-    """Runs `act`, again after an error that may pass, for `PATIENCE_SECONDS`.
-
-    Its errors become OSError.
-    """
-    until, pause = time.monotonic() + PATIENCE_SECONDS, 0.5
-    while True:
-        try:
-            return act()
-        except Exception as error:
-            if not _is_passing(error) or time.monotonic() + pause > until:
-                raise _as_os_error(error, url) from error
-        time.sleep(pause * random.uniform(0.5, 1.0))
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-
-@functools.cache
-def make_gcsfs_patient() -> None:
-    """Makes gcsfs retry each request for `PATIENCE_SECONDS`.
-
-    This is for the calls that Orbax makes without `patiently`.
-
-    gcsfs gives up after half a minute, and its number of tries is fixed when its classes are made.
-    An outage that began while Orbax made a step's directory ended the run, and with several
-    processes left the others at a barrier.
-
-    Calls of this module go through `patiently`, on a file system of their own: they would wait
-    twice as long. If gcsfs no longer has the method, Orbax is as impatient as gcsfs.
-    """
-    import gcsfs
-
-    request = getattr(gcsfs.GCSFileSystem, "_request", None)
-    if request is None:
-        return
-
-    @functools.wraps(request)
-    async def patient_request(system: Any, *args: Any, **kwargs: Any) -> Any:
-        if system is file_system("gs"):
-            return await request(system, *args, **kwargs)
-        until = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                return await request(system, *args, **kwargs)
-            except Exception as error:
-                if not _is_passing(error) or time.monotonic() > until:
-                    raise
-            await asyncio.sleep(random.uniform(0.5, 1.0))  # gcsfs has waited between its own tries.
-
-    gcsfs.GCSFileSystem._request = patient_request  # noqa: SLF001
-
-
-def _is_passing(error: BaseException) -> bool:
-    """Returns whether an error may be gone at the next try: 408, 429, 5xx, or no connection."""
-    code = getattr(error, "code", getattr(error, "status", None))
-    if code is not None and str(code).isdigit():
-        return int(code) in _PASSING_CODES
-    return bool(_PASSING_ERRORS.search(type(error).__name__)) and not isinstance(
-        error, tuple(_FINAL_ERRORS)
-    )
-
-
-def _as_os_error(error: Exception, url: str) -> OSError:
-    """Returns the error in one line, with the type that the system's would have."""
-    line = " ".join(str(error).split())[:200] or type(error).__name__
-    number = next(
-        (number for kind, number in _FINAL_ERRORS.items() if isinstance(error, kind)), errno.EIO
-    )
-    if number == errno.EIO and _DENIED.search(line):
-        number, line = errno.EACCES, f"permission denied: {line}"
-    return OSError(
-        number, os.strerror(number) if number in (errno.ENOENT, errno.EEXIST) else line, url
-    )
-
-
 def access_error(what: str, path: AnyPath, error: OSError) -> UserError:
     """Returns the error for a failed operation on a file or object.
 
     `what` is the operation, such as "read".
     """
-    reason, advice = error.strerror or str(error), "Start again once it can be reached."
+    reason = error.strerror or str(error)
     if not is_remote(path):
         advice = "Check its permissions and the free space on its disk, or pass another --workdir."
     elif isinstance(error, FileNotFoundError):
-        reason, advice = (
-            "no such bucket or object",
-            "Create the bucket, or pass the name of an existing one.",
-        )
+        reason = "no such bucket or object"
+        advice = "Create the bucket, or pass the name of an existing one."
     elif isinstance(error, PermissionError):
-        role = "the role Storage Object User on the bucket"
         advice = (
             "Log in with `gcloud auth application-default login`, or grant this "
-            f"machine's account {role}."
+            "machine's account the role Storage Object User on the bucket."
         )
+    else:
+        advice = "Start again once it can be reached."
     return UserError(f"cannot {what} {path} ({reason}). {advice}")
-
-
-def shorten_storage_logs() -> None:
-    """Shows each message of gcsfs, s3fs and Google's login only once, in one line.
-
-    These libraries log every try, and gcsfs adds its traceback.
-    """
-    shown = set()
-
-    def is_first(record: logging.LogRecord) -> bool:
-        line = record.getMessage().partition("\n")[0]
-        is_new = line not in shown
-        shown.add(line)
-        record.msg, record.args, record.exc_info = line, None, None
-        return is_new
-
-    for name in (*(module for module, _ in _SCHEMES.values()), "google.auth._default"):
-        logging.getLogger(name).addFilter(is_first)
