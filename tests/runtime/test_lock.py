@@ -13,7 +13,8 @@ from support import drawn_run, runs
 from support.waiting import wait_until
 from txl_jax.errors import UserError
 from txl_jax.runs.run import Run
-from txl_jax.runtime import lock as lock_lib
+from txl_jax.runtime import gcs_lock
+from txl_jax.runtime.gcs_lock import GcsLock
 from txl_jax.runtime.lock import NAME, RunLock, is_held
 from txl_jax.training.hooks import Hook
 
@@ -22,15 +23,15 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch):
-    monkeypatch.setattr(lock_lib, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(lock_lib, "STALE_SECONDS", 1.0)
-    monkeypatch.setattr(lock_lib, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(gcs_lock, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(gcs_lock, "STALE_SECONDS", 1.0)
+    monkeypatch.setattr(gcs_lock, "_LOOK_SECONDS", 0.05)
 
 
 @pytest.fixture
 def elsewhere(bucket):
     lock = RunLock(bucket)
-    lock._record["machine"] = "another"
+    lock._object._record["machine"] = "another"
     return lock
 
 
@@ -40,7 +41,7 @@ def test_one_holder_at_a_time(bucket, elsewhere, monkeypatch):
     A sweep asks for the same.
     """
     assert not is_held(str(bucket))
-    monkeypatch.setattr(lock_lib, "STALE_SECONDS", 60.0)  # A busy machine may renew late.
+    monkeypatch.setattr(gcs_lock, "STALE_SECONDS", 60.0)  # A busy machine may renew late.
     for lock, named in (
         (RunLock(bucket), f"process {os.getpid()} on {socket.gethostname()}"),
         (elsewhere, "another"),
@@ -52,7 +53,7 @@ def test_one_holder_at_a_time(bucket, elsewhere, monkeypatch):
             lock.confirm()
             assert is_held(str(bucket))
             with monkeypatch.context() as patch:
-                patch.setattr(lock_lib, "STALE_SECONDS", -1.0)
+                patch.setattr(gcs_lock, "STALE_SECONDS", -1.0)
                 assert is_held(str(bucket)) == (lock is not elsewhere)
         assert not is_held(str(bucket)) and not bucket.exists()
     with RunLock(bucket) as second:
@@ -70,14 +71,14 @@ def test_a_holder_that_is_paused_is_followed_and_wakes_up_unlocked(
     It need not know how long it was paused: the clock of a machine that is suspended may stand
     still.
     """
-    monkeypatch.setattr(lock_lib, "BEAT_SECONDS", 3600.0)  # Its thread is paused too.
+    monkeypatch.setattr(gcs_lock, "BEAT_SECONDS", 3600.0)  # Its thread is paused too.
     elsewhere.acquire()
     with RunLock(bucket) as second:
         second.acquire()
         [line] = capsys.readouterr().out.splitlines()
         assert "waiting" in line and len(second.notes) == 1
         if wakes == "in a beat":
-            elsewhere._look()
+            elsewhere._object._look()
         else:
             with pytest.raises(UserError, match="taken it over"):
                 elsewhere.confirm()
@@ -88,10 +89,10 @@ def test_a_holder_that_is_paused_is_followed_and_wakes_up_unlocked(
 
 
 def test_a_holder_that_was_killed_on_this_machine_is_followed_at_once(bucket, monkeypatch):
-    monkeypatch.setattr(lock_lib, "STALE_SECONDS", 3600.0)
+    monkeypatch.setattr(gcs_lock, "STALE_SECONDS", 3600.0)
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     ended.wait()
-    first = RunLock(bucket)
+    first = GcsLock(bucket / NAME)
     first._record["process"] = ended.pid
     assert first._create()
     with RunLock(bucket) as second:
@@ -100,9 +101,9 @@ def test_a_holder_that_was_killed_on_this_machine_is_followed_at_once(bucket, mo
 
 
 def test_of_two_that_take_over_one_does(bucket):
-    first, second, third = (RunLock(bucket) for _ in range(3))
+    first, second, third = (GcsLock(bucket / NAME) for _ in range(3))
     assert first._create()
-    generation, _ = lock_lib._stat(first._path)
+    generation, _ = gcs_lock._version(first._url)
     assert second._delete(generation) and second._create()
     assert not third._delete(generation) and not third._create()
     second.confirm()
@@ -110,7 +111,7 @@ def test_of_two_that_take_over_one_does(bucket):
 
 def test_an_answer_that_was_lost_is_no_loss_of_the_lock(bucket):
     with RunLock(bucket) as lock:
-        assert lock._create()  # As if the answer had not come.
+        assert lock._object._create()  # As if the answer had not come.
         lock.acquire()
         lock.confirm()
     assert not bucket.exists()
@@ -119,16 +120,19 @@ def test_an_answer_that_was_lost_is_no_loss_of_the_lock(bucket):
 def test_the_thread_renews_and_finds_out_that_the_lock_is_lost(bucket, storage):
     with RunLock(bucket) as lock:
         lock.acquire()
-        beat, written = lock._beat_of(lock._record), lock_lib._stat(bucket / NAME)[0]
+        beat, written = (
+            lock._object._beat_url(lock._object._record),
+            gcs_lock._version(bucket / NAME)[0],
+        )
         storage.fail_every(3)
-        wait_until(lambda: lock_lib._stat(beat))
-        before = lock_lib._stat(beat)[0]
-        wait_until(lambda: lock_lib._stat(beat)[0] != before)
+        wait_until(lambda: gcs_lock._version(beat))
+        before = gcs_lock._version(beat)[0]
+        wait_until(lambda: gcs_lock._version(beat)[0] != before)
         storage.calm()
         lock.confirm()
-        assert lock_lib._stat(bucket / NAME)[0] == written, "it is never rewritten"
+        assert gcs_lock._version(bucket / NAME)[0] == written, "it is never rewritten"
         (bucket / NAME).unlink()
-        wait_until(lambda: lock._lost)
+        wait_until(lambda: lock._object._lost)
         with pytest.raises(UserError, match="removed"):
             lock.check()
 
@@ -145,7 +149,7 @@ def test_a_run_that_wakes_up_writes_nothing(bucket, storage, tmp_path, monkeypat
 
     What it wrote could replace, or be read among, what the run that has taken over writes.
     """
-    other, before = RunLock(bucket), {}
+    other, before = GcsLock(bucket / NAME), {}
     counts = {
         "train__steps": 4,
         "train__eval_every": 4,
@@ -160,11 +164,11 @@ def test_a_run_that_wakes_up_writes_nothing(bucket, storage, tmp_path, monkeypat
 
     def pause(context):
         if context.step == 2:
-            generation, _ = lock_lib._stat(other._path)  # Of a holder that seems to be alive.
+            generation, _ = gcs_lock._version(other._url)  # Of a holder that seems to be alive.
             assert other._delete(generation) and other._create()
             before.update(objects())
 
-    monkeypatch.setattr(lock_lib, "BEAT_SECONDS", 3600.0)
+    monkeypatch.setattr(gcs_lock, "BEAT_SECONDS", 3600.0)
     with pytest.raises(UserError, match="taken it over"):
         runs.train(config, corpus, Run(bucket), hooks=[Hook(1, pause)])
     assert objects() == before and other._is_own()

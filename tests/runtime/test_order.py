@@ -13,11 +13,10 @@ import pytest
 
 from support import order
 from txl_jax.errors import UserError
-from txl_jax.runtime import checkpoint, remote, storage
-from txl_jax.runtime import lock as lock_lib
+from txl_jax.runtime import checkpoint, gcs_lock, remote, storage
 from txl_jax.runtime import log as log_lib
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.runtime.lock import RunLock
+from txl_jax.runtime.gcs_lock import GcsLock
 from txl_jax.runtime.log import RunLog
 
 URL = "gs://bucket/run"
@@ -169,16 +168,15 @@ def lock_in_bucket(monkeypatch):
             return {"Date": "Thu, 01 Jan 2026 00:00:00 GMT"}, content
         return {}, b""
 
-    def remote_call(url, method, *data):
+    def call_method(url, method, *data):
         calls.append((method, url, None))
 
-    lock = RunLock(URL)
+    lock = GcsLock(f"{URL}/.lock")
     system = SimpleNamespace(base="https://server/storage/v1/")
-    monkeypatch.setattr(lock_lib, "_call", call)
-    monkeypatch.setattr(lock_lib, "file_system", lambda scheme: system)
-    monkeypatch.setattr(lock_lib, "remote_call", remote_call)
-    monkeypatch.setattr(lock_lib, "remove", lambda url: calls.append(("remove", url, None)))
-    monkeypatch.setattr(lock_lib, "read", lambda url: json.dumps(lock._record).encode())
+    monkeypatch.setattr(gcs_lock, "_call", call)
+    monkeypatch.setattr(remote, "file_system", lambda scheme: system)
+    monkeypatch.setattr(remote, "call", call_method)
+    monkeypatch.setattr(remote, "read", lambda url: json.dumps(lock._record).encode())
     return calls, lock
 
 
@@ -186,28 +184,28 @@ def test_a_lock_object_is_created_once_and_deleted_by_its_generation(lock_in_buc
     """Of two that create it one does, and a holder deletes no lock but the one that it has seen."""
     calls, lock = lock_in_bucket
     lock.acquire()
-    assert calls == [("POST", lock._path, "0")]
+    assert calls == [("POST", lock._url, "0")]
     calls.clear()
-    lock.close()
+    lock.release()
     assert calls == [
-        ("GET", lock._path, None),
-        ("DELETE", lock._path, "7"),
-        ("remove", lock._beat_of(lock._record), None),
+        ("GET", lock._url, None),
+        ("DELETE", lock._url, "7"),
+        ("rm_file", lock._beat_url(lock._record), None),
     ]
 
 
 def test_a_holder_renews_an_object_of_its_own_not_the_lock(lock_in_bucket, monkeypatch):
     calls, lock = lock_in_bucket
-    other = RunLock(URL)
+    other = GcsLock(f"{URL}/.lock")
     beats = iter([False, True])  # The thread's waits: one beat, then the end.
     lock._ended = SimpleNamespace(wait=lambda seconds: next(beats))
     lock._beat()
-    assert calls == [("pipe_file", lock._beat_of(lock._record), None)]
-    assert lock._beat_of(lock._record) not in (lock._path, other._beat_of(other._record))
+    assert calls == [("pipe_file", lock._beat_url(lock._record), None)]
+    assert lock._beat_url(lock._record) not in (lock._url, other._beat_url(other._record))
     lock.confirm()
-    monkeypatch.setattr(lock_lib, "read", lambda url: json.dumps(other._record).encode())
+    monkeypatch.setattr(remote, "read", lambda url: json.dumps(other._record).encode())
     with pytest.raises(UserError, match="taken it over"):
         lock.confirm()
     calls.clear()
-    lock._release()
-    assert ("DELETE", lock._path, "7") not in calls, "the lock of the run that has taken over"
+    lock._delete_own()
+    assert ("DELETE", lock._url, "7") not in calls, "the lock of the run that has taken over"
