@@ -23,10 +23,10 @@ from support import ROOT
 from support.full_disk import largest_file
 from support.runs import log_lines, numbers
 from txl_jax.errors import LogError, UserError
-from txl_jax.runtime import environment
-from txl_jax.runtime import log as log_lib
+from txl_jax.runtime import appended_text, environment
 from txl_jax.runtime import storage as files
-from txl_jax.runtime.log import RunLog, read_appended, read_metrics, replace_appended
+from txl_jax.runtime.appended_text import read_appended, replace_appended
+from txl_jax.runtime.log import RunLog, read_metrics
 from txl_jax.runtime.sinks import Sink, WeightsAndBiases
 
 
@@ -226,11 +226,11 @@ def test_parts_are_joined_in_order_and_a_replaced_text_counts_as_a_whole(bucket,
 
 @pytest.mark.full
 def test_readers_see_what_is_not_sealed_after_a_while(bucket, monkeypatch):
-    monkeypatch.setattr(log_lib, "SECONDS_BETWEEN_UPLOADS", 0.0)
+    monkeypatch.setattr(appended_text, "SECONDS_BETWEEN_UPLOADS", 0.0)
     with RunLog(bucket).open() as log:
         for text in ("one", "two"):
             log.print(text)
-            log._wait()
+            log._texts.wait()
             assert read_appended(bucket / "log.txt").endswith(f"{text}\n".encode())
         assert parts(bucket / "log.txt") == ["000001"]
 
@@ -240,7 +240,7 @@ def test_a_checkpoint_waits_for_uploads_and_a_step_does_not(bucket, monkeypatch)
     """Otherwise a kill after the checkpoint would lose records that nobody makes again."""
     write, go_on, sealed = files.write, threading.Event(), threading.Event()
     monkeypatch.setattr(files, "write", lambda *given: go_on.wait(20) and write(*given))
-    monkeypatch.setattr(log_lib, "SECONDS_BETWEEN_UPLOADS", 0.0)
+    monkeypatch.setattr(appended_text, "SECONDS_BETWEEN_UPLOADS", 0.0)
     with RunLog(bucket).open() as log:
         for step in (1, 2):
             log.record("train", step, {"loss": 1.0})

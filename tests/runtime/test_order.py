@@ -15,6 +15,7 @@ from support import order
 from txl_jax.errors import UserError
 from txl_jax.runtime import checkpoint, gcs_lock, remote, storage
 from txl_jax.runtime import log as log_lib
+from txl_jax.runtime.appended_text import replace_appended
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.gcs_lock import GcsLock
 from txl_jax.runtime.log import RunLog
@@ -147,7 +148,7 @@ def test_a_text_in_a_bucket_is_written_as_a_whole_before_its_parts_are_removed(m
     monkeypatch.setattr(storage, "names", lambda folder, **options: ["000001", "000002"])
     monkeypatch.setattr(storage, "write_lines", lambda path, lines: calls.append(("write", path)))
     monkeypatch.setattr(storage, "remove", lambda path: calls.append(("remove", path)))
-    log_lib.replace_appended(f"{URL}/log.txt", ["1\n"])
+    replace_appended(f"{URL}/log.txt", ["1\n"])
     parts = f"{URL}/log.txt.parts"
     assert calls == [
         ("write", f"{parts}/000003.all"),

@@ -28,8 +28,9 @@ from txl_jax.runs.checkpoints import TrainNotes
 from txl_jax.runs.run import RESULTS, MemberSettings, Run, member_name, read_results
 from txl_jax.runs.trained import load_state
 from txl_jax.runtime import storage
+from txl_jax.runtime.appended_text import replace_appended
 from txl_jax.runtime.checkpoint import Checkpointer
-from txl_jax.runtime.log import METRICS, read_metrics, replace_appended
+from txl_jax.runtime.log import METRICS, read_metrics
 from txl_jax.runtime.output import say
 from txl_jax.training import member_axis
 from txl_jax.training.step import TrainState, init_params
