@@ -25,13 +25,13 @@ from txl_jax.config.config_tree import require
 from txl_jax.errors import rephrased
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime import environment
-from txl_jax.serving.engine import Engine, Limits
+from txl_jax.serving.engine import Engine, ServerLimits
 from txl_jax.serving.rows import Step
 from txl_jax.serving.sessions import SessionStore
 from txl_jax.trained_model import load
 
 _KEYS = "TXL_API_KEYS"  # Environment variable with comma-separated keys.
-_USUAL = Limits()
+_USUAL = ServerLimits()
 # Seconds that clients have to take the answers of requests that were cut off. These answers are
 # short.
 _SECONDS_TO_LEAVE = 2.0
@@ -236,7 +236,7 @@ def _engine(plan: Plan, *, num_keys: int) -> Engine:
         per_key, f"{none} of {each}, but {max(1, num_keys)} are required, one per key. Raise them."
     )
     print(f"sessions  at most {limit} of {each}, {per_key} per key")
-    limits = Limits(
+    limits = ServerLimits(
         body_bytes=max(_USUAL.body_bytes, 12 * plan.max_request_tokens),
         tokens=plan.max_request_tokens,
         new_tokens=plan.max_new_tokens,

@@ -19,10 +19,10 @@ from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.errors import RequestError
 from txl_jax.inference.decode import Scores
 from txl_jax.serving import completion, protocol
-from txl_jax.serving.engine import Limits, Piece, Prompt
+from txl_jax.serving.engine import Piece, Prompt, ServerLimits
 from txl_jax.serving.sessions import SessionStore
 
-LIMITS = Limits(tokens=50_000, new_tokens=4000)
+LIMITS = ServerLimits(tokens=50_000, new_tokens=4000)
 LARGE = {"prompt": ids(600).tolist(), "n": 4, "max_tokens": 0, "echo": True, "logprobs": 5}
 
 
@@ -86,7 +86,7 @@ def test_a_token_is_decoded_once(vocabulary, monkeypatch):
 
 
 def test_a_prompt_is_decoded_once_for_all_samples(vocabulary):
-    made = types.SimpleNamespace(vocabulary=vocabulary, limits=Limits())
+    made = types.SimpleNamespace(vocabulary=vocabulary, limits=ServerLimits())
     body = protocol.CompletionBody.model_validate(
         {"prompt": [97] * 1000, "n": 100, "max_tokens": 1}
     )
@@ -112,8 +112,10 @@ SIZES = [
 @pytest.mark.parametrize(("changes", "size"), SIZES)
 def test_what_is_written_counts(changes, size):
     body = protocol.CompletionBody.model_validate({"prompt": [1] * 10, "max_tokens": 3} | changes)
-    assert protocol.prompts_of(body, tiny_model.VOCABULARY, Limits(tokens=size))
-    error = refused(400, protocol.prompts_of, body, tiny_model.VOCABULARY, Limits(tokens=size - 1))
+    assert protocol.prompts_of(body, tiny_model.VOCABULARY, ServerLimits(tokens=size))
+    error = refused(
+        400, protocol.prompts_of, body, tiny_model.VOCABULARY, ServerLimits(tokens=size - 1)
+    )
     assert (error.code, error.param) == ("too_many_tokens", "prompt") and f"got {size}" in str(
         error
     )

@@ -15,7 +15,7 @@ from support.http_server import ask, server
 from support.serving import SECONDS
 from support.waiting import wait_until
 from txl_jax.serving import middleware
-from txl_jax.serving.engine import Limits
+from txl_jax.serving.engine import ServerLimits
 from txl_jax.serving.middleware import LOOPBACK
 
 HALF = b"GET /v1/models HTTP/1.1\r\nHost: local"
@@ -37,7 +37,7 @@ ASKS = {
 @pytest.fixture(scope="module")
 def port():
     with server(
-        limits=Limits(body_bytes=70_000), keys=("secret",), hosts=(*LOOPBACK, "app.example")
+        limits=ServerLimits(body_bytes=70_000), keys=("secret",), hosts=(*LOOPBACK, "app.example")
     ) as (port, _):
         yield port
 

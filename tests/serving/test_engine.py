@@ -16,7 +16,7 @@ from support import tiny_model
 from support.serving import engine, ids, make_store, refused, run, submit, submit_all
 from txl_jax.config import GenerateConfig
 from txl_jax.serving.app import _Server
-from txl_jax.serving.engine import Job, Limits, Prompt
+from txl_jax.serving.engine import Completion, Prompt, ServerLimits
 from txl_jax.serving.sessions import EMPTY
 
 NOTHING = np.zeros(0, np.int32)
@@ -200,9 +200,9 @@ def test_a_late_job_leaves_its_session(made):
 
 
 def test_too_many_jobs_are_refused_and_the_end_is_answered():
-    with engine(limits=Limits(waiting=2)) as made:
+    with engine(limits=ServerLimits(waiting=2)) as made:
         # However long one waits.
-        refused(400, made.submit, [Job(Prompt(ids(5), 1, n=7), print, 0)])
+        refused(400, made.submit, [Completion(Prompt(ids(5), 1, n=7), print, 0)])
         results = [submit(made, Prompt(ids(5), 4000))[1] for _ in range(6)]
         refused(429, submit, made, Prompt(ids(5), 1))
         results[0].next()

@@ -24,9 +24,9 @@ from support.http_server import (
     wait_idle,
 )
 from support.serving import SECONDS
-from txl_jax.serving.engine import Limits
+from txl_jax.serving.engine import ServerLimits
 
-FEW, SESSIONS = Limits(body_bytes=5000, tokens=100, new_tokens=20, choices=6), 3
+FEW, SESSIONS = ServerLimits(body_bytes=5000, tokens=100, new_tokens=20, choices=6), 3
 # Halves of surrogate pairs among them.
 TEXT = st.text(st.characters(exclude_categories=()), max_size=8)
 JSON = st.recursive(

@@ -19,9 +19,9 @@ from txl_jax.config import GenerateConfig
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.serving import protocol
 from txl_jax.serving.app import make_app
-from txl_jax.serving.engine import Limits, Piece, Prompt
+from txl_jax.serving.engine import Piece, Prompt, ServerLimits
 
-LIMITS = Limits(
+LIMITS = ServerLimits(
     body_bytes=70_000, tokens=20_000, new_tokens=4000, choices=8, stop_strings=3, stop_length=20
 )
 
@@ -339,7 +339,7 @@ def test_a_text_begins_from_a_session_any_number_of_times(port):
 
 
 def test_a_body_that_does_not_come_ends_its_request():
-    with server(limits=Limits(body_seconds=0.1)) as (port, _):
+    with server(limits=ServerLimits(body_seconds=0.1)) as (port, _):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
         headers = {"Content-Type": "application/json", "Content-Length": "9"}
         connection.request("POST", "/v1/completions", headers=headers)

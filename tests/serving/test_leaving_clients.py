@@ -16,10 +16,10 @@ from support.serving import SECONDS, gate
 from support.waiting import wait_until
 from txl_jax.serving import protocol
 from txl_jax.serving.app import make_app
-from txl_jax.serving.engine import Limits
+from txl_jax.serving.engine import ServerLimits
 
 pytestmark = pytest.mark.full
-LIMITS = Limits(tokens=5000, new_tokens=4000)
+LIMITS = ServerLimits(tokens=5000, new_tokens=4000)
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ def test_while_the_prompt_is_read(running, session, stream):
     with gate(made.step, "read", call=3) as (reached, through):
         with left(port, body(session, prompt="abcdefgh" * 100, stream=stream)):
             assert reached.wait(SECONDS)
-        [job] = [row.job for row in made._rows.values()]
-        wait_until(lambda: job.cancelled)
+        [completion] = [row.completion for row in made._rows.values()]
+        wait_until(lambda: completion.cancelled)
         through.set()
         wait_until(lambda: made.counters.ended["cancelled"])
     assert made.counters.read < read + 400

@@ -22,7 +22,7 @@ from support.http_server import (
 )
 from support.serving import SECONDS
 from support.waiting import wait_until
-from txl_jax.serving.engine import Limits
+from txl_jax.serving.engine import ServerLimits
 
 LETTERS = "\n abcdefghijk"
 STOPS = (None, None, "ab", ["cd", "\n\n"])
@@ -101,7 +101,7 @@ def test_200_clients_for_two_minutes():
 
     Then all again alone; memory and open files are as before.
     """
-    with in_its_own_process(num_sessions=64, limits=Limits(waiting=2000)) as (port, process):
+    with in_its_own_process(num_sessions=64, limits=ServerLimits(waiting=2000)) as (port, process):
         check(port, run_clients(port, seconds=5))
         before = resources(process)
         cancelled = metrics(port)['txl_choices_ended_total{reason="cancelled"}']

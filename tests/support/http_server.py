@@ -26,14 +26,14 @@ from support.serving import SECONDS, engine, make_store
 from support.waiting import wait_until
 from txl_jax.serving.app import make_app
 from txl_jax.serving.connections import Connections
-from txl_jax.serving.engine import Engine, Limits
+from txl_jax.serving.engine import Engine, ServerLimits
 from txl_jax.serving.middleware import LOOPBACK
 
 
 @contextlib.contextmanager
 def server(
     *,
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     sessions: int = 8,
     keys=(),
     hosts=LOOPBACK,
@@ -150,7 +150,7 @@ def wait_idle(port: int) -> None:
 
 @contextlib.contextmanager
 def in_its_own_process(
-    *, num_sessions: int, limits: Limits
+    *, num_sessions: int, limits: ServerLimits
 ) -> Iterator[tuple[int, subprocess.Popen]]:
     given = [str(num_sessions), json.dumps(dataclasses.asdict(limits))]
     command = [sys.executable, "-m", "support.http_server", *given]
@@ -211,6 +211,9 @@ def check_as_before(process: subprocess.Popen, before: tuple[int, int]) -> None:
 
 
 if __name__ == "__main__":
-    with server(limits=Limits(**json.loads(sys.argv[2])), sessions=int(sys.argv[1])) as (port, _):
+    with server(limits=ServerLimits(**json.loads(sys.argv[2])), sessions=int(sys.argv[1])) as (
+        port,
+        _,
+    ):
         print(port, flush=True)
         sys.stdin.read()

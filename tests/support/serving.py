@@ -16,7 +16,7 @@ import pytest
 from support import tiny_model
 from txl_jax.errors import RequestError
 from txl_jax.inference.decode import Scores
-from txl_jax.serving.engine import Engine, Event, Job, Limits, Prompt
+from txl_jax.serving.engine import Completion, Engine, Event, Prompt, ServerLimits
 from txl_jax.serving.rows import Step
 from txl_jax.serving.sessions import EMPTY, Session, SessionStore
 from txl_jax.trained_model import LanguageModel
@@ -44,7 +44,11 @@ def engine(model=None, *, store=None, limits=None, start=True) -> Iterator[Engin
     """
     model = model or tiny_model.make()
     made = Engine(
-        step_of(model), model.params, model.vocabulary, store or make_store(), limits or Limits()
+        step_of(model),
+        model.params,
+        model.vocabulary,
+        store or make_store(),
+        limits or ServerLimits(),
     )
     if start:
         made.start()
@@ -97,7 +101,7 @@ def submit_all(
     """The job of a prompt, and the result of each sample to wait for."""
     results = [Result() for _ in range(prompt.n)]
     state = session.state if session else EMPTY
-    job = Job(
+    job = Completion(
         prompt,
         lambda sample, event: results[sample].sink(event),
         time.monotonic() + seconds,
@@ -111,7 +115,7 @@ def submit_all(
 
 def submit(
     made: Engine, prompt: Prompt, session: Session | None = None, **options: Any
-) -> tuple[Job, Result]:
+) -> tuple[Completion, Result]:
     job, [result] = submit_all(made, prompt, session, **options)
     return job, result
 

@@ -42,11 +42,13 @@ from txl_jax.serving.sessions import Session
 from txl_jax.version import __version__
 
 _log = logging.getLogger(__name__)
-_POLICY = (  # Of the page. In a frame of another site's page, a user would write without knowing.
+# What the page may load. In a frame of another site's page, a user would write without knowing.
+_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; frame-ancestors 'none'"
 )
-_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # Of the histogram of completions.
+# Limits of the bars in the histogram of the completions' times.
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _BODIES = (protocol.Body, protocol.CompletionBody, protocol.TokenizeBody, protocol.DetokenizeBody)
 
 
@@ -81,11 +83,14 @@ def make_app(
         Middleware(ReadsBodies),
         Middleware(OwnPagesOnly, hosts=hosts),
     ]
-    handlers = {HTTPException: _http_error}
     app = Starlette(
-        routes=routes, lifespan=server.lifespan, exception_handlers=handlers, middleware=middleware
+        routes=routes,
+        lifespan=server.lifespan,
+        exception_handlers={HTTPException: _http_error},
+        middleware=middleware,
     )
-    app.state.count = server.count  # For answers that are given without the application.
+    # For answers that are given without the application.
+    app.state.count = server.count
     return app
 
 
@@ -93,18 +98,28 @@ class _Server(Collector):
     """The functions of the routes, and the source of the figures for Prometheus."""
 
     def __init__(self, engine: Engine, model: str, keys: Sequence[str]):
-        self._engine, self._store, self._model = engine, engine.store, model
-        self._vocabulary, self._limits = engine.vocabulary, engine.limits
+        self._engine = engine
+        self._store = engine.store
+        self._model = model
+        self._vocabulary = engine.vocabulary
+        self._limits = engine.limits
         self._names = protocol.TokenNames(engine.vocabulary)
+        # Digests of the API keys. Empty if no key is needed.
         self._keys = [_digest(key) for key in keys]
-        self._paths: dict[str, Any] = {}  # Of the schema.
-        self._registry = registry = CollectorRegistry()
-        registry.register(self)
+        # The paths of the schema, and the operations of each.
+        self._paths: dict[str, Any] = {}
+
+        self._registry = CollectorRegistry()
+        # `collect` is called for each answer of /metrics.
+        self._registry.register(self)
         self._requests = Counter(
-            "txl_requests", "Requests, by status.", ["status"], registry=registry
+            "txl_requests", "Requests, by status.", ["status"], registry=self._registry
         )
         self._seconds = Histogram(
-            "txl_request_seconds", "Time of completions.", buckets=_SECONDS, registry=registry
+            "txl_request_seconds",
+            "Time of completions.",
+            buckets=_SECONDS,
+            registry=self._registry,
         )
 
     def count(self, status: int) -> None:
@@ -141,26 +156,32 @@ class _Server(Collector):
                 if body is not None:
                     content = await self._json(request)
                     request.state.body = await asyncio.to_thread(protocol.parse, content, body)
-                found = await handle(request)
-                response = (
-                    found
-                    if isinstance(found, Response)
-                    else await asyncio.to_thread(JSONResponse, found)
-                )
+                result = await handle(request)
+                if isinstance(result, Response):
+                    return result
+                return await asyncio.to_thread(JSONResponse, result)
             except RequestError as error:
-                response = error_response(error)
+                return error_response(error)
             except ClientDisconnect:
-                response = Response(status_code=499)
+                return Response(status_code=499)
             except Exception:  # noqa: BLE001 (clients get a sentence, and the log the traceback)
                 _log.exception("a request failed")
-                response = error_response(
+                return error_response(
                     RequestError("internal server error", status=500, code="internal")
                 )
-            return response
 
         method = "POST" if body else method
-        answers = {"default": {"description": "JSON, or text of /metrics"}}
-        operation: dict[str, Any] = {"summary": handle.__doc__, "responses": answers}
+        self._describe_route(path, method, handle.__doc__, body)
+        return Route(path, answer, methods=[method])
+
+    def _describe_route(
+        self, path: str, method: str, summary: str | None, body: type[protocol.Body] | None
+    ) -> None:
+        """Adds a route to the schema."""
+        operation: dict[str, Any] = {
+            "summary": summary,
+            "responses": {"default": {"description": "JSON, or text of /metrics"}},
+        }
         if "{" in path:
             operation["parameters"] = [
                 {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -171,13 +192,19 @@ class _Server(Collector):
                 "required": True,
                 "content": {"application/json": {"schema": schema}},
             }
-        self._paths.setdefault(path.replace(":path", ""), {})[method.lower()] = operation
-        return Route(path, answer, methods=[method])
+        operations = self._paths.setdefault(path.replace(":path", ""), {})
+        operations[method.lower()] = operation
 
     async def complete(self, request: Request) -> Response:
         """Continues texts, as OpenAI."""
-        options: dict[str, Any] = {"model": self._model, "names": self._names}
-        run = await asyncio.to_thread(CompletionRun, self._engine, request.state.body, **options)
+        # Prompts are encoded in another thread, so that other requests do not wait.
+        run = await asyncio.to_thread(
+            CompletionRun,
+            self._engine,
+            request.state.body,
+            model=self._model,
+            names=self._names,
+        )
         run.submit(request.state.owner)
         if request.state.body.stream:
             return _Stream(run, self._seconds)
@@ -186,11 +213,13 @@ class _Server(Collector):
 
     async def models(self, request: Request) -> dict[str, Any]:
         """Describes the one model, in a list or by itself."""
-        name = self._model
-        model = {"id": name, "object": "model", "created": 0, "owned_by": "txl_jax"}
-        if (given := request.path_params.get("name", name)) != name:
-            raise protocol.unknown_model(given, name)
-        return model if request.path_params else {"object": "list", "data": [model]}
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "txl_jax"}
+        if "name" not in request.path_params:
+            return {"object": "list", "data": [model]}
+        name = request.path_params["name"]
+        if name != self._model:
+            raise protocol.unknown_model(name, self._model)
+        return model
 
     async def tokenizer_info(self, _request: Request) -> dict[str, Any]:
         """Describes the vocabulary, in the form of vLLM's server."""
@@ -213,20 +242,18 @@ class _Server(Collector):
         if await request.is_disconnected():
             # Nobody would learn the name of the session, so nobody would delete it.
             raise ClientDisconnect
-        return JSONResponse(
-            self._described(self._store.create(request.state.owner)), status_code=201
-        )
+        session = self._store.create(request.state.owner)
+        return JSONResponse(self._described(session), status_code=201)
 
     async def list_sessions(self, request: Request) -> dict[str, Any]:
         """Lists one's own sessions."""
-        return {
-            "object": "list",
-            "data": [*map(self._described, self._store.of_owner(request.state.owner))],
-        }
+        sessions = self._store.of_owner(request.state.owner)
+        return {"object": "list", "data": [self._described(session) for session in sessions]}
 
     async def show_session(self, request: Request) -> dict[str, Any]:
         """Describes a session."""
-        return self._described(self._store.get(request.path_params["name"], request.state.owner))
+        session = self._store.get(request.path_params["name"], request.state.owner)
+        return self._described(session)
 
     async def delete_session(self, request: Request) -> dict[str, Any]:
         """Removes a session, even while a request continues it."""
@@ -242,35 +269,40 @@ class _Server(Collector):
 
     async def health(self, _request: Request) -> Response:
         """Answers 200, or 503 once the engine has failed and only a restart of the server helps."""
-        return PlainTextResponse(*("failed\n", 503) if self._engine.failed else ("ok\n", 200))
+        if self._engine.failed:
+            return PlainTextResponse("failed\n", status_code=503)
+        return PlainTextResponse("ok\n")
 
     async def readiness(self, _request: Request) -> Response:
         """Answers 200 once the programs are compiled, or 503 before that and during shutdown."""
-        return PlainTextResponse(*("ready\n", 200) if self._engine.ready else ("not ready\n", 503))
+        if self._engine.ready:
+            return PlainTextResponse("ready\n")
+        return PlainTextResponse("not ready\n", status_code=503)
 
     async def schema(self, _request: Request) -> Response:
         """Returns the routes and the models of their bodies, in OpenAPI."""
-        template = "#/components/schemas/{model}"
-        _, found = models_json_schema(
-            [(body, "validation") for body in _BODIES], ref_template=template
-        )
-        head = {"openapi": "3.1.0", "info": {"title": "txl_jax", "version": __version__}}
+        models = [(body, "validation") for body in _BODIES]
+        _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
         return JSONResponse(
-            head | {"paths": self._paths, "components": {"schemas": found["$defs"]}}
+            {
+                "openapi": "3.1.0",
+                "info": {"title": "txl_jax", "version": __version__},
+                "paths": self._paths,
+                "components": {"schemas": schemas["$defs"]},
+            }
         )
 
     async def page(self, _request: Request) -> Response:
         """Returns the page to type into."""
-        page = (
-            importlib.resources.files("txl_jax.serving")
-            .joinpath("page.html")
-            .read_text(encoding="utf-8")
-        )
+        folder = importlib.resources.files("txl_jax.serving")
+        page = folder.joinpath("page.html").read_text(encoding="utf-8")
         return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
 
     def collect(self) -> Iterable[Metric]:
         """Yields the figures of rows, tokens and sessions, whenever Prometheus asks for them."""
-        engine, store, counters = self._engine, self._store, self._engine.counters
+        engine = self._engine
+        store = self._store
+        counters = engine.counters
         yield GaugeMetricFamily("txl_rows", "Rows of the compiled step.", engine.step.batch_size)
         yield GaugeMetricFamily("txl_rows_busy", "Rows in use.", engine.num_busy)
         yield GaugeMetricFamily(
@@ -299,13 +331,16 @@ class _Server(Collector):
         if not self._keys:
             return ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip())
+        digest = _digest(key.strip())
         # Compared with all of them, in a time that does not depend on where they differ.
-        known = [hmac.compare_digest(given, own) for own in self._keys]
-        if scheme.lower() != "bearer" or not any(known):
-            message = "the API key is missing or invalid. Send it as Authorization: Bearer KEY."
-            raise RequestError(message, status=401, code="invalid_api_key")
-        return given
+        matches = [hmac.compare_digest(digest, valid) for valid in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise RequestError(
+                "the API key is missing or invalid. Send it as Authorization: Bearer KEY.",
+                status=401,
+                code="invalid_api_key",
+            )
+        return digest
 
     async def _json(self, request: Request) -> bytes:
         """Returns the body.
@@ -314,21 +349,29 @@ class _Server(Collector):
         """
         # A page of another site can send a form or plain text to this address, but no JSON without
         # being asked first.
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            message = f"the content type must be application/json, got {kind[:80]!r}"
-            raise RequestError(message, status=415, code="unsupported_media_type")
-        limits, body = self._limits, bytearray()
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise RequestError(
+                f"the content type must be application/json, got {content_type[:80]!r}",
+                status=415,
+                code="unsupported_media_type",
+            )
+        limits = self._limits
+        body = bytearray()
         try:
             async with asyncio.timeout(limits.body_seconds):
                 async for part in request.stream():
                     body += part
                     if len(body) > limits.body_bytes:
-                        message = f"the body must have at most {limits.body_bytes} bytes"
-                        raise RequestError(message, status=413, code="body_too_large")
+                        raise RequestError(
+                            f"the body must have at most {limits.body_bytes} bytes",
+                            status=413,
+                            code="body_too_large",
+                        )
         except TimeoutError:
-            message = f"the body must arrive within {limits.body_seconds:g} s"
-            raise RequestError(message, status=408, code="timeout") from None
+            raise RequestError(
+                f"the body must arrive within {limits.body_seconds:g} s", status=408, code="timeout"
+            ) from None
         return bytes(body)
 
     def _described(self, session: Session) -> dict[str, Any]:
@@ -353,7 +396,8 @@ class _Stream(StreamingResponse):
         super().__init__(
             run.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
         )
-        self._run, self._seconds = run, seconds
+        self._run = run
+        self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._seconds.time():
@@ -365,21 +409,27 @@ class _Stream(StreamingResponse):
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """Answers for paths and methods that do not exist."""
-    method, path = request.method[:10], request.url.path[:80]
-    if error.status_code != 405:
-        near = difflib.get_close_matches(path, [route.path for route in request.app.routes], n=1)
-        advice = f"Did you mean {near[0]}? " if near else ""
-        message = (
-            f"{path} does not exist. {advice}For completions, use POST /v1/completions, and for "
-            "probes /healthz."
-        )
-        return error_response(RequestError(message, status=error.status_code, code="not_found"))
-    matching = (
-        route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE
+    if error.status_code == 405:
+        return _method_not_allowed(request)
+    path = request.url.path[:80]
+    similar = difflib.get_close_matches(path, [route.path for route in request.app.routes], n=1)
+    advice = f"Did you mean {similar[0]}? " if similar else ""
+    message = (
+        f"{path} does not exist. {advice}For completions, use POST /v1/completions, and for "
+        "probes /healthz."
     )
-    # Of all routes of the path.
-    allowed = ", ".join(sorted({name for route in matching for name in route.methods}))
-    message = f"{method} is not allowed for {path}, only {allowed}"
+    return error_response(RequestError(message, status=error.status_code, code="not_found"))
+
+
+def _method_not_allowed(request: Request) -> Response:
+    # All routes of the path, each with its own methods.
+    methods: set[str] = set()
+    for route in request.app.routes:
+        match, _ = route.matches(request.scope)
+        if match is not Match.NONE:
+            methods |= route.methods
+    allowed = ", ".join(sorted(methods))
+    message = f"{request.method[:10]} is not allowed for {request.url.path[:80]}, only {allowed}"
     response = error_response(RequestError(message, status=405, code="method_not_allowed"))
     response.headers["Allow"] = allowed
     return response

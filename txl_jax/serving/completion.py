@@ -7,7 +7,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-import itertools
 import json
 import secrets
 import time
@@ -18,9 +17,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from txl_jax.errors import RequestError
 from txl_jax.serving import protocol
-from txl_jax.serving.engine import Engine, Event, Job, Piece, timed_out
-from txl_jax.serving.protocol import CompletionBody
-from txl_jax.serving.sessions import EMPTY
+from txl_jax.serving.engine import Completion, Engine, Event, Piece, timed_out
+from txl_jax.serving.protocol import ChoiceWriter, CompletionBody
+from txl_jax.serving.sessions import EMPTY, Session, State
 
 # Threads that write whole answers. Python writes one at a time, so that more of them would gain
 # nothing. They are not the ones that parse bodies, so that other requests do not wait behind large
@@ -41,25 +40,37 @@ class CompletionRun:
 
         `names` are the vocabulary's. Raises `RequestError`.
         """
-        self._engine, self._body, self._events = engine, body, asyncio.Queue[tuple[int, Event]]()
+        self._engine = engine
+        self._body = body
+        # Numbers of choices, and what the engine says about them.
+        self._events = asyncio.Queue[tuple[int, Event]]()
         if body.model not in (None, model):
             raise protocol.unknown_model(body.model, model)
+
         self._prompts = protocol.prompts_of(body, engine.vocabulary, engine.limits)
-        self._writers: list[protocol.ChoiceWriter] = []
+        # A writer for each choice: the samples of the first prompt, then those of the second.
+        self._writers: list[ChoiceWriter] = []
         for prompt in self._prompts:
             # Samples share the text of their prompt.
-            make = functools.partial(
-                protocol.ChoiceWriter,
-                prompt=prompt,
-                vocabulary=engine.vocabulary,
-                logprobs=body.logprobs,
-                names=names,
-                text=protocol.prompt_text(prompt, engine.vocabulary),
-            )
-            self._writers += [make(len(self._writers) + sample) for sample in range(prompt.n)]
+            text = protocol.prompt_text(prompt, engine.vocabulary)
+            for _ in range(prompt.n):
+                writer = ChoiceWriter(
+                    index=len(self._writers),
+                    prompt=prompt,
+                    vocabulary=engine.vocabulary,
+                    logprobs=body.logprobs,
+                    names=names,
+                    text=text,
+                )
+                self._writers.append(writer)
         self._is_cancelled = False
-        name, created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
-        self._head = {"id": name, "object": "text_completion", "created": created, "model": model}
+        # The beginning of each object that is sent.
+        self._head = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
 
     def submit(self, owner: str) -> None:
         """Makes the choices wait for rows.
@@ -71,29 +82,35 @@ class CompletionRun:
         """
         self._loop = asyncio.get_running_loop()
         self._until = time.monotonic() + self._engine.limits.seconds
-        store, name, is_fork = self._engine.store, self._body.session, self._body.fork
-        session = None if name is None or is_fork else store.begin(name, owner)
+        session = None
+        if self._body.session is not None and not self._body.fork:
+            session = self._engine.store.begin(self._body.session, owner)
         try:
-            state = (
-                session.state
-                if session
-                else EMPTY
-                if name is None
-                else store.get(name, owner).state
-            )
-            if not len(state.pending) and not all(len(prompt.tokens) for prompt in self._prompts):
-                raise RequestError("prompt must not be empty for an empty session", param="prompt")
-            sinks = (
-                functools.partial(self._put, number * self._body.n) for number in itertools.count()
-            )
-            self._jobs = [
-                Job(prompt, next(sinks), self._until, session, state) for prompt in self._prompts
-            ]
-            self._engine.submit(self._jobs)
+            self._submit(self._state_before(session, owner), session)
         except BaseException:
             if session is not None:
-                store.release(session)
+                self._engine.store.release(session)
             raise
+
+    def _state_before(self, session: Session | None, owner: str) -> State:
+        """Returns the memory that the prompts follow."""
+        if session is not None:
+            return session.state
+        # A fork reads the memory, and leaves the session to others.
+        if self._body.session is not None:
+            return self._engine.store.get(self._body.session, owner).state
+        return EMPTY
+
+    def _submit(self, state: State, session: Session | None) -> None:
+        has_empty_prompt = any(len(prompt.tokens) == 0 for prompt in self._prompts)
+        if len(state.pending) == 0 and has_empty_prompt:
+            raise RequestError("prompt must not be empty for an empty session", param="prompt")
+        self._completions = []
+        for number, prompt in enumerate(self._prompts):
+            sink = functools.partial(self._put, number * self._body.n)
+            completion = Completion(prompt, sink, self._until, session, state)
+            self._completions.append(completion)
+        self._engine.submit(self._completions)
 
     async def whole(self, request: Request) -> bytes:
         """Returns the response when all choices have ended.
@@ -101,7 +118,7 @@ class CompletionRun:
         Raises `RequestError` if one failed or nobody waits.
         """
         answering = asyncio.ensure_future(self._answer())
-        leaving = asyncio.ensure_future(_left(request))
+        leaving = asyncio.ensure_future(_wait_until_left(request))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
@@ -116,18 +133,19 @@ class CompletionRun:
         """Yields server-sent events. The reader must call `cancel` at the end."""
         try:
             async for index, piece in self._pieces():
-                if event := await asyncio.to_thread(self._event, index, piece):
+                event = await asyncio.to_thread(self._event_of, index, piece)
+                if event:
                     yield event
             if self._body.stream_options.include_usage:
-                yield _event(self._head | {"choices": [], "usage": self._usage()})
+                yield _server_sent_event(self._head | {"choices": [], "usage": self._usage()})
             yield b"data: [DONE]\n\n"
         except RequestError as error:
-            yield _event(protocol.error_json(error))
+            yield _server_sent_event(protocol.error_json(error))
 
     def cancel(self) -> None:
         """Ends the choices that have not ended, and the writing of the answer."""
         self._is_cancelled = True
-        self._engine.cancel(self._jobs)
+        self._engine.cancel(self._completions)
 
     def _check(self) -> None:
         """Raises `RequestError` if the request cannot continue.
@@ -143,24 +161,24 @@ class CompletionRun:
 
     async def _answer(self) -> bytes:
         """Returns the response when all choices have ended."""
-        pieces = await self._collect()
-        return await self._loop.run_in_executor(_WRITERS, self._whole, pieces)
-
-    async def _collect(self) -> list[list[Piece]]:
-        found: list[list[Piece]] = [[] for _ in self._writers]
+        pieces_of_choices: list[list[Piece]] = [[] for _ in self._writers]
         async for index, piece in self._pieces():
-            found[index].append(piece)
-        return found
+            pieces_of_choices[index].append(piece)
+        return await self._loop.run_in_executor(_WRITERS, self._whole, pieces_of_choices)
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yields the pieces of all choices as they come, or raises an error."""
-        left = len(self._writers)
-        while left:
+        """Yields the pieces of all choices as they come, or raises an error.
+
+        With each piece comes the number of its choice.
+        """
+        num_left = len(self._writers)
+        while num_left:
             index, event = await self._events.get()
             if isinstance(event, RequestError):
                 raise event
             self._check()
-            left -= event.end is not None
+            if event.end is not None:
+                num_left -= 1
             yield index, event
 
     def _put(self, first: int, sample: int, event: Event) -> None:
@@ -168,43 +186,45 @@ class CompletionRun:
 
         `first` is the number of the prompt's first choice.
         """
-        with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+        # If the loop is closed, nobody waits any more.
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, (first + sample, event))
 
-    def _whole(self, pieces: list[list[Piece]]) -> bytes:
+    def _whole(self, pieces_of_choices: list[list[Piece]]) -> bytes:
         """Returns the response. Raises `RequestError` as soon as nobody wants it (`_check`)."""
         choices: list[bytes] = []
-        for writer, own in zip(self._writers, pieces, strict=True):
-            choices.append(writer.whole(own, self._check))
-            own.clear()  # Its logprobs take as much memory as their text.
+        for writer, pieces in zip(self._writers, pieces_of_choices, strict=True):
+            choices.append(writer.whole(pieces, self._check))
+            # Their logprobs take as much memory as their text.
+            pieces.clear()
         head = json.dumps(self._head).removesuffix("}").encode()
         usage = json.dumps(self._usage()).encode()
-        return b"".join(
-            [head, b', "choices": [', b", ".join(choices), b'], "usage": ', usage, b"}"]
-        )
+        parts = [head, b', "choices": [', b", ".join(choices), b'], "usage": ', usage, b"}"]
+        return b"".join(parts)
 
-    def _event(self, index: int, piece: Piece) -> bytes:
+    def _event_of(self, index: int, piece: Piece) -> bytes:
         """Returns the event of a piece, empty if the piece shows nothing."""
         choice = self._writers[index].json_of([piece])
-        shown = choice["text"] or choice["finish_reason"] or choice["logprobs"]
-        return _event(self._head | {"choices": [choice]}) if shown else b""
+        if not (choice["text"] or choice["finish_reason"] or choice["logprobs"]):
+            return b""
+        return _server_sent_event(self._head | {"choices": [choice]})
 
     def _usage(self) -> dict[str, int]:
         """Returns the numbers of tokens: of each prompt once, and of all samples."""
-        prompt = sum(len(prompt.tokens) for prompt in self._prompts)
-        written = sum(writer.written for writer in self._writers)
+        prompt_tokens = sum(len(prompt.tokens) for prompt in self._prompts)
+        completion_tokens = sum(writer.written for writer in self._writers)
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": written,
-            "total_tokens": prompt + written,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
         }
 
 
-async def _left(request: Request) -> None:
+async def _wait_until_left(request: Request) -> None:
     """Returns when the client is gone."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def _event(found: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(found, separators=(',', ':'))}\n\n".encode()
+def _server_sent_event(content: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()

@@ -8,7 +8,7 @@ decoded, searched for stop strings and passed on once per call.
   is copied into their rows.
 - While rows write, segments are read for `_READ_SECONDS` between two calls, and at least one. So a
   long prompt delays a row that writes by no more.
-- What fails in one row ends its job. What fails in the call of all rows ends the engine.
+- What fails in one row ends its completion. What fails in the call of all rows ends the engine.
 """
 
 import collections
@@ -34,18 +34,27 @@ _READ_SECONDS = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """The limits of a server."""
 
-    body_bytes: int = 2 << 20  # Of a request.
-    tokens: int = 200_000  # Of a request: its prompts, and what is written (`protocol.prompts_of`).
-    new_tokens: int = 4096  # Maximum `max_tokens` of a request.
-    choices: int = 128  # Prompts times samples of a request.
-    stop_strings: int = 16  # Of a request.
-    stop_length: int = 256  # Characters of a stop string.
-    waiting: int = 512  # Choices that wait for a row, of all requests; 429 beyond.
-    seconds: float = 600  # Time of a request, in which it must be answered.
-    body_seconds: float = 30  # Time in which its body must have come.
+    # Bytes of a request's body.
+    body_bytes: int = 2 << 20
+    # Tokens of a request: its prompts, and what is written (`protocol.prompts_of`).
+    tokens: int = 200_000
+    # Maximum `max_tokens` of a request.
+    new_tokens: int = 4096
+    # Prompts times samples of a request.
+    choices: int = 128
+    # Stop strings of a request.
+    stop_strings: int = 16
+    # Characters of a stop string.
+    stop_length: int = 256
+    # Choices that wait for a row, of all requests. Further ones are answered with 429.
+    waiting: int = 512
+    # Seconds in which a request must be answered.
+    seconds: float = 600
+    # Seconds in which the body of a request must have come.
+    body_seconds: float = 30
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,7 +86,8 @@ class Piece(NamedTuple):
     text: str
     # int32 [n], the tokens that were read, with `echo`, or written.
     tokens: np.ndarray
-    # Of these tokens, or None without logprobs and for a memory's first token, which has none.
+    # Scores of these tokens, or None without logprobs and for a memory's first token, which has
+    # none.
     scores: Scores | None
     # Whether the tokens are of the prompt.
     is_prompt: bool = False
@@ -97,16 +107,16 @@ def timed_out() -> RequestError:
 class Counters:
     """Figures of the engine since its start."""
 
-    # Tokens of prompts.
+    # Tokens of prompts that were read.
     read: int = 0
     # Tokens that were passed on.
     written: int = 0
-    # By reason.
+    # Samples that have ended, by reason.
     ended: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
+class Completion:
     """A prompt and its samples on their way."""
 
     prompt: Prompt
@@ -121,119 +131,156 @@ class Job:
     cancelled: bool = False
     # Samples that have or had a row.
     begun: int = 0
+    # Whether `state` is the memory after the prompt.
     is_read: bool = False
-    # The prompt's, for samples that wait.
+    # The prompt's pieces, for samples that wait.
     pieces: list[Piece] = dataclasses.field(default_factory=list)
 
     @property
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         """Number of samples without a row so far."""
         return self.prompt.n - self.begun
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether its next sample may take a row. While the first reads, the others wait."""
+        return self.is_read or self.begun == 0
 
 
 class _Row:
     """A sample in a row."""
 
-    def __init__(self, job: Job, vocabulary: Vocabulary):
-        self.job, self.prompt, self.sample = job, job.prompt, job.begun
-        tokens = self.prompt.tokens[: 0 if job.is_read else None]
-        # Tokens to read, the latest one included.
-        self.left = np.concatenate([job.state.pending, tokens])
-        # Tokens of the history.
-        self.position, self.tokens = job.state.position, job.state.tokens + len(tokens)
-        # Tokens written.
-        self.number = 0
-        self.text = TextStream(vocabulary.decode, self.prompt.stop)
-        self.key = row_key(np.uint32(self.prompt.seed % (1 << 32)), self.sample)
+    def __init__(self, completion: Completion, vocabulary: Vocabulary):
+        prompt = completion.prompt
+        state = completion.state
+        # The memory after the prompt includes the prompt's tokens already.
+        tokens = prompt.tokens[:0] if completion.is_read else prompt.tokens
+
+        self.completion = completion
+        self.prompt = prompt
+        self.sample = completion.begun
+        # Tokens to read. The last of them is read by the call that draws the next token.
+        self.unread = np.concatenate([state.pending, tokens])
+        self.position = state.position
+        # Tokens of the history, without those that are written here.
+        self.num_read = state.tokens + len(tokens)
+        self.num_written = 0
+        self.text = TextStream(vocabulary.decode, prompt.stop)
+        self.key = row_key(np.uint32(prompt.seed % (1 << 32)), self.sample)
 
     @property
-    def reads(self) -> bool:
+    def is_reading(self) -> bool:
         """True while there are tokens to read before the next one can be drawn."""
-        return len(self.left) > 1
+        return len(self.unread) > 1
 
     def put(self, piece: Piece) -> None:
         """Passes a piece on. A prompt's piece is kept for the samples that wait."""
-        if piece.is_prompt and self.job.waiting:
-            self.job.pieces.append(piece)
-        self.job.sink(self.sample, piece)
+        if piece.is_prompt and self.completion.num_waiting:
+            self.completion.pieces.append(piece)
+        self.completion.sink(self.sample, piece)
+
+    def ask_for_tokens(self, rows: Rows, number: int, *, block: int) -> None:
+        """Sets the arguments of row `number` so that it draws its next tokens, at most `block`."""
+        rows.last[number] = self.unread[0]
+        rows.number[number] = self.num_written
+        rows.key[number] = self.key
+        rows.steps[number] = min(block, self.prompt.max_tokens - self.num_written)
+        rows.temperature[number] = self.prompt.temperature
+        rows.top_p[number] = self.prompt.top_p
+        rows.scored[number] = self.prompt.logprobs
 
 
 class Engine:
-    """Runs jobs on one device, in the R rows of a `Step`."""
+    """Runs completions on one device, in the R rows of a `Step`."""
 
     def __init__(
-        self, step: Step, params: Any, vocabulary: Vocabulary, store: SessionStore, limits: Limits
+        self,
+        step: Step,
+        params: Any,
+        vocabulary: Vocabulary,
+        store: SessionStore,
+        limits: ServerLimits,
     ):
         """Does not start the thread.
 
         `store` keeps the sessions' memories, `limits.waiting` limits the queue.
         """
-        self.step, self.vocabulary, self.store, self.limits = step, vocabulary, store, limits
+        self.step = step
+        self.vocabulary = vocabulary
+        self.store = store
+        self.limits = limits
         self.counters = Counters()
+        # Whether the programs are compiled, and completions are taken.
+        self.ready = False
+        # Whether the thread has ended with an error.
+        self.failed = False
         self._params = params
-        self._rows: dict[int, _Row] = {}  # Those in use, by their numbers.
-        self._waiting: collections.deque[Job] = collections.deque()  # Those with samples that wait.
+        # Rows in use, by their numbers. The one that comes next to read is the first.
+        self._rows: dict[int, _Row] = {}
+        # Completions with samples that wait.
+        self._waiting: collections.deque[Completion] = collections.deque()
+        # Guards the rows and the queue, and tells the thread that there is work.
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
-        self._refusal: str | None = None  # Why new jobs are refused.
-        self.ready = False  # Whether the programs are compiled, and jobs are taken.
-        self.failed = False  # Whether the thread has ended with an error.
+        # Why new completions are refused, if they are.
+        self._refusal: str | None = None
 
     def start(self) -> None:
         """Starts the thread, which compiles the programs first."""
         self._thread.start()
 
-    def submit(self, jobs: list[Job]) -> None:
-        """Makes jobs wait for rows.
+    def submit(self, completions: list[Completion]) -> None:
+        """Makes completions wait for rows.
 
-        Raises `RequestError` (400, 429, 503) and takes no job if there are too many.
+        Raises `RequestError` (400, 429, 503) and takes no completion if there are too many.
         """
         with self._changed:
             if self._refusal is not None:
                 # A new exception each time: one that is raised again collects the traceback of
                 # every request.
                 raise RequestError(self._refusal, status=503, code="unavailable")
-            count, most = (
-                sum(job.waiting for job in jobs),
-                self.limits.waiting + self.step.batch_size,
-            )
-            if count > most:
-                message = (
-                    f"a request must have at most {most} choices (the server's limit), got {count}"
+
+            num_new = sum(completion.num_waiting for completion in completions)
+            most = self.limits.waiting + self.step.batch_size
+            if num_new > most:
+                raise RequestError(
+                    f"a request must have at most {most} choices (the server's limit), "
+                    f"got {num_new}",
+                    param="n",
                 )
-                raise RequestError(message, param="n")
-            if self.num_waiting + count > most:
-                message = (
+            if self.num_waiting + num_new > most:
+                raise RequestError(
                     f"the queue is full ({self.num_waiting} of {self.limits.waiting} choices). "
-                    "Try again later."
+                    "Try again later.",
+                    status=429,
+                    code="overloaded",
                 )
-                raise RequestError(message, status=429, code="overloaded")
-            self._waiting.extend(jobs)
+            self._waiting.extend(completions)
             self._changed.notify()
 
-    def cancel(self, jobs: list[Job]) -> None:
-        """Ends jobs whose results nobody wants. Their sessions do not change."""
+    def cancel(self, completions: list[Completion]) -> None:
+        """Ends completions whose results nobody wants. Their sessions do not change."""
         with self._changed:
-            for job in jobs:
-                job.cancelled = True
+            for completion in completions:
+                completion.cancelled = True
             self._changed.notify()
 
     def refuse(self, reason: str) -> None:
-        """Rejects new jobs from now on. Jobs that were accepted continue."""
+        """Rejects new completions from now on. Those that were accepted continue."""
         with self._changed:
             self.ready = False
             self._refusal = reason
 
     def cut_off(self) -> None:
-        """Ends all jobs and the thread, without waiting for it."""
+        """Ends all completions and the thread, without waiting for it."""
         self.refuse("the server is shutting down")
         with self._changed:
             self._stopping = True
             self._changed.notify()
 
     def stop(self) -> None:
-        """Ends all jobs and the thread, and returns when it has ended."""
+        """Ends all completions and the thread, and returns when it has ended."""
         self.cut_off()
         if self._thread.is_alive():
             self._thread.join()
@@ -247,12 +294,14 @@ class Engine:
     def num_waiting(self) -> int:
         """Number of choices that wait for a row."""
         with self._changed:
-            return sum(job.waiting for job in self._waiting)
+            return sum(completion.num_waiting for completion in self._waiting)
 
     @property
     def num_busy(self) -> int:
         """Number of rows in use."""
         return len(self._rows)
+
+    # All that follows runs in the thread.
 
     def _run(self) -> None:
         try:
@@ -268,24 +317,25 @@ class Engine:
             _log.exception("the engine failed")
             self.failed = True
             self.refuse("the server has failed and must be restarted")
-        for job in self._jobs():
-            self._fail(job, RequestError(str(self._refusal), status=503, code="unavailable"))
+        for completion in self._completions():
+            self._fail(completion, RequestError(str(self._refusal), status=503, code="unavailable"))
 
     def _compile(self) -> None:
         """Prepares the parameters, and runs every program once."""
-        self._weights = self.step.prepare_params(self._params)
-        self._params = None  # The prepared ones are copies.
-        self._cache = self.step.init_cache(self._weights)
-        self._beginning = self.step.empty_row(self._weights)
-        self._cache, _, _ = self.step.write(
-            self._weights, self._cache, Rows.idle(self.step.batch_size)
-        )
+        self._prepared = self.step.prepare_params(self._params)
+        # The prepared ones are copies.
+        self._params = None
+        self._cache = self.step.init_cache(self._prepared)
+        # What a row has before its first token, or None if it need not be put there.
+        self._empty_row = self.step.empty_row(self._prepared)
+
+        idle = Rows.idle(self.step.batch_size)
+        self._cache, _, _ = self.step.write(self._prepared, self._cache, idle)
         for width in WIDTHS:
             tokens = np.zeros(width + 1, np.int32)
-            self._cache, _ = self.step.read(self._weights, self._cache, 0, 0, tokens, scored=False)
-        self._cache = self.step.put(
-            self._cache, 0, self._beginning or self.step.take(self._cache, 0)
-        )
+            self._cache, _ = self.step.read(self._prepared, self._cache, 0, 0, tokens, scored=False)
+        some_row = self._empty_row or self.step.take(self._cache, 0)
+        self._cache = self.step.put(self._cache, 0, some_row)
 
     def _wait(self) -> bool:
         """Waits for work. Returns whether the thread continues."""
@@ -293,23 +343,25 @@ class Engine:
             self._changed.wait_for(lambda: self._stopping or self._waiting or self._rows)
             return not self._stopping
 
-    def _jobs(self) -> set[Job]:
+    def _completions(self) -> set[Completion]:
+        """Returns those that wait or have rows."""
         with self._changed:
-            return {*self._waiting, *(row.job for row in self._rows.values())}
+            return {*self._waiting, *(row.completion for row in self._rows.values())}
 
     def _drop_ended(self) -> None:
         now = time.monotonic()
-        for job in self._jobs():
-            if job.cancelled:
+        for completion in self._completions():
+            if completion.cancelled:
                 self._fail(
-                    job, RequestError("the client has disconnected", status=499, code="cancelled")
+                    completion,
+                    RequestError("the client has disconnected", status=499, code="cancelled"),
                 )
-            elif now > job.until:
-                self._fail(job, timed_out())
+            elif now > completion.until:
+                self._fail(completion, timed_out())
 
     @contextlib.contextmanager
-    def _failing_alone(self, job: Job) -> Iterator[None]:
-        """Ends a job that raises, unless a call that had taken the cache was lost with it.
+    def _failing_alone(self, completion: Completion) -> Iterator[None]:
+        """Ends a completion that raises, unless a call that had taken the cache was lost with it.
 
         The cache is shared by all rows. If it was lost, the error is raised again.
         """
@@ -319,166 +371,198 @@ class Engine:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache)):
                 raise
             _log.exception("a request failed")
-            self._fail(job, RequestError("internal server error", status=500, code="internal"))
+            self._fail(
+                completion, RequestError("internal server error", status=500, code="internal")
+            )
 
     def _admit(self) -> None:
         """Puts waiting samples into free rows.
 
         Samples whose prompt is being read wait for its end.
         """
-        for number in sorted(set(range(self.step.batch_size)) - self._rows.keys()):
+        free = sorted(set(range(self.step.batch_size)) - self._rows.keys())
+        for number in free:
             with self._changed:
-                job = next((job for job in self._waiting if job.is_read or not job.begun), None)
-            if job is None:
+                completion = next((first for first in self._waiting if first.may_begin), None)
+            if completion is None:
                 return
-            with self._failing_alone(job):
-                self._begin(number, job)
+            with self._failing_alone(completion):
+                self._begin(number, completion)
 
-    def _begin(self, number: int, job: Job) -> None:
-        """Puts the memory before a job's next sample into a row.
+    def _begin(self, number: int, completion: Completion) -> None:
+        """Puts the memory before a completion's next sample into a row.
 
-        Also passes on the pieces of the job's prompt that were read.
+        Also passes on the pieces of its prompt that were read.
         """
-        row = _Row(job, self.vocabulary)
+        row = _Row(completion, self.vocabulary)
         with self._changed:
-            job.begun += 1
+            completion.begun += 1
             self._rows[number] = row
-            if not job.waiting:
-                self._waiting.remove(job)
-        if (rings := job.state.rings or self._beginning) is not None:
+            if not completion.num_waiting:
+                self._waiting.remove(completion)
+
+        rings = completion.state.rings or self._empty_row
+        if rings is not None:
             self._cache = self.step.put(self._cache, number, rings)
-        for piece in job.pieces:
-            job.sink(row.sample, piece)
-        # Nothing precedes the first token.
-        if row.prompt.echo and row.prompt.logprobs and not job.state.tokens:
+        for piece in completion.pieces:
+            completion.sink(row.sample, piece)
+        # Nothing precedes the first token, so that it has no score.
+        is_first_token = not completion.state.tokens
+        if row.prompt.echo and row.prompt.logprobs and is_first_token:
             row.put(Piece("", row.prompt.tokens[:1], None, is_prompt=True))
+
         self._share(number, row)
-        if not job.waiting:
-            job.state, job.pieces = EMPTY, []
+        if not completion.num_waiting:
+            # No sample will need them again.
+            completion.state = EMPTY
+            completion.pieces = []
 
     def _read(self, until: float) -> None:
         """Reads a segment for each row that has one to read.
 
         Rows for which no time was left come first next time.
         """
-        reading = {number: row for number, row in self._rows.items() if row.reads}
-        are_awaited, taken = len(reading) < len(self._rows), 0.0
+        reading = {number: row for number, row in self._rows.items() if row.is_reading}
+        others_write = len(reading) < len(self._rows)
+        # Time that the latest segment took, which the next is expected to take too.
+        seconds = 0.0
         for number, row in reading.items():
-            start = time.monotonic()
-            if are_awaited and taken and start + taken > until:
+            began = time.monotonic()
+            if others_write and seconds and began + seconds > until:
                 return
-            if number in self._rows:  # Not ended by another row of its job.
-                self._rows[number] = self._rows.pop(number)
-                with self._failing_alone(row.job):
-                    self._read_segment(number, row)
-                taken = time.monotonic() - start
+            # Another row of its completion may have ended it.
+            if number not in self._rows:
+                continue
+            # This row is the last in the next round.
+            self._rows[number] = self._rows.pop(number)
+            with self._failing_alone(row.completion):
+                self._read_segment(number, row)
+            seconds = time.monotonic() - began
 
     def _read_segment(self, number: int, row: _Row) -> None:
         scored = row.prompt.logprobs and row.prompt.echo
         self._cache, scores = self.step.read(
-            self._weights, self._cache, number, row.position, row.left, scored=scored
+            self._prepared, self._cache, number, row.position, row.unread, scored=scored
         )
         count = len(scores.nats)
         self.counters.read += count
-        tokens, row.left = row.left[1 : count + 1], row.left[count:]
+        # Each token that was read is scored by the next one.
+        targets = row.unread[1 : count + 1]
+        row.unread = row.unread[count:]
         row.position += count
         if scored:
-            row.put(Piece("", tokens, scores, is_prompt=True))
+            row.put(Piece("", targets, scores, is_prompt=True))
         self._share(number, row)
 
     def _share(self, number: int, row: _Row) -> None:
         """Keeps the memory after a prompt for the samples that wait, once it is read."""
-        job = row.job
-        if job.waiting and not job.is_read and not row.reads:
-            job.state = State(
-                self.step.take(self._cache, number), row.position, row.left, row.tokens
-            )
-            job.is_read = True
+        completion = row.completion
+        if completion.num_waiting and not completion.is_read and not row.is_reading:
+            rings = self.step.take(self._cache, number)
+            completion.state = State(rings, row.position, row.unread, row.num_read)
+            completion.is_read = True
 
     def _write(self) -> None:
         """Samples up to K tokens of each row that has read its prompt.
 
         Ends rows that want no more.
         """
-        rows, writing = Rows.idle(self.step.batch_size), {}
+        rows = Rows.idle(self.step.batch_size)
+        writing: dict[int, _Row] = {}
         for number, row in list(self._rows.items()):
-            prompt = row.prompt
             # A slot of a row that reads must not be overwritten.
             rows.position[number] = row.position
-            if not row.reads and not prompt.max_tokens:
-                with self._failing_alone(row.job):
-                    self._end(number, row, Piece("", row.left[:0], None, end="length"))
-            elif not row.reads:
+            if row.is_reading:
+                continue
+            if row.prompt.max_tokens:
+                row.ask_for_tokens(rows, number, block=self.step.block)
                 writing[number] = row
-                rows.last[number], rows.number[number], rows.key[number] = (
-                    row.left[0],
-                    row.number,
-                    row.key,
-                )
-                rows.steps[number] = min(self.step.block, prompt.max_tokens - row.number)
-                rows.temperature[number], rows.top_p[number] = prompt.temperature, prompt.top_p
-                rows.scored[number] = prompt.logprobs
+            else:
+                with self._failing_alone(row.completion):
+                    self._end(number, row, Piece("", row.unread[:0], None, end="length"))
         if not writing:
             return
-        self._cache, tokens, scores = self.step.write(self._weights, self._cache, rows)
+
+        self._cache, tokens, scores = self.step.write(self._prepared, self._cache, rows)
         for number, row in writing.items():
+            # Another row of its completion may have ended it.
+            if number not in self._rows:
+                continue
             count = int(rows.steps[number])
-            own = (
-                Scores(*(each[number, :count] for each in scores)) if rows.scored[number] else None
-            )
-            if number in self._rows:  # Not ended by another row of its job.
-                with self._failing_alone(row.job):
-                    self._pass_on(number, row, tokens[number, :count], own)
+            scores_of_row = _of_row(scores, number) if rows.scored[number] else None
+            with self._failing_alone(row.completion):
+                self._pass_on(number, row, tokens[number, :count], scores_of_row)
 
     def _pass_on(self, number: int, row: _Row, tokens: np.ndarray, scores: Scores | None) -> None:
-        """Passes a row's new tokens on, up to the one that completes a stop string."""
-        count = len(tokens)
-        if row.prompt.stop:  # Token by token, to know which one completes a stop string.
-            pieces: list[str] = []
-            while len(pieces) < len(tokens) and not row.text.ended:
-                pieces.append(row.text.add(tokens[len(pieces)][None]))
-            count, text = len(pieces), "".join(pieces)
+        """Passes a row's new tokens on, up to the one that completes a stop string.
+
+        `scores` are those of these tokens, and may have more behind them.
+        """
+        if row.prompt.stop:
+            # Token by token, to know which one completes a stop string.
+            count = 0
+            text = ""
+            while count < len(tokens) and not row.text.ended:
+                text += row.text.add(tokens[count : count + 1])
+                count += 1
+            tokens = tokens[:count]
         else:
             text = row.text.add(tokens)
-        tokens, scores = (
-            tokens[:count],
-            None if scores is None else Scores(*(each[:count] for each in scores)),
-        )
-        row.number += count
-        row.position += count
-        row.left = tokens[-1:]
-        self.counters.written += count
+        if scores is not None:
+            scores = _first(scores, len(tokens))
+
+        row.num_written += len(tokens)
+        row.position += len(tokens)
+        row.unread = tokens[-1:]
+        self.counters.written += len(tokens)
         if row.text.ended:
             self._end(number, row, Piece(text, tokens, scores, end="stop"))
-        elif row.number == row.prompt.max_tokens:
+        elif row.num_written == row.prompt.max_tokens:
             self._end(number, row, Piece(text + row.text.finish(), tokens, scores, end="length"))
         else:
             row.put(Piece(text, tokens, scores))
 
     def _end(self, number: int, row: _Row, last: Piece) -> None:
         """Frees a row, with its memory kept if a session wants it."""
-        if row.job.session is not None:
+        if row.completion.session is not None:
             rings = jax.tree.map(np.array, self.step.take(self._cache, number))
             position = self.step.normal_position(row.position)
-            self._release(row.job, State(rings, position, row.left.copy(), row.tokens + row.number))
+            num_tokens = row.num_read + row.num_written
+            self._release(row.completion, State(rings, position, row.unread.copy(), num_tokens))
         del self._rows[number]
         self.counters.ended[str(last.end)] += 1
         row.put(last)
 
-    def _fail(self, job: Job, error: RequestError) -> None:
-        """Ends a job with an error. Its session does not change."""
+    def _fail(self, completion: Completion, error: RequestError) -> None:
+        """Ends a completion with an error. Its session does not change."""
         with self._changed:
-            rows = {number: row for number, row in self._rows.items() if row.job is not job}
-            self.counters.ended[error.code] += job.waiting + len(self._rows) - len(rows)
-            self._rows = rows
-            if job in self._waiting:
-                self._waiting.remove(job)
-        self._release(job)
-        with contextlib.suppress(Exception):  # It may be what has failed.
-            job.sink(0, error)
+            remaining = {
+                number: row
+                for number, row in self._rows.items()
+                if row.completion is not completion
+            }
+            num_ended = completion.num_waiting + len(self._rows) - len(remaining)
+            self.counters.ended[error.code] += num_ended
+            self._rows = remaining
+            if completion in self._waiting:
+                self._waiting.remove(completion)
+        self._release(completion)
+        # The sink may be what has failed.
+        with contextlib.suppress(Exception):
+            completion.sink(0, error)
 
-    def _release(self, job: Job, state: State | None = None) -> None:
-        """Ends the use of a job's session, unless it has ended before."""
-        if job.session is not None:
-            self.store.release(job.session, state)
-            job.session = None
+    def _release(self, completion: Completion, state: State | None = None) -> None:
+        """Ends the use of a completion's session, unless it has ended before."""
+        if completion.session is not None:
+            self.store.release(completion.session, state)
+            completion.session = None
+
+
+def _of_row(scores: Scores, number: int) -> Scores:
+    """Returns the scores [K] of one row of scores [R, K]."""
+    return Scores(*(array[number] for array in scores))
+
+
+def _first(scores: Scores, count: int) -> Scores:
+    """Returns the scores of the first tokens."""
+    return Scores(*(array[:count] for array in scores))

@@ -21,26 +21,33 @@ from txl_jax.data import encode
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import RequestError
 from txl_jax.inference.decode import Scores
-from txl_jax.serving.engine import Limits, Piece, Prompt
+from txl_jax.serving.engine import Piece, Prompt, ServerLimits
 from txl_jax.serving.rows import TOP
 
+# What the name of a token begins with that is not UTF-8 by itself.
 _BYTES = "bytes:"
 _Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 # One error is enough: millions of them took a minute.
 _Ids = Annotated[list[_Id], Field(fail_fast=True)]
 _Texts = Annotated[list[str], Field(fail_fast=True)]
-_COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # Of an answer's logprobs.
+# The lists of an answer's logprobs.
+_COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 # Names that are kept of a vocabulary: those of the most frequent tokens of any text. They take at
 # most about 15 MB.
 _MOST_NAMES = 1 << 16
 _UNSUPPORTED = ("frequency_penalty", "presence_penalty", "logit_bias", "suffix")
+# Messages for parameters whose own errors would not help.
 _MESSAGES = {
     "prompt": (
         "prompt must be a string, a list of token ids, or a list of strings or of lists "
         "of token ids"
     ),
     "stop": "stop must be a string or a list of strings",
-} | {name: f"{name} is not supported. Omit it." for name in _UNSUPPORTED}
+    **{name: f"{name} is not supported. Omit it." for name in _UNSUPPORTED},
+}
+# Characters of a client's words that are repeated in a message.
+_LONGEST_NAME = 40
+_LONGEST_MODEL = 80
 
 
 class Body(pydantic.BaseModel):
@@ -50,34 +57,36 @@ class Body(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, found: Any) -> Any:
+    def _without_nulls(cls, content: Any) -> Any:
         """Null is the default, as with OpenAI."""
-        if not isinstance(found, dict):
-            return found
+        if not isinstance(content, dict):
+            return content
         # Not left to pydantic, which makes an error of each.
-        if unknown := found.keys() - cls.model_fields:
+        unknown = content.keys() - cls.model_fields
+        if unknown:
             known = ", ".join(sorted(cls.model_fields)) or "none"
-            message = (
-                f"{min(unknown)[:40]!r} is not a parameter of this request. Valid parameters: "
-                f"{known}."
+            raise RequestError(
+                f"{min(unknown)[:_LONGEST_NAME]!r} is not a parameter of this request. "
+                f"Valid parameters: {known}.",
+                code="unknown_parameter",
             )
-            raise RequestError(message, code="unknown_parameter")
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in content.items() if value is not None}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> Any:
         schema = handler.resolve_ref_schema(handler(core_schema))
-        for name, each in schema.get("properties", {}).items():
+        for name, parameter in schema.get("properties", {}).items():
             schema["properties"][name] = {
-                "anyOf": [each, {"type": "null"}],
-                "default": each.get("default"),
+                "anyOf": [parameter, {"type": "null"}],
+                "default": parameter.get("default"),
             }
         return schema
 
 
 class _StreamOptions(Body):
     include_usage: bool = False
-    include_obfuscation: bool = False  # No effect.
+    # No effect.
+    include_obfuscation: bool = False
 
 
 class CompletionBody(Body):
@@ -98,7 +107,8 @@ class CompletionBody(Body):
     stream_options: _StreamOptions = _StreamOptions()
     session: str | None = None
     fork: bool = False
-    user: str | None = None  # No effect.
+    # No effect.
+    user: str | None = None
     # `_UNSUPPORTED`: OpenAI's parameters, with the values that change nothing.
     frequency_penalty: float = Field(0, ge=0, le=0)
     presence_penalty: float = Field(0, ge=0, le=0)
@@ -111,7 +121,8 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str = ""
-    add_special_tokens: bool = False  # No effect: the vocabularies lack such tokens.
+    # No effect: the vocabularies lack such tokens.
+    add_special_tokens: bool = False
 
 
 class DetokenizeBody(Body):
@@ -126,21 +137,25 @@ _AnyBody = TypeVar("_AnyBody", bound=Body)
 
 def error_json(error: RequestError) -> dict[str, Any]:
     """Returns OpenAI's error object."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {
-        "error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    content = {
+        "message": str(error),
+        "type": "invalid_request_error" if error.status < 500 else "server_error",
+        "param": error.param,
+        "code": error.code,
     }
+    return {"error": content}
 
 
 def parse(content: bytes, kind: type[_AnyBody]) -> _AnyBody:
     """Returns a body, which may be empty. Raises `RequestError` for anything else."""
     try:
-        found = json.loads(
+        parsed = json.loads(
             content.decode() or "{}", parse_constant=_refuse_constant, object_pairs_hook=_object
         )
-        return kind.model_validate(found)
+        return kind.model_validate(parsed)
     except pydantic.ValidationError as error:
-        raise _error_of(error.errors(include_url=False, include_context=False)[0]) from None
+        first = error.errors(include_url=False, include_context=False)[0]
+        raise _error_of(first) from None
     except (ValueError, RecursionError) as error:
         raise RequestError(
             f"the body is not valid JSON ({str(error)[:100]})", code="malformed_json"
@@ -148,25 +163,77 @@ def parse(content: bytes, kind: type[_AnyBody]) -> _AnyBody:
 
 
 def _error_of(error: Any) -> RequestError:
-    """Returns the error of a field, or of a body that is not an object."""
-    if not error["loc"]:
+    """Returns the error of a field, or of a body that is not an object.
+
+    Args:
+      error: One of pydantic's errors. Its "loc" has the names and indices that lead to the value.
+    """
+    place = error["loc"]
+    if not place:
         return RequestError("the body must be a JSON object", code="malformed_json")
-    name = ".".join(map(str, error["loc"][: 1 if error["loc"][0] in _MESSAGES else None]))
-    said = error["msg"].replace("Input should", "must")
-    message = _MESSAGES.get(
-        name, f"{name} {said[:1].lower()}{said[1:]}, got {reprlib.repr(error['input'])}"
-    )
-    return RequestError(message, param=name)
+    if place[0] in _MESSAGES:
+        return RequestError(_MESSAGES[place[0]], param=place[0])
+    name = ".".join(str(part) for part in place)
+    complaint = error["msg"].replace("Input should", "must")
+    complaint = complaint[:1].lower() + complaint[1:]
+    return RequestError(f"{name} {complaint}, got {reprlib.repr(error['input'])}", param=name)
 
 
-def unknown_model(given: str, model: str) -> RequestError:
-    """Returns the error of a request for another model."""
-    message = f"model must be {model!r}, got {given[:80]!a}"
+def unknown_model(name: str, model: str) -> RequestError:
+    """Returns the error of a request for a model with another name."""
+    message = f"model must be {model!r}, got {name[:_LONGEST_MODEL]!a}"
     return RequestError(message, status=404, param="model", code="model_not_found")
 
 
-def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: Limits) -> list[Prompt]:
+def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: ServerLimits) -> list[Prompt]:
     """Returns the prompts of a body. Raises `RequestError`."""
+    _check_parameters(body, limits)
+    texts = _separate_prompts(body.prompt)
+    num_choices = len(texts) * body.n
+    if not 1 <= num_choices <= limits.choices:
+        raise RequestError(
+            f"a request must have 1 to {limits.choices} choices, got {len(texts)} prompts with "
+            f"n = {body.n}",
+            param="prompt",
+        )
+    if body.session is not None and not body.fork and num_choices > 1:
+        raise RequestError(
+            f"a session continues as one text, got {len(texts)} prompts with n = {body.n}. "
+            "Set fork for more.",
+            param="session",
+        )
+
+    prompts = []
+    for text in texts:
+        ids = _ids(text, vocabulary)
+        # A text without a prompt follows the token that texts start after.
+        if not len(ids) and body.session is None:
+            ids = vocabulary.start.astype(np.int32)
+        prompts.append(ids)
+    num_tokens = sum(len(ids) for ids in prompts)
+    _check_total(_size(body, num_tokens, num_choices), limits)
+
+    seed = secrets.randbelow(1 << 32) if body.seed is None else body.seed
+    stop = _stop(body, limits)
+    requests = []
+    for ids in prompts:
+        request = Prompt(
+            ids,
+            max_tokens=body.max_tokens,
+            n=body.n,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            seed=seed,
+            stop=stop,
+            logprobs=body.logprobs is not None,
+            echo=body.echo,
+        )
+        requests.append(request)
+    return requests
+
+
+def _check_parameters(body: CompletionBody, limits: ServerLimits) -> None:
+    """Raises `RequestError` for parameters that do not go together or exceed a limit."""
     if body.best_of not in (None, body.n):
         raise RequestError(f"best_of must be n ({body.n}), got {body.best_of}", param="best_of")
     if body.fork and body.session is None:
@@ -174,35 +241,21 @@ def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: Limits) -> 
     if body.stream_options != _StreamOptions() and not body.stream:
         raise RequestError("stream_options requires stream = true", param="stream_options")
     if body.max_tokens > limits.new_tokens:
-        message = f"max_tokens must be at most {limits.new_tokens}, got {body.max_tokens}"
-        raise RequestError(message, param="max_tokens")
+        raise RequestError(
+            f"max_tokens must be at most {limits.new_tokens}, got {body.max_tokens}",
+            param="max_tokens",
+        )
     if not body.max_tokens and not body.echo:
         raise RequestError(
             "max_tokens must be at least 1 unless echo is true, got 0", param="max_tokens"
         )
-    given: Any = body.prompt
-    several = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
-    count = len(several) * body.n
-    if not 1 <= count <= limits.choices:
-        message = (
-            f"a request must have 1 to {limits.choices} choices, got {len(several)} prompts with "
-            f"n = {body.n}"
-        )
-        raise RequestError(message, param="prompt")
-    if body.session is not None and not body.fork and count > 1:
-        message = (
-            f"a session continues as one text, got {len(several)} prompts with n = {body.n}. "
-            "Set fork for more."
-        )
-        raise RequestError(message, param="session")
-    found = [_ids(each, vocabulary) for each in several]
-    if body.session is None:
-        found = [ids if len(ids) else vocabulary.start.astype(np.int32) for ids in found]
-    _check_total(_size(body, sum(map(len, found)), count), limits)
-    settings = body.model_dump(include={"n", "max_tokens", "temperature", "top_p", "echo"})
-    settings["seed"] = secrets.randbelow(1 << 32) if body.seed is None else body.seed
-    settings |= {"stop": _stop(body, limits), "logprobs": body.logprobs is not None}
-    return [Prompt(ids, **settings) for ids in found]
+
+
+def _separate_prompts(prompt: Any) -> list[Any]:
+    """Returns the prompts of a request, each a string or a list of ids."""
+    is_one_text = isinstance(prompt, str)
+    is_one_list_of_ids = bool(prompt) and isinstance(prompt[0], int)
+    return [prompt] if is_one_text or is_one_list_of_ids else prompt
 
 
 def tokenizer_info(vocabulary: Vocabulary) -> dict[str, Any]:
@@ -210,27 +263,31 @@ def tokenizer_info(vocabulary: Vocabulary) -> dict[str, Any]:
 
     No token ends a text.
     """
-    start, text = vocabulary.start, vocabulary.decode(vocabulary.start).decode(errors="replace")
-    bos = text if np.array_equal(_ids(text, vocabulary), start) else None
+    start = vocabulary.start
+    text = vocabulary.decode(start).decode(errors="replace")
+    has_text = np.array_equal(_ids(text, vocabulary), start)
     return {
-        "bos_token": bos,
+        "bos_token": text if has_text else None,
         "bos_token_id": int(start[0]),
         "eos_token": None,
         "vocab_size": vocabulary.size,
     }
 
 
-def tokenize(body: TokenizeBody, vocabulary: Vocabulary, limits: Limits) -> dict[str, Any]:
+def tokenize(body: TokenizeBody, vocabulary: Vocabulary, limits: ServerLimits) -> dict[str, Any]:
     """Returns the ids of a text. Raises `RequestError`."""
     ids = _ids(body.prompt, vocabulary)
     _check_total(len(ids), limits)
     return {"tokens": ids.tolist(), "count": len(ids)}
 
 
-def detokenize(body: DetokenizeBody, vocabulary: Vocabulary, limits: Limits) -> dict[str, Any]:
+def detokenize(
+    body: DetokenizeBody, vocabulary: Vocabulary, limits: ServerLimits
+) -> dict[str, Any]:
     """Returns the text of ids. Raises `RequestError`."""
     _check_total(len(body.tokens), limits)
-    return {"prompt": vocabulary.decode(_ids(body.tokens, vocabulary)).decode(errors="replace")}
+    text = vocabulary.decode(_ids(body.tokens, vocabulary))
+    return {"prompt": text.decode(errors="replace")}
 
 
 class TokenNames:
@@ -250,9 +307,9 @@ class TokenNames:
         The name is its text, or the values of its bytes if they are not UTF-8 by themselves, as
         with OpenAI.
         """
-        found = self._kept.get(token)
-        if found is not None:
-            return found
+        kept = self._kept.get(token)
+        if kept is not None:
+            return kept
         content = self._vocabulary.decode([token])
         try:
             name = content.decode()
@@ -298,13 +355,13 @@ class ChoiceWriter:
         self._num_top = min(logprobs or 0, vocabulary.size)
         if text is None:
             text = prompt_text(prompt, vocabulary)
-        # What the first piece's text follows.
-        self._before = text if prompt.echo else ""
-        # Of the next token in the text.
+        # With echo, the text before the first piece's.
+        self._echo = text if prompt.echo else ""
+        # Characters of the text before the next token.
         self._offset = 0 if prompt.echo else len(text)
-        # A token may be half of one.
+        # Decodes the tokens' bytes, as a token may be half of a character.
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        # Tokens, without the prompt's.
+        # Tokens that were written, without the prompt's.
         self.written = 0
 
     def whole(self, pieces: Sequence[Piece], check: Callable[[], None]) -> bytes:
@@ -318,10 +375,11 @@ class ChoiceWriter:
         columns: dict[str, list[str]] = {name: [] for name in _COLUMNS}
         for piece in pieces:
             check()
-            found = self.json_of([piece])
-            texts.append(found["text"])
-            for name, values in (found["logprobs"] or {}).items():
+            choice = self.json_of([piece])
+            texts.append(choice["text"])
+            for name, values in (choice["logprobs"] or {}).items():
                 if values:
+                    # Without its brackets, so that the lists of all pieces become one.
                     columns[name].append(json.dumps(values)[1:-1])
 
         logprobs = "null"
@@ -335,7 +393,8 @@ class ChoiceWriter:
 
     def json_of(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Returns the JSON of successive pieces."""
-        text, self._before = self._before + "".join(piece.text for piece in pieces), ""
+        text = self._echo + "".join(piece.text for piece in pieces)
+        self._echo = ""
         self.written += sum(len(piece.tokens) for piece in pieces if not piece.is_prompt)
         return {
             "text": text,
@@ -345,22 +404,22 @@ class ChoiceWriter:
         }
 
     def _logprobs_of(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        found: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         for piece in pieces:
             tokens = piece.tokens.tolist()
             for token in tokens:
                 content, name = self._names.of(token)
-                found["tokens"].append(name)
-                found["text_offset"].append(self._offset)
+                columns["tokens"].append(name)
+                columns["text_offset"].append(self._offset)
                 self._offset += len(self._characters.decode(content))
             if piece.scores is None:
-                found["token_logprobs"] += [None] * len(tokens)
-                found["top_logprobs"] += [None] * len(tokens)
+                columns["token_logprobs"] += [None] * len(tokens)
+                columns["top_logprobs"] += [None] * len(tokens)
             else:
                 logprobs = [-nats for nats in piece.scores.nats.tolist()]
-                found["token_logprobs"] += logprobs
-                found["top_logprobs"] += self._tops(piece.scores, tokens, logprobs)
-        return found
+                columns["token_logprobs"] += logprobs
+                columns["top_logprobs"] += self._tops(piece.scores, tokens, logprobs)
+        return columns
 
     def _tops(
         self, scores: Scores, tokens: list[int], logprobs: list[float]
@@ -370,46 +429,54 @@ class ChoiceWriter:
         The generated token's logprob equals `token_logprobs` to the last bit: lm-evaluation-harness
         compares them.
         """
-        found = []
+        tops = []
         top_tokens = scores.top_tokens[:, : self._num_top].tolist()
         top_logprobs = scores.top_logprobs[:, : self._num_top].tolist()
-        for place, own in enumerate(tokens):
+        for place, generated in enumerate(tokens):
             top: dict[str, float] = {}
             for token, logprob in zip(top_tokens[place], top_logprobs[place], strict=True):
-                if math.isfinite(logprob):
-                    _, name = self._names.of(token)
-                    top.setdefault(name, logprobs[place] if token == own else logprob)
-            found.append(top)
-        return found
+                if not math.isfinite(logprob):
+                    continue
+                _, name = self._names.of(token)
+                # Of two tokens with one name, the more likely one comes first and stays.
+                top.setdefault(name, logprobs[place] if token == generated else logprob)
+            tops.append(top)
+        return tops
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns an object. Raises `ValueError` for a duplicate key."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        [(name, times)] = collections.Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{name[:40]!r} appears {times} times")
-    return found
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        counts = collections.Counter(name for name, _ in pairs)
+        [(name, times)] = counts.most_common(1)
+        raise ValueError(f"{name[:_LONGEST_NAME]!r} appears {times} times")
+    return content
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _stop(body: CompletionBody, limits: Limits) -> tuple[str, ...]:
+def _stop(body: CompletionBody, limits: ServerLimits) -> tuple[str, ...]:
+    """Returns the strings that end a text, without empty ones."""
     strings = [body.stop] if isinstance(body.stop, str) else body.stop
-    if len(strings) > limits.stop_strings or max(map(len, strings), default=0) > limits.stop_length:
-        most = f"{limits.stop_strings} strings of at most {limits.stop_length} characters"
-        raise RequestError(f"stop must have at most {most}", param="stop")
+    longest = max((len(string) for string in strings), default=0)
+    if len(strings) > limits.stop_strings or longest > limits.stop_length:
+        raise RequestError(
+            f"stop must have at most {limits.stop_strings} strings of at most "
+            f"{limits.stop_length} characters",
+            param="stop",
+        )
     try:
         "".join(strings).encode()
     except UnicodeEncodeError as error:
         # JSON may hold half of a surrogate pair, which no text has.
         raise RequestError(f"stop cannot be read ({error.reason})", param="stop") from None
-    return tuple(filter(None, strings))
+    return tuple(string for string in strings if string)
 
 
-def _size(body: CompletionBody, prompt_tokens: int, count: int) -> int:
+def _size(body: CompletionBody, prompt_tokens: int, num_choices: int) -> int:
     """Returns the tokens of a request, by what is read and by what is written.
 
     A token of an answer counts once, and once more for each entry of its logprobs: with five most
@@ -419,37 +486,35 @@ def _size(body: CompletionBody, prompt_tokens: int, count: int) -> int:
     Args:
       body: The request.
       prompt_tokens: Tokens of its prompts together.
-      count: Number of its choices.
+      num_choices: Number of its choices.
     """
     per_token = 1
     if body.logprobs is not None:
         per_token += max(1, body.logprobs)
-    sampled = count * body.max_tokens * per_token
+    sampled = num_choices * body.max_tokens * per_token
     if not body.echo:
         return prompt_tokens + sampled
     # Each sample begins with its prompt.
     return prompt_tokens * body.n * per_token + sampled
 
 
-def _check_total(total: int, limits: Limits) -> None:
+def _check_total(total: int, limits: ServerLimits) -> None:
     if total > limits.tokens:
-        most = (
+        raise RequestError(
             "the prompts plus max_tokens of all choices must be at most "
-            f"{limits.tokens} tokens, got {total}"
+            f"{limits.tokens} tokens, got {total}. "
+            "With echo a prompt counts n times, and with logprobs each entry of a token counts "
+            "too. Shorten the prompts, lower max_tokens, n or logprobs, or continue a session "
+            "over several requests.",
+            param="prompt",
+            code="too_many_tokens",
         )
-        counted = (
-            "With echo a prompt counts n times, and with logprobs each entry of a token counts too."
-        )
-        advice = (
-            "Shorten the prompts, lower max_tokens, n or logprobs, or continue a session over "
-            "several requests."
-        )
-        raise RequestError(f"{most}. {counted} {advice}", param="prompt", code="too_many_tokens")
 
 
 def _ids(prompt: str | list[int], vocabulary: Vocabulary) -> np.ndarray:
     try:
         return encode.token_ids(vocabulary, prompt).astype(np.int32)
     except ValueError as error:
-        # Of the vocabulary, or of halves of surrogate pairs, which JSON may hold.
+        # An id or a character that the vocabulary lacks, or half of a surrogate pair, which JSON
+        # may hold.
         raise RequestError(str(error), param="prompt") from None

@@ -35,11 +35,13 @@ from txl_jax.memory import start_valid
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.runs.build import Built
 
-WIDTHS = (16, 64)  # Tokens of the segments that are read.
-TOP = 5  # Most likely tokens that come with logprobs: OpenAI's limit.
+# Tokens of the segments that are read.
+WIDTHS = (16, 64)
+# Most likely tokens that come with logprobs: OpenAI's limit.
+TOP = 5
 
 
-class Weights(NamedTuple):
+class PreparedParams(NamedTuple):
     """Parameters prepared for segments of a prompt, and for single tokens."""
 
     segment: DecodeParams
@@ -52,7 +54,7 @@ class Rows(NamedTuple):
     last: Any  # int32, the latest token, which is read first.
     position: Any  # int32, tokens read before.
     steps: Any  # int32, tokens to draw; 0 if the row does nothing.
-    number: Any  # int32, of the first token to draw.
+    number: Any  # int32, number of the first token to draw.
     key: Any  # uint32 [R, ..], `decode.row_key`.
     temperature: Any  # float32
     top_p: Any  # float32
@@ -61,10 +63,16 @@ class Rows(NamedTuple):
     @staticmethod
     def idle(batch_size: int) -> "Rows":
         """Returns the arguments of rows that have nothing to do."""
-        last, position, steps, number = (np.zeros(batch_size, np.int32) for _ in range(4))
-        temperature, top_p = (np.zeros(batch_size, np.float32) for _ in range(2))
-        key, scored = np.zeros((batch_size, *_key_shape()), np.uint32), np.zeros(batch_size, bool)
-        return Rows(last, position, steps, number, key, temperature, top_p, scored)
+        return Rows(
+            last=np.zeros(batch_size, np.int32),
+            position=np.zeros(batch_size, np.int32),
+            steps=np.zeros(batch_size, np.int32),
+            number=np.zeros(batch_size, np.int32),
+            key=np.zeros((batch_size, *_key_shape()), np.uint32),
+            temperature=np.zeros(batch_size, np.float32),
+            top_p=np.zeros(batch_size, np.float32),
+            scored=np.zeros(batch_size, bool),
+        )
 
 
 @functools.cache
@@ -78,80 +86,99 @@ class Step:
     def __init__(self, built: Built, *, batch_size: int, block: int = 8):
         """Compiles nothing yet. `block` is K, the maximum tokens of a row per call.
 
-        Raises `UserError` if the mesh has more than one device, or the model keeps documents apart
-        (`data.reset_at`). Whether it can generate at all is checked by
-        `runs.generate.check_can_generate`.
+        Whether the model can generate at all is checked by `runs.generate.check_can_generate`.
+
+        Raises:
+          UserError: If the mesh has more than one device, or the model keeps documents apart
+            (`data.reset_at`).
         """
-        reset_at, size = built.config.data.reset_at, built.mesh.size
-        require(  # A row's filled slots follow from its position here.
+        # A row's filled slots follow from its position here.
+        reset_at = built.config.data.reset_at
+        require(
             reset_at is None,
             f"the model keeps documents apart by the token {reset_at!r}, which the server does "
             "not support. Generate with txl_jax.load.",
         )
+        num_devices = built.mesh.size
         require(
-            size == 1,
-            f"the server must run on one device, got a mesh of {size}. "
+            num_devices == 1,
+            f"the server must run on one device, got a mesh of {num_devices}. "
             "Start it where JAX finds one device, for example with CUDA_VISIBLE_DEVICES=0 or "
             "JAX_NUM_CPU_DEVICES=1.",
         )
         assert isinstance(built.model, TransformerXL)
-        self._built, self._model = built, built.model
-        self.batch_size, self.block = batch_size, block
+        self._built = built
+        self._model = built.model
+        self.batch_size = batch_size
+        self.block = block
         self.mem_len = built.config.eval.mem_len
+        # Slots of a ring: a call of `block` tokens overwrites none that can be seen.
         self.capacity = cache_capacity(mem_len=self.mem_len + block, segment_len=min(WIDTHS))
+
         self._prepare: Callable[..., DecodeParams] = built.jit(self._prepare_params)
         self._init: Callable[..., KVCache] = built.jit(self._init_rows, static_argnums=1)
         self._write = built.jit(
             decode.decode_block, static_argnames=("count", "top"), donate_argnums=1
         )
         self._read = built.jit(_read_row, donate_argnums=1)
+        # Puts the rings of one row into the cache of all, which is donated, or takes them out.
         self.put: Callable[..., KVCache] = built.jit(decode.put_row, donate_argnums=0)
         self.take: Callable[..., KVCache] = built.jit(decode.take_row)
 
-    def prepare_params(self, params: Any) -> Weights:
+    def prepare_params(self, params: Any) -> PreparedParams:
         """Prepares the parameters for reading and for writing."""
         segment = self._prepare(params)
-        return Weights(segment, segment.for_single_tokens(mem_len=self.capacity))
+        return PreparedParams(segment, segment.for_single_tokens(mem_len=self.capacity))
 
     def row_bytes(self, params: Any) -> int:
         """Returns the memory of one row's cache."""
-        weights = jax.eval_shape(self._prepare_params, params)
-        cache = jax.eval_shape(functools.partial(self._init_rows, batch_size=1), weights)
+        prepared = jax.eval_shape(self._prepare_params, params)
+        cache = jax.eval_shape(functools.partial(self._init_rows, batch_size=1), prepared)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
-    def init_cache(self, weights: Weights) -> KVCache:
+    def init_cache(self, prepared: PreparedParams) -> KVCache:
         """Returns the cache of R rows that have read nothing."""
-        return self._init(weights.segment, self.batch_size)
+        return self._init(prepared.segment, self.batch_size)
 
-    def empty_row(self, weights: Weights) -> KVCache | None:
+    def empty_row(self, prepared: PreparedParams) -> KVCache | None:
         """Returns the cache [1, ..] to `put` before a row begins.
 
         The result is None if a position of 0 is enough.
         """
-        is_masked = self._model.config.compat.memory_start is MemoryStart.MASKED
-        return None if is_masked else self._init(weights.segment, 1)
+        if self._model.config.compat.memory_start is MemoryStart.MASKED:
+            return None
+        return self._init(prepared.segment, 1)
 
     def write(
-        self, weights: Weights, cache: KVCache, rows: Rows
+        self, prepared: PreparedParams, cache: KVCache, rows: Rows
     ) -> tuple[KVCache, np.ndarray, Scores]:
         """Samples up to K tokens of each row. The cache is donated.
 
         Returns the cache, and tokens int32 [R, K] and their scores [R, K], of which a row's first
         `steps` count.
         """
-        of_rows = decode.BlockRows(
-            rows.last[:, None], rows.number, rows.steps, rows.key, np.int32(-1), rows.scored
+        block_rows = decode.BlockRows(
+            known=rows.last[:, None],
+            number=rows.number,
+            steps=rows.steps,
+            key=rows.key,
+            stop=np.int32(-1),
+            scored=rows.scored,
         )
         sampling = Sampling(rows.temperature, rows.top_p)
-        cache = self._at(cache, rows.position)
         cache, tokens, _, scores = self._write(
-            weights.token, cache, of_rows, sampling, count=self.block, top=TOP
+            prepared.token,
+            self._at(cache, rows.position),
+            block_rows,
+            sampling,
+            count=self.block,
+            top=TOP,
         )
-        return cache, np.asarray(tokens), Scores(*map(np.asarray, scores))
+        return cache, np.asarray(tokens), _on_host(scores)
 
     def read(
         self,
-        weights: Weights,
+        prepared: PreparedParams,
         cache: KVCache,
         row: int,
         position: int,
@@ -165,51 +192,71 @@ class Step:
         the scores of the tokens that follow the n that were read: n is the largest of `WIDTHS` that
         is at most T - 1, or T - 1.
         """
-        left = len(tokens) - 1
-        width = max((width for width in WIDTHS if width <= left), default=min(WIDTHS))
-        count = min(width, left)
-        given, targets = (np.zeros(width, np.int32) for _ in range(2))
-        given[:count], targets[:count] = tokens[:count], tokens[1 : count + 1]
-        cache = self._at(cache, np.full(self.batch_size, position))
-        numbers = np.int32(row), np.int32(count), np.bool_(scored)
-        cache, scores = self._read(weights.segment, cache, given, targets, *numbers)
-        return cache, Scores(*(np.asarray(each)[:count] for each in scores))
+        num_left = len(tokens) - 1
+        width = max((width for width in WIDTHS if width <= num_left), default=min(WIDTHS))
+        count = min(width, num_left)
+
+        # A segment is filled up by zeros, which count for nothing.
+        segment = np.zeros(width, np.int32)
+        targets = np.zeros(width, np.int32)
+        segment[:count] = tokens[:count]
+        targets[:count] = tokens[1 : count + 1]
+        cache, scores = self._read(
+            prepared.segment,
+            self._at(cache, np.full(self.batch_size, position)),
+            segment,
+            targets,
+            np.int32(row),
+            np.int32(count),
+            np.bool_(scored),
+        )
+        return cache, Scores(*(array[:count] for array in _on_host(scores)))
 
     def normal_position(self, position: int) -> int:
         """Returns the smallest position of the same slots and number of visible ones."""
-        return (
-            position if position < 2 * self.capacity else self.capacity + position % self.capacity
-        )
+        if position < 2 * self.capacity:
+            return position
+        return self.capacity + position % self.capacity
 
     def _at(self, cache: KVCache, position: np.ndarray) -> KVCache:
         """Returns the cache with its rows at these positions, [R]."""
         start = start_valid(self.mem_len, self._model.config.compat.memory_start)
-        valid, index = np.minimum(start + position, self.mem_len), position % self.capacity
+        valid = np.minimum(start + position, self.mem_len)
+        index = position % self.capacity
         return cache.replace(valid=valid.astype(np.int32), write_index=index.astype(np.int32))
 
     def _prepare_params(self, params: Any) -> DecodeParams:
-        c = self._built.config.eval
-        return prepare_params(
+        config = self._built.config.eval
+        is_on_cpu = self._built.mesh.devices.flat[0].platform == "cpu"
+        prepared = prepare_params(
             params,
             self._model,
-            window=self._model.config.compat.window(self.mem_len, same_length=c.same_length),
+            window=self._model.config.compat.window(self.mem_len, same_length=config.same_length),
             segment_len=max(WIDTHS),
             mem_len=self.capacity,
-            clamp_len=c.clamp_len,
-            weight_dtype=c.weight_dtype,
-            transposed=self.batch_size > 1 and self._built.mesh.devices.flat[0].platform == "cpu",
-        ).for_generation(mem_len=self.mem_len)
+            clamp_len=config.clamp_len,
+            weight_dtype=config.weight_dtype,
+            transposed=self.batch_size > 1 and is_on_cpu,
+        )
+        return prepared.for_generation(mem_len=self.mem_len)
 
-    def _init_rows(self, weights: DecodeParams, batch_size: int) -> KVCache:
-        sizes = {"batch_size": batch_size, "mem_len": self.capacity, "segment_len": min(WIDTHS)}
+    def _init_rows(self, prepared: DecodeParams, batch_size: int) -> KVCache:
         cache = forward.init_cache(
-            weights, dtype=memory_dtype(self._model, self._built.config.eval), **sizes
+            prepared,
+            batch_size=batch_size,
+            mem_len=self.capacity,
+            segment_len=min(WIDTHS),
+            dtype=memory_dtype(self._model, self._built.config.eval),
         )
         return cache.replace(write_index=cache.valid * 0, mem_len=self.mem_len)
 
 
+def _on_host(scores: Scores) -> Scores:
+    return Scores(*(np.asarray(array) for array in scores))
+
+
 def _read_row(
-    weights: DecodeParams,
+    prepared: DecodeParams,
     cache: KVCache,
     tokens: Any,
     targets: Any,
@@ -218,5 +265,5 @@ def _read_row(
     scored: Any,
 ) -> tuple[KVCache, Scores]:
     """Reads the first `count` of tokens [W] in one row, and scores their targets [W]."""
-    cache, hidden = decode.prefill_row(weights, cache, row, tokens, count)
-    return cache, decode.score_if(scored, weights, hidden, targets, top=TOP)
+    cache, hidden = decode.prefill_row(prepared, cache, row, tokens, count)
+    return cache, decode.score_if(scored, prepared, hidden, targets, top=TOP)

@@ -28,17 +28,17 @@ from txl_jax.inference.cache import KVCache
 class State:
     """A row's state after all but the latest token. Never changed, only replaced."""
 
-    # Of one row, [1, ..], or None if nothing was read yet.
+    # The cache of one row, [1, ..], or None if nothing was read yet.
     rings: KVCache | None
-    # Of the row (`serving.rows.Rows`).
+    # The row's position (`serving.rows.Rows`).
     position: int
-    # int32 [1], the latest token, which is not read yet; [0] if there was none at all.
+    # int32 [1], the latest token, which is not read yet, or [0] before the first token.
     pending: np.ndarray
-    # Of the whole history, the pending one included.
+    # Number of tokens of the whole history, the pending one included.
     tokens: int
 
 
-EMPTY = State(None, 0, np.zeros(0, np.int32), 0)
+EMPTY = State(rings=None, position=0, pending=np.zeros(0, np.int32), tokens=0)
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,10 +47,13 @@ class Session:
 
     name: str
     owner: str
-    created: float  # Seconds since 1970, as is `used`.
+    # When it was made and when it was last used, in seconds since 1970.
+    created: float
     used: float
-    state: State = EMPTY  # Its rings are on the host.
-    busy: bool = False  # Whether a request continues it.
+    # Its rings are on the host.
+    state: State = EMPTY
+    # Whether a request continues it.
+    busy: bool = False
 
 
 class SessionStore:
@@ -68,10 +71,13 @@ class SessionStore:
 
         Keeps at most `limit` of all owners, each until `seconds` after its last use.
         """
-        self.seconds, self._clock = seconds, clock
-        self._limit, self._limit_per_owner = limit, limit_per_owner
+        self.seconds = seconds
+        # Sessions that made room for others.
+        self.num_evicted = 0
+        self._clock = clock
+        self._limit = limit
+        self._limit_per_owner = limit_per_owner
         self._sessions: dict[str, Session] = {}
-        self.num_evicted = 0  # Sessions that made room for others.
 
     @property
     def num_sessions(self) -> int:
@@ -81,10 +87,8 @@ class SessionStore:
     @property
     def num_bytes(self) -> int:
         """Memory of all sessions."""
-        return sum(
-            leaf.nbytes
-            for leaf in jax.tree.leaves([session.state.rings for session in self._all()])
-        )
+        rings = [session.state.rings for session in self._all()]
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(rings))
 
     def create(self, owner: str) -> Session:
         """Makes an empty session, replacing an idle one if there are too many.
@@ -92,9 +96,7 @@ class SessionStore:
         Raises `RequestError` (429).
         """
         self._expire()
-        self._make_room(
-            [each for each in self._all() if each.owner == owner], self._limit_per_owner
-        )
+        self._make_room(self._of_owner(owner), self._limit_per_owner)
         self._make_room(self._all(), self._limit)
         now = self._clock()
         session = Session(secrets.token_hex(16), owner, now, now)
@@ -109,35 +111,37 @@ class SessionStore:
         self._expire()
         session = self._sessions.get(name)
         if session is None or session.owner != owner:
-            gone = (
-                f"It may have been evicted for others, or have expired {self.seconds:g} s after "
-                "its last use."
+            raise RequestError(
+                f"session {name[:40]!r} does not exist. It may have been evicted for others, or "
+                f"have expired {self.seconds:g} s after its last use. Make a new session and send "
+                "the text again.",
+                status=404,
+                code="session_not_found",
             )
-            message = (
-                f"session {name[:40]!r} does not exist. {gone} Make a new session and "
-                "send the text again."
-            )
-            raise RequestError(message, status=404, code="session_not_found")
         session.used = self._clock()
         return session
 
     def of_owner(self, owner: str) -> list[Session]:
         """Returns the sessions of an owner."""
         self._expire()
-        return [session for session in self._all() if session.owner == owner]
+        return self._of_owner(owner)
 
     def begin(self, name: str, owner: str) -> Session:
         """Returns a session for one request, until `release`. Raises `RequestError` (404, 409)."""
         session = self.get(name, owner)
         if session.busy:
-            message = f"session {name} is used by another request. Wait until it ends."
-            raise RequestError(message, status=409, code="session_busy")
+            raise RequestError(
+                f"session {name} is used by another request. Wait until it ends.",
+                status=409,
+                code="session_busy",
+            )
         session.busy = True
         return session
 
     def release(self, session: Session, state: State | None = None) -> None:
         """Ends the use of a session, with a new memory, or as it was."""
-        session.state = state or session.state
+        if state is not None:
+            session.state = state
         # Before `busy`: another thread may look for expired sessions in between.
         session.used = self._clock()
         session.busy = False
@@ -154,17 +158,27 @@ class SessionStore:
     def _all(self) -> list[Session]:
         return list(self._sessions.values())
 
+    def _of_owner(self, owner: str) -> list[Session]:
+        return [session for session in self._all() if session.owner == owner]
+
     def _make_room(self, sessions: list[Session], limit: int) -> None:
         """Removes the session of these that is idle longest if they are as many as may be kept."""
-        if len(sessions) >= limit:
-            idle = [session for session in sessions if not session.busy]
-            if not idle:
-                message = f"all {limit} sessions are used by requests. Wait until a request ends."
-                raise RequestError(message, status=429, code="too_many_sessions")
-            del self._sessions[min(idle, key=lambda session: session.used).name]
-            self.num_evicted += 1
+        if len(sessions) < limit:
+            return
+        idle = [session for session in sessions if not session.busy]
+        if not idle:
+            raise RequestError(
+                f"all {limit} sessions are used by requests. Wait until a request ends.",
+                status=429,
+                code="too_many_sessions",
+            )
+        evicted = min(idle, key=lambda session: session.used)
+        del self._sessions[evicted.name]
+        self.num_evicted += 1
 
     def _expire(self) -> None:
-        before = self._clock() - self.seconds
-        for session in [each for each in self._all() if not each.busy and each.used < before]:
-            del self._sessions[session.name]
+        """Removes the sessions that no request uses and whose time is over."""
+        oldest = self._clock() - self.seconds
+        for session in self._all():
+            if not session.busy and session.used < oldest:
+                del self._sessions[session.name]
