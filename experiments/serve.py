@@ -30,17 +30,22 @@ from txl_jax.serving.rows import Step
 from txl_jax.serving.sessions import SessionStore
 from txl_jax.trained_model import load
 
-_KEYS = "TXL_API_KEYS"  # Environment variable with comma-separated keys.
+# Environment variable with comma-separated keys.
+_KEYS = "TXL_API_KEYS"
 _USUAL = ServerLimits()
 # Seconds that clients have to take the answers of requests that were cut off. These answers are
 # short.
 _SECONDS_TO_LEAVE = 2.0
 # Seconds after that until uvicorn gives up to wait for what then still runs.
 _SECONDS_TO_END = 3
+# Time for which a connection stays open without a request.
+_KEEP_ALIVE_SECONDS = 30
+# Bytes of a request's body per token: an id has at most ten digits, a comma and a space.
+_BYTES_PER_TOKEN = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(cli.StoredTypes):
+class ServePlan(cli.StoredTypes):
     """The model, the address and the limits."""
 
     model: str = setting("", "Workdir of a run, or portable checkpoint.", path=True, required=True)
@@ -86,54 +91,91 @@ class Plan(cli.StoredTypes):
     )
 
 
-def run(plan: Plan, _job: cli.Job) -> int:
+def run(plan: ServePlan, _job: cli.Job) -> int:
     """Serves until a signal."""
     # Until it listens Ctrl-C ends it at once: an exception can be lost in a callback of XLA.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    given = os.environ.get(_KEYS)
-    keys = {key.strip() for key in (given or "").split(",")} - {""}
-    no_key = (
-        f"{_KEYS} must have at least one key, got {given!r}. Set it to KEY[,KEY..], or unset it "
-        "for no keys."
+
+    variable = os.environ.get(_KEYS)
+    keys = {key.strip() for key in (variable or "").split(",")} - {""}
+    require(
+        variable is None or keys,
+        f"{_KEYS} must have at least one key, got {variable!r}. Set it to KEY[,KEY..], or unset it "
+        "for no keys.",
     )
-    require(given is None or keys, no_key)
     require(
         "".join(keys).isascii(), f"{_KEYS} must be ASCII, like HTTP headers. Choose other keys."
     )
-    is_loopback = plan.host == "localhost"
-    with contextlib.suppress(ValueError):  # Another name.
-        is_loopback |= ipaddress.ip_address(plan.host).is_loopback
-    reachable = (
+    require(
+        _is_loopback(plan.host) or keys,
         f"--host must be loopback unless {_KEYS} is set, because other machines can reach "
-        f"it, got {plan.host}"
+        f"it, got {plan.host}. Set {_KEYS}=KEY[,KEY..], or omit --host.",
     )
-    require(is_loopback or keys, f"{reachable}. Set {_KEYS}=KEY[,KEY..], or omit --host.")
-    with _bind(plan.host, plan.port) as bound:  # Before the model is loaded, which takes longer.
+    # The address is taken before the model is loaded, which takes longer.
+    with _bind(plan.host, plan.port) as bound:
         return _serve(plan, keys, bound)
 
 
-def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        # It is a name.
+        return False
+
+
+def _serve(plan: ServePlan, keys: set[str], bound: socket.socket) -> int:
     with rephrased("the server is not installed (%s). Run pip install '.[serve]'.", ImportError):
         import uvicorn
 
         from txl_jax.serving.app import make_app
-        from txl_jax.serving.connections import (
-            ACCEPTED_AT_ONCE,
-            QUEUE,
-            Connections,
-            most_connections,
-        )
+        from txl_jax.serving.connections import ACCEPTED_AT_ONCE, Connections, most_connections
         from txl_jax.serving.middleware import LOOPBACK
-    most = most_connections(plan.rows + plan.max_waiting)
-    if most < plan.rows + plan.max_waiting:
+
+    num_choices = plan.rows + plan.max_waiting
+    most = most_connections(num_choices)
+    if most < num_choices:
         print(
             f"note      at most {most} connections, because of the limit of open files (ulimit -n)"
         )
+
     engine = _engine(plan, num_keys=len(keys))
     any_host = plan.host in ("0.0.0.0", "::", "") and not plan.allowed_hosts
     hosts = () if any_host else (*LOOPBACK, plan.host, *plan.allowed_hosts)
     app = make_app(engine, os.path.basename(plan.model), hosts=hosts, keys=sorted(keys))
     connections = Connections(most, count=app.state.count)
+
+    loop = asyncio.new_event_loop()
+    seconds_to_end = math.ceil(plan.drain_seconds + _SECONDS_TO_LEAVE) + _SECONDS_TO_END
+    config = uvicorn.Config(
+        app,
+        http=connections.make,
+        ws="none",
+        log_level="warning",
+        backlog=ACCEPTED_AT_ONCE,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=seconds_to_end,
+    )
+    server = _make_server(plan, config, engine, connections, loop, bound)
+    loop.run_until_complete(server.serve(sockets=[bound]))
+    print("stopped", flush=True)
+    return 1 if engine.failed or not server.started else 0
+
+
+def _make_server(
+    plan: ServePlan,
+    config: Any,
+    engine: Engine,
+    connections: Any,
+    loop: asyncio.AbstractEventLoop,
+    bound: socket.socket,
+) -> Any:
+    """Returns uvicorn's server, which also ends with the engine or some time after a signal."""
+    import uvicorn
+
+    from txl_jax.serving.connections import QUEUE
 
     def cut_off() -> None:
         engine.cut_off()
@@ -171,42 +213,29 @@ def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
                 host, port = server.sockets[0].getsockname()[:2]
                 print(f"listening http://{host}:{port}", flush=True)
 
-    times = {
-        "timeout_keep_alive": 30,
-        "timeout_graceful_shutdown": math.ceil(plan.drain_seconds + _SECONDS_TO_LEAVE)
-        + _SECONDS_TO_END,
-    }
-    parts: dict[str, Any] = {"http": connections.make, "ws": "none"}
-    loop = asyncio.new_event_loop()
-    server = Server(
-        uvicorn.Config(app, log_level="warning", backlog=ACCEPTED_AT_ONCE, **parts, **times)
-    )
-    loop.run_until_complete(server.serve(sockets=[bound]))
-    print("stopped", flush=True)
-    return 1 if engine.failed or not server.started else 0
+    return Server(config)
 
 
 def _bind(host: str, port: int) -> socket.socket:
     """Returns a socket bound to the address. Raises `UserError` if the address is unavailable."""
-    what = f"cannot listen on --host={host} --port={port} (%s)"
-    advice = (
-        "Choose another port, such as --port=0 for a free one, or another address of this machine"
+    message = (
+        f"cannot listen on --host={host} --port={port} (%s). Choose another port, such as "
+        "--port=0 for a free one, or another address of this machine."
     )
-    with rephrased(f"{what}. {advice}.", OSError):
+    with rephrased(message, OSError), contextlib.ExitStack() as on_error:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
         )[0]
-        with contextlib.ExitStack() as on_error:
-            # With its protocol: asyncio only sends small parts at once (TCP_NODELAY) on sockets
-            # that are known as TCP.
-            found = on_error.enter_context(socket.socket(family, kind, protocol))
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
-            on_error.pop_all()
-        return found
+        # With its protocol: asyncio only sends small parts at once (TCP_NODELAY) on sockets that
+        # are known as TCP.
+        bound = on_error.enter_context(socket.socket(family, kind, protocol))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        on_error.pop_all()
+        return bound
 
 
-def _engine(plan: Plan, *, num_keys: int) -> Engine:
+def _engine(plan: ServePlan, *, num_keys: int) -> Engine:
     """Returns the engine of the model.
 
     Raises `UserError` if the rows need more memory than the device has.
@@ -218,34 +247,44 @@ def _engine(plan: Plan, *, num_keys: int) -> Engine:
         cache_dtype=plan.cache_dtype,
     )
     check_can_generate(model.config)
-    types = {"weights": model.config.eval.weight_dtype, "cache": model.config.eval.cache_dtype}
-    named = "".join(f", {kind} {name}" for name, kind in types.items() if kind)
     step = Step(model.components, batch_size=plan.rows)
-    size, memory = step.row_bytes(model.params), environment.memory_bytes()
-    each = environment.megabytes(size)
-    fitting = f"--rows must be at most {memory // size}, because each row has a KV cache of {each}"
-    require(plan.rows * size < memory, f"{fitting}, got {plan.rows}")
-    print(f"model     {plan.model}, step {model.step}{named}, {plan.rows} rows of {each}")
-    limit = min(plan.max_sessions, int(plan.max_session_gib * 2**30 / size))
-    per_key = limit // max(1, num_keys)
-    none = (
-        f"--max_sessions={plan.max_sessions} and --max_session_gib={plan.max_session_gib:g} allow "
-        f"{limit} sessions"
-    )
+
+    row_bytes = step.row_bytes(model.params)
+    row_size = environment.megabytes(row_bytes)
+    memory = environment.memory_bytes()
     require(
-        per_key, f"{none} of {each}, but {max(1, num_keys)} are required, one per key. Raise them."
+        plan.rows * row_bytes < memory,
+        f"--rows must be at most {memory // row_bytes}, because each row has a KV cache of "
+        f"{row_size}, got {plan.rows}",
     )
-    print(f"sessions  at most {limit} of {each}, {per_key} per key")
+    dtypes = {"weights": model.config.eval.weight_dtype, "cache": model.config.eval.cache_dtype}
+    shown = "".join(f", {dtype} {name}" for name, dtype in dtypes.items() if dtype)
+    print(f"model     {plan.model}, step {model.step}{shown}, {plan.rows} rows of {row_size}")
+
+    # Each key has room for a session, whatever the others do.
+    num_owners = max(1, num_keys)
+    num_sessions = min(plan.max_sessions, int(plan.max_session_gib * 2**30 / row_bytes))
+    sessions_per_key = num_sessions // num_owners
+    require(
+        sessions_per_key,
+        f"--max_sessions={plan.max_sessions} and --max_session_gib={plan.max_session_gib:g} allow "
+        f"{num_sessions} sessions of {row_size}, but {num_owners} are required, one per key. "
+        "Raise them.",
+    )
+    print(f"sessions  at most {num_sessions} of {row_size}, {sessions_per_key} per key")
+
     limits = ServerLimits(
-        body_bytes=max(_USUAL.body_bytes, 12 * plan.max_request_tokens),
+        body_bytes=max(_USUAL.body_bytes, _BYTES_PER_TOKEN * plan.max_request_tokens),
         tokens=plan.max_request_tokens,
         new_tokens=plan.max_new_tokens,
         waiting=plan.max_waiting,
         seconds=plan.request_seconds,
     )
-    store = SessionStore(limit=limit, limit_per_owner=per_key, seconds=plan.session_seconds)
+    store = SessionStore(
+        limit=num_sessions, limit_per_owner=sessions_per_key, seconds=plan.session_seconds
+    )
     return Engine(step, model.params, model.vocabulary, store, limits)
 
 
 if __name__ == "__main__":
-    cli.main(run, Plan)
+    cli.main(run, ServePlan)

@@ -30,7 +30,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import absl.logging
 import jax
@@ -44,16 +44,31 @@ from txl_jax.runtime.storage import AnyPath, is_remote
 
 DIGESTS = "digests.json"
 NO_DIGESTS = "it has no digests"
-COMMIT = "commit_success.txt"  # Orbax's name.
+# The name that Orbax gives it.
+COMMIT = "commit_success.txt"
 _NOTES = "metadata"
+_STATE = "state"
+# A step's directory: its number, and how many times it was written before.
 _STEP = re.compile(r"(0|[1-9]\d*)(?:\.again-(\d+))?")
 _LEFTOVER = re.compile(r".*\.orbax-checkpoint-tmp.*|.*\.deleted")
 _SAVE_TIMEOUT_SECONDS = 30 * 86400
-_STATE = "state"
 # Network file systems may show another process's files late, as for the record of a run.
 _SECONDS_TO_APPEAR = 30
 # Processes wait for each other's verdict on a step as long as Orbax lets them wait during a save.
 _VERDICT_TIMEOUT_SECONDS = 1200
+# Arrays that a description of differences names.
+_MOST_ARRAYS = 3
+# Characters of an error's line, and of each of its ends if it is longer.
+_LONGEST_LINE = 300
+_LONGEST_END = 150
+
+
+class _StepFolder(NamedTuple):
+    """A directory of a step, complete or not. They are sorted by the fields in this order."""
+
+    step: int
+    again: int  # How many times the step was written before.
+    name: str
 
 
 class _IncompleteError(Exception):
@@ -70,15 +85,18 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """
 
     def __init__(self, directory: AnyPath, *, keep: int, log: Callable[[str], None]):
-        self._directory = (
-            storage.as_path(directory) if is_remote(directory) else os.path.abspath(directory)
-        )
+        if is_remote(directory):
+            self._directory = storage.as_path(directory)
+        else:
+            self._directory = os.path.abspath(directory)
         if self._directory.startswith("gs://"):
             remote.make_gcsfs_patient()
         self._keep = keep
         self._log = log
+        # Opened by the first save, and by the next one after an error.
         self._writer: ocp.AsyncCheckpointer | None = None
         self._threads = concurrent.futures.ThreadPoolExecutor(1, "checkpoint_digests")
+        # The step that is being saved, and the end of its save.
         self._pending: tuple[int, concurrent.futures.Future[None]] | None = None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -87,7 +105,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         except CheckpointError as second:
             if error is None:
                 raise
-            self._log(str(second))  # Raised, it would hide the error that ended the block.
+            # Raised, it would hide the error that ended the block.
+            self._log(str(second))
         finally:
             self._threads.shutdown()
             if self._writer is not None:
@@ -106,9 +125,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         `RemoteProcessError` if that happened in another process.
         """
         distributed.run_on_all(self.wait)
-        path = os.path.join(
-            self._directory, distributed.broadcast_from_primary(lambda: self._prepare(step))
-        )
+        name = distributed.broadcast_from_primary(lambda: self._prepare(step))
+        path = os.path.join(self._directory, name)
         with self._writing(step):
             if self._writer is None:
                 self._writer = _open_writer(os.path.basename(self._directory))
@@ -124,7 +142,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             # `pop_all` hands the link over to `_finish`, which removes it.
             with contextlib.ExitStack() as links:
                 folder = links.enter_context(storage.without_wildcards(self._directory))
-                self._writer.save(os.path.join(folder, os.path.basename(path)), args=args)
+                self._writer.save(os.path.join(folder, name), args=args)
                 finish = functools.partial(
                     self._finish, self._writer, step, path, arrays, links.pop_all()
                 )
@@ -135,42 +153,45 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         Only for the run that writes here, and not during a save.
         """
-        if distributed.is_primary():
-            with _reading(self._directory):
-                for name in storage.names(self._directory, missing_ok=True):
-                    if _is_left_over(self._directory, name):
-                        storage.remove_tree(os.path.join(self._directory, name))
+        if not distributed.is_primary():
+            return
+        with _reading(self._directory):
+            for name in storage.names(self._directory, missing_ok=True):
+                if _is_left_over(self._directory, name):
+                    storage.remove_tree(os.path.join(self._directory, name))
 
     def wait(self) -> None:
         """Waits for the last save and its digests.
 
         Raises `CheckpointError` if it failed: earlier steps are intact.
         """
-        if self._pending is not None:
-            step, future = self._pending
-            concurrent.futures.wait([future])
-            self._pending = None
-            with self._writing(step):
-                future.result()
+        if self._pending is None:
+            return
+        step, saved = self._pending
+        concurrent.futures.wait([saved])
+        self._pending = None
+        with self._writing(step):
+            saved.result()
 
     def _prepare(self, step: int) -> str:
         """Deletes what killed runs left behind, and returns the name of a step's directory."""
         with self._writing(step):
             storage.make_folder(self._directory)
             self.sweep()
-            found = _steps(self._directory)
-            if newer := sorted({other for other, _, _ in found if other > step}):
-                after = (
+            folders = _step_folders(self._directory)
+            newer = sorted({folder.step for folder in folders if folder.step > step})
+            if newer:
+                self._log(
                     f"checkpoints of steps {', '.join(map(str, newer))} in {self._directory} come "
-                    f"after step {step}"
+                    f"after step {step}, which is now saved: they belong to an abandoned run, and "
+                    "are deleted once the new one is verified"
                 )
-                fate = (
-                    "they belong to an abandoned run, and are deleted once the new one is verified"
-                )
-                self._log(f"{after}, which is now saved: {fate}")
-            # `_steps` lists the latest write of a step first.
-            again = next((number + 1 for other, number, _ in found if other == step), 0)
-            return f"{step}.again-{again}" if again else str(step)
+            # An existing directory of this step stays until the new one is verified.
+            for folder in folders:
+                # The latest write of a step comes first.
+                if folder.step == step:
+                    return f"{step}.again-{folder.again + 1}"
+            return str(step)
 
     def _finish(
         self,
@@ -191,21 +212,33 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         is_complete = self._opens_everywhere(path, arrays)
         if not distributed.is_primary() or not is_complete:
             return
-        digests = {
-            os.path.relpath(file, path): storage.sha256(file) for file in storage.files_below(path)
-        }
+        self._write_digests(path)
+        self._delete_old(step, path)
+
+    def _write_digests(self, path: str) -> None:
+        digests = {}
+        for file in storage.files_below(path):
+            digests[os.path.relpath(file, path)] = storage.sha256(file)
         storage.write_json(os.path.join(path, DIGESTS), digests)
-        found = find_steps(self._directory)
-        # Of a step that was written again, the latest directory comes last and stays in the dict.
-        older = {other: folder for other, folder in reversed(found) if other < step}
+
+    def _delete_old(self, step: int, path: str) -> None:
+        """Deletes the steps that are no longer kept now that `step` is complete.
+
+        Earlier steps are kept while there is room, and later ones never.
+        """
+        folders = find_steps(self._directory)
+        # If a step was written again, its latest directory comes last here and stays.
+        older = {number: folder for number, folder in reversed(folders) if number < step}
+
         # Steps without digests are deleted first, then the oldest.
-        kept_first = sorted(
-            older,
-            key=lambda step: (storage.exists(os.path.join(older[step], DIGESTS)), step),
-            reverse=True,
-        )
-        kept = {path, *(older[step] for step in kept_first[: self._keep - 1])}
-        for _, folder in found:
+        def worth(number: int) -> tuple[bool, int]:
+            return storage.exists(os.path.join(older[number], DIGESTS)), number
+
+        most_valuable = sorted(older, key=worth, reverse=True)
+        kept = {path}
+        for number in most_valuable[: self._keep - 1]:
+            kept.add(older[number])
+        for _, folder in folders:
             if folder not in kept:
                 delete_step(folder)
 
@@ -216,25 +249,31 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         seconds = 0 if distributed.is_primary() else _SECONDS_TO_APPEAR
         missing = stored_arrays.find_missing(os.path.join(path, _STATE), arrays, seconds=seconds)
-        self._wait_for_all("opened", path)  # Else a process would miss what another one deletes.
+        # Else a process would miss what another one deletes.
+        self._wait_for_all("opened", path)
         if missing is not None:
-            with contextlib.suppress(OSError):  # Another process may have deleted it.
+            # Another process may have deleted it.
+            with contextlib.suppress(OSError):
                 delete_step(path)
         self._wait_for_all("judged", path)
         if missing is not None:
             raise _IncompleteError(missing)
         if not distributed.is_multiprocess():
             return True
-        return storage.exists(os.path.join(path, COMMIT) if is_remote(path) else path)
+        # A process that could not open it has deleted it.
+        if is_remote(path):
+            return storage.exists(os.path.join(path, COMMIT))
+        return storage.exists(path)
 
-    def _wait_for_all(self, what: str, path: str) -> None:
+    def _wait_for_all(self, point: str, path: str) -> None:
         """Waits until every process has reached this point for a step.
 
         It is safe alongside the collectives of the thread that trains.
         """
         if distributed.is_multiprocess():
-            key = f"{os.path.basename(self._directory)}_{what}.{os.path.basename(path)}"
-            ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=_VERDICT_TIMEOUT_SECONDS * 1000)
+            key = f"{os.path.basename(self._directory)}_{point}.{os.path.basename(path)}"
+            wait_at_barrier = ocp.multihost.get_barrier_sync_fn()
+            wait_at_barrier(key=key, timeout_ms=_VERDICT_TIMEOUT_SECONDS * 1000)
 
     @contextlib.contextmanager
     def _writing(self, step: int) -> Iterator[None]:
@@ -246,25 +285,18 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             yield
         except _IncompleteError as error:
             self._writer = None
-            wrong = (
-                f"the checkpoint of step {step} in {self._directory} was "
-                f"written incompletely ({error})"
-            )
-            advice = (
-                "It does not count. Rerun the same command to resume from the one "
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {self._directory} was written incompletely "
+                f"({error}). It does not count. Rerun the same command to resume from the one "
                 "before, which is intact."
-            )
-            raise CheckpointError(f"{wrong}. {advice}") from error
+            ) from error
         except Exception as error:
             self._writer = None
-            wrong = (
+            raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {self._directory} "
-                f"({_short(error)})"
-            )
-            advice = (
-                "Free space or allow writing there, then resume: earlier checkpoints are intact."
-            )
-            raise CheckpointError(f"{wrong}. {advice}") from error
+                f"({_short(error)}). Free space or allow writing there, then resume: earlier "
+                "checkpoints are intact."
+            ) from error
 
     # Reading
 
@@ -274,12 +306,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         Raises `CheckpointError` if they are corrupted.
         """
         self.wait()
-        found = find_steps(self._directory)
-        if not found:
+        folders = find_steps(self._directory)
+        if not folders:
             return None
-        path = os.path.join(found[0][1], "notes", _NOTES)
-        wrong = f"the notes of a checkpoint, {path}, cannot be read (%s)."
-        with rephrased(wrong, OSError, ValueError, TypeError, to=CheckpointError):
+        _, latest = folders[0]
+        path = os.path.join(latest, "notes", _NOTES)
+        message = f"the notes of a checkpoint, {path}, cannot be read (%s)."
+        with rephrased(message, OSError, ValueError, TypeError, to=CheckpointError):
             return dict(storage.read_json(path))
 
     def restore(
@@ -298,19 +331,20 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         distributed.run_on_all(self.wait)
         # The steps that process 0 finds: all must try the same ones.
-        found = distributed.broadcast_from_primary(
+        steps = distributed.broadcast_from_primary(
             lambda: [(step, os.path.basename(path)) for step, path in find_steps(self._directory)]
         )
-        found = [
-            (step, os.path.join(self._directory, name))
-            for step, name in found
-            if before is None or step < before
-        ]
-        if not found:
+        candidates = []
+        for step, name in steps:
+            if before is None or step < before:
+                candidates.append((step, os.path.join(self._directory, name)))
+        if not candidates:
             return None
+
         unverified: list[tuple[int, str]] = []
+        # What was tried, and why it was skipped.
         tried: list[str] = []
-        for step, path in found:
+        for step, path in candidates:
             # It is enough that one process reads every byte, and all must restore the same step.
             damage = distributed.broadcast_from_primary(functools.partial(find_damage, path))
             if damage == NO_DIGESTS:
@@ -319,24 +353,29 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                     f"checkpoint {path} is not verified ({damage}), so verified ones "
                     "are tried first"
                 )
-            elif damage is not None:
+                continue
+            if damage is not None:
                 self._skip(path, damage, tried)
-            elif restored := self._try_restore(
-                path, abstract_state, tried, is_verified=True, casts=casts
-            ):
-                return step, *restored
+                continue
+            restored = self._try_restore(path, abstract_state, tried, is_verified=True, casts=casts)
+            if restored is not None:
+                state, notes = restored
+                return step, state, notes
+
         for step, path in unverified:
             self._log(
                 f"no verified checkpoint could be restored, so {path} is tried, which "
                 "is not verified"
             )
-            if restored := self._try_restore(
+            restored = self._try_restore(
                 path, abstract_state, tried, is_verified=False, casts=casts
-            ):
-                return step, *restored
-        lost = f"none of the checkpoints in {self._directory} can be restored ({'; '.join(tried)})"
+            )
+            if restored is not None:
+                state, notes = restored
+                return step, state, notes
         raise CheckpointError(
-            f"{lost}. Restore a copy of one, or move them away to start from scratch."
+            f"none of the checkpoints in {self._directory} can be restored ({'; '.join(tried)}). "
+            "Restore a copy of one, or move them away to start from scratch."
         )
 
     def _skip(self, path: str, damage: str, tried: list[str]) -> None:
@@ -358,17 +397,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         try:
             with storage.without_wildcards(self._directory) as folder:
                 plain_path = os.path.join(folder, os.path.basename(path))
-                saved = reader.metadata(plain_path).item_metadata.state.tree
-                needed = describe_arrays(wanted)
-                found = describe_arrays(saved)
-                # Orbax casts to the wanted types. Arrays that it may cast count as if they had the
-                # wanted type already.
-                cast = {
-                    name: needed[name]
-                    for name in found
-                    if casts and _is_wider(needed.get(name, ""), found[name])
-                }
-                difference = describe_difference(found | cast, needed)
+                difference = _difference_of_saved(reader, plain_path, wanted, casts=casts)
                 if not difference:
                     args = ocp.args.Composite(
                         state=ocp.args.StandardRestore(wanted), notes=ocp.args.JsonRestore()
@@ -376,7 +405,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                     restored = reader.restore(plain_path, args=args)
         except Exception as error:  # noqa: BLE001 (damage shows as nearly any type)
             failure = _short(error)
-        if failure := distributed.first_error(failure):
+
+        failure = distributed.first_error(failure)
+        if failure is not None:
             # An older one would undo updates because of the network.
             if is_verified and is_remote(path):
                 raise UserError(
@@ -384,12 +415,28 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 )
             self._skip(path, f"Orbax cannot restore it ({failure})", tried)
             return None
-        if restored is None:  # An older step would not be better.
-            other = f"checkpoint {path} belongs to another model ({difference})"
+        if restored is None:
+            # An older step would not be better.
             raise CheckpointError(
-                f"{other}. Use the configuration that it was saved with, or another directory."
+                f"checkpoint {path} belongs to another model ({difference}). Use the "
+                "configuration that it was saved with, or another directory."
             )
         return _restore_empty(restored.state, abstract_state), restored.notes
+
+
+def _difference_of_saved(reader: ocp.Checkpointer, path: str, wanted: Any, *, casts: bool) -> str:
+    """Returns how the saved arrays differ from the wanted ones, as `describe_difference`.
+
+    Orbax casts to the wanted dtypes. With `casts`, arrays that it may cast count as if they had the
+    wanted dtype already.
+    """
+    saved = describe_arrays(reader.metadata(path).item_metadata.state.tree)
+    needed = describe_arrays(wanted)
+    if casts:
+        for name in saved:
+            if _is_wider(needed.get(name, ""), saved[name]):
+                saved[name] = needed[name]
+    return describe_difference(saved, needed)
 
 
 # The folders of steps
@@ -397,9 +444,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
 def find_steps(directory: AnyPath) -> list[tuple[int, str]]:
     """Returns (step, path) of the complete steps, with the latest step's latest directory first."""
+    steps = []
     with _reading(directory):
-        found = [each for each in _steps(directory) if not _is_left_over(directory, each[2])]
-    return [(step, os.path.join(directory, name)) for step, _, name in found]
+        for folder in _step_folders(directory):
+            if not _is_left_over(directory, folder.name):
+                steps.append((folder.step, os.path.join(directory, folder.name)))
+    return steps
 
 
 def delete_step(path: str) -> None:
@@ -415,32 +465,30 @@ def delete_step(path: str) -> None:
         storage.remove_tree(f"{path}.deleted")
 
 
-def _steps(directory: AnyPath) -> list[tuple[int, int, str]]:
-    """Returns all steps, complete or not, with the latest first.
-
-    Each item is (step, how many times it was written before, name).
-    """
-    found = map(_STEP.fullmatch, storage.names(directory, missing_ok=True))
-    return sorted(
-        ((int(match[1]), int(match[2] or 0), match[0]) for match in found if match), reverse=True
-    )
+def _step_folders(directory: AnyPath) -> list[_StepFolder]:
+    """Returns all steps, complete or not, with the latest write of the latest step first."""
+    folders = []
+    for name in storage.names(directory, missing_ok=True):
+        match = _STEP.fullmatch(name)
+        if match:
+            folders.append(_StepFolder(int(match[1]), int(match[2] or 0), name))
+    return sorted(folders, reverse=True)
 
 
 def _is_left_over(directory: AnyPath, name: str) -> bool:
     """Returns whether a name is of a step that was not completed, or not deleted completely."""
-    if is_remote(directory):
-        return bool(_STEP.fullmatch(name)) and not storage.exists(
-            os.path.join(directory, name, COMMIT)
-        )
-    return bool(_LEFTOVER.fullmatch(name))
+    if not is_remote(directory):
+        return bool(_LEFTOVER.fullmatch(name))
+    is_step = bool(_STEP.fullmatch(name))
+    return is_step and not storage.exists(os.path.join(directory, name, COMMIT))
 
 
 def _reading(directory: AnyPath) -> contextlib.AbstractContextManager[None]:
-    wrong = (
+    message = (
         f"the checkpoint directory {directory} cannot be read (%s). "
         "It must be a directory that this user may read."
     )
-    return rephrased(wrong, OSError, to=CheckpointError)
+    return rephrased(message, OSError, to=CheckpointError)
 
 
 def find_damage(folder: AnyPath) -> str | None:
@@ -450,15 +498,19 @@ def find_damage(folder: AnyPath) -> str | None:
 
     Raises `UserError` if object storage cannot be reached, so that nothing is known.
     """
-    name, path = DIGESTS, os.path.join(folder, DIGESTS)
+    # The file that is looked at, for errors.
+    name = DIGESTS
+    path = os.path.join(folder, name)
     try:
         digests = storage.read_json(path)
-        found = {os.path.relpath(file, folder) for file in storage.files_below(folder)} - {DIGESTS}
-        if any(os.path.basename(name)[0] != "." for name in found - digests.keys()):
+        names = {os.path.relpath(file, folder) for file in storage.files_below(folder)} - {DIGESTS}
+        # Hidden files do not count: others have made them.
+        unlisted = names - digests.keys()
+        if any(not os.path.basename(unknown).startswith(".") for unknown in unlisted):
             return NO_DIGESTS
         for name, digest in digests.items():
             path = os.path.join(folder, name)
-            if name not in found:
+            if name not in names:
                 return f"the file {name} is missing"
             if storage.sha256(path) != digest:
                 return f"the file {name} is corrupted (its sha256 is not the one in {DIGESTS})"
@@ -466,10 +518,11 @@ def find_damage(folder: AnyPath) -> str | None:
         # An outage is not damage.
         if is_remote(folder) and not isinstance(error, FileNotFoundError):
             raise storage.access_error("read", path, error) from error
-        return (
-            NO_DIGESTS if name == DIGESTS else f"the file {name} cannot be read ({error.strerror})"
-        )
-    except (ValueError, AttributeError):  # Digests that cannot be read vouch for nothing.
+        if name == DIGESTS:
+            return NO_DIGESTS
+        return f"the file {name} cannot be read ({error.strerror})"
+    except (ValueError, AttributeError):
+        # Digests that cannot be read vouch for nothing.
         return NO_DIGESTS
     return None
 
@@ -481,10 +534,9 @@ def describe_arrays(tree: Any) -> dict[str, str]:
     """Returns dtypes and shapes by the arrays' names, such as {"params/q": "float32[2, 3]"}."""
     described = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
         dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-        described[jax.tree_util.keystr(path, simple=True, separator="/")] = (
-            f"{dtype}{list(np.shape(leaf))}"
-        )
+        described[name] = f"{dtype}{list(np.shape(leaf))}"
     return described
 
 
@@ -501,22 +553,29 @@ def describe_difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
 
     If only the widths of numbers differ, it names the setting of JAX that decides them.
     """
-    differ = [
-        f"{name} is {saved.get(name, 'absent')} there and {wanted.get(name, 'absent')} here"
-        for name in sorted(saved.keys() | wanted.keys())
-        if saved.get(name) != wanted.get(name)
-    ]
-    more = f", and {len(differ) - 3} more" if len(differ) > 3 else ""
-    if differ and _without_widths(saved) == _without_widths(wanted):
-        has_64_bits = jnp.result_type(float) == jnp.float64
-        more += f"; JAX_ENABLE_X64 is {'on' if has_64_bits else 'off'} here, unlike there"
-    return ", ".join(differ[:3]) + more
+    differences = []
+    for name in sorted(saved.keys() | wanted.keys()):
+        if saved.get(name) != wanted.get(name):
+            saved_array = saved.get(name, "absent")
+            wanted_array = wanted.get(name, "absent")
+            differences.append(f"{name} is {saved_array} there and {wanted_array} here")
+    if not differences:
+        return ""
+
+    description = ", ".join(differences[:_MOST_ARRAYS])
+    if len(differences) > _MOST_ARRAYS:
+        description += f", and {len(differences) - _MOST_ARRAYS} more"
+    if _without_widths(saved) == _without_widths(wanted):
+        state = "on" if jnp.result_type(float) == jnp.float64 else "off"
+        description += f"; JAX_ENABLE_X64 is {state} here, unlike there"
+    return description
 
 
 def _without_widths(described: dict[str, str]) -> dict[str, str]:
-    return {
-        name: re.sub(r"^(float|u?int)(32|64)\b", r"\1", text) for name, text in described.items()
-    }
+    without = {}
+    for name, array in described.items():
+        without[name] = re.sub(r"^(float|u?int)(32|64)\b", r"\1", array)
+    return without
 
 
 def _drop_empty(tree: Any) -> Any:
@@ -530,12 +589,12 @@ def _drop_empty(tree: Any) -> Any:
 def _restore_empty(tree: Any, abstract_tree: Any) -> Any:
     """Returns the tree with arrays of size zero again."""
 
-    def restored(wanted: Any, found: Any) -> Any:
+    def with_empty(wanted: Any, restored: Any) -> Any:
         if np.size(wanted):
-            return found
+            return restored
         return jnp.zeros(wanted.shape, wanted.dtype, device=getattr(wanted, "sharding", None))
 
-    return jax.tree.map(restored, abstract_tree, tree)
+    return jax.tree.map(with_empty, abstract_tree, tree)
 
 
 # Orbax
@@ -569,10 +628,13 @@ def _short(error: BaseException) -> str:
 
     Orbax's errors fill pages, and name the system's reason far behind the paths.
     """
-    if code := re.search(r"\[os_error_code='?(\d+)", str(error)):
+    code = re.search(r"\[os_error_code='?(\d+)", str(error))
+    if code:
         return os.strerror(int(code[1]))
     line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-    return line if len(line) <= 300 else f"{line[:150]} ... {line[-150:]}"
+    if len(line) <= _LONGEST_LINE:
+        return line
+    return f"{line[:_LONGEST_END]} ... {line[-_LONGEST_END:]}"
 
 
 def quiet_orbax() -> None:
@@ -586,7 +648,8 @@ def quiet_orbax() -> None:
     log lines are shown.
     """
     for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_wanted)  # Adds no filter twice.
+        # Adds no filter twice.
+        logging.getLogger(name).addFilter(_is_wanted)
     warnings.filterwarnings(
         "ignore", r"coroutine '.*serialize.*' was never awaited", RuntimeWarning
     )
@@ -601,10 +664,9 @@ def _is_wanted(record: logging.LogRecord) -> bool:
     """
     if record.name == "asyncio":
         return "os_error_code=" not in str(record.exc_info and record.exc_info[1])
-    return (
-        absl.logging.get_verbosity() >= absl.logging.INFO
-        or f"{os.sep}orbax{os.sep}" not in record.pathname
-    )
+    if absl.logging.get_verbosity() >= absl.logging.INFO:
+        return True
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
 def _hide_closed_loops(unraisable: Any) -> None:

@@ -7,12 +7,13 @@ wraps.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -24,6 +25,18 @@ from txl_jax.runtime import storage
 T = TypeVar("T")
 # An attribute of exceptions: they keep their type, and builtin ones take no weak reference.
 _KNOWN_TO_ALL = "known_to_all"
+# Differences between processes that an error names.
+_MOST_DIFFERENCES = 3
+_SECONDS_BETWEEN_LOOKS = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attempt(Generic[T]):
+    """What came of a call: a result, or an error and its message."""
+
+    result: T | None = None
+    error: Exception | None = None
+    failure: str | None = None
 
 
 def is_multiprocess() -> bool:
@@ -45,11 +58,14 @@ def broadcast_from_primary(find: Callable[[], T]) -> T:
     """
     if not is_multiprocess():
         return find()
-    found, error, failure = _attempt(find) if is_primary() else (None, None, None)
-    found, failure = json.loads(gather_texts(json.dumps([found, failure]))[0])
+    attempt: _Attempt[T] = _Attempt()
+    if is_primary():
+        attempt = _attempt(find)
+    texts = gather_texts(json.dumps([attempt.result, attempt.failure]))
+    result, failure = json.loads(texts[0])
     if failure is not None:
-        raise _known_to_all(error or RemoteProcessError(f"process 0: {failure}"))
-    return found
+        raise _known_to_all(attempt.error or RemoteProcessError(f"process 0: {failure}"))
+    return result
 
 
 def run_on_all(act: Callable[[], T]) -> T:
@@ -61,24 +77,24 @@ def run_on_all(act: Callable[[], T]) -> T:
     """
     if not is_multiprocess():
         return act()
-    result, error, failure = _attempt(act)
-    failure = first_error(failure)
+    attempt = _attempt(act)
+    failure = first_error(attempt.failure)
     if failure is not None:
-        raise _known_to_all(error or RemoteProcessError(failure))
-    return result  # type: ignore[return-value]
+        raise _known_to_all(attempt.error or RemoteProcessError(failure))
+    return attempt.result  # type: ignore[return-value]
 
 
-def first_error(own: str | None) -> str | None:
-    """Gathers each process's error message.
+def first_error(message: str | None) -> str | None:
+    """Gathers each process's error message, or None if it has none.
 
     Returns the first, with its process's number, or None if all succeeded.
     """
     if not is_multiprocess():
-        return own
-    errors = gather_texts(own or "")
-    return next(
-        (f"process {number}: {error}" for number, error in enumerate(errors) if error), None
-    )
+        return message
+    for number, error in enumerate(gather_texts(message or "")):
+        if error:
+            return f"process {number}: {error}"
+    return None
 
 
 def assert_same_on_all(facts: Mapping[str, Any], advice: str) -> None:
@@ -86,15 +102,17 @@ def assert_same_on_all(facts: Mapping[str, Any], advice: str) -> None:
 
     Names the first that differ.
     """
-    first, *others = map(json.loads, gather_texts(json.dumps(facts))) if is_multiprocess() else [{}]
+    if not is_multiprocess():
+        return
+    first, *others = (json.loads(text) for text in gather_texts(json.dumps(facts)))
     for number, other in enumerate(others, start=1):
-        names = [name for name in first | other if other.get(name) != first.get(name)][:3]
+        names = [name for name in first | other if other.get(name) != first.get(name)]
         if names:
-            found = (
+            differences = ", ".join(
                 f"{name} must be {first.get(name)}, as in process 0, got {other.get(name)}"
-                for name in names
+                for name in names[:_MOST_DIFFERENCES]
             )
-            raise _known_to_all(UserError(f"process {number}: {', '.join(found)}. {advice}"))
+            raise _known_to_all(UserError(f"process {number}: {differences}. {advice}"))
 
 
 def is_known_to_all(error: BaseException) -> bool:
@@ -112,9 +130,8 @@ def check_seen_by_all(folder: str, complaint: str, *, seconds: float) -> None:
     """
     if not is_multiprocess():
         return
-    marker = os.path.join(
-        folder, broadcast_from_primary(lambda: f".seen-by-all-{secrets.token_hex(8)}")
-    )
+    name = broadcast_from_primary(lambda: f".seen-by-all-{secrets.token_hex(8)}")
+    marker = os.path.join(folder, name)
     broadcast_from_primary(lambda: storage.write(marker, b""))
 
     def wait() -> None:
@@ -122,7 +139,7 @@ def check_seen_by_all(folder: str, complaint: str, *, seconds: float) -> None:
         while not storage.exists(marker):
             if time.monotonic() > until:
                 raise UserError(complaint)
-            time.sleep(0.1)
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     try:
         run_on_all(wait)
@@ -138,20 +155,19 @@ def to_host(array: Any) -> np.ndarray:
 
     Gathers an array that is sharded over multiple processes.
     """
-    if isinstance(array, jax.Array) and not (
-        array.is_fully_addressable or array.is_fully_replicated
-    ):
-        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-    return np.asarray(array)
+    if not isinstance(array, jax.Array):
+        return np.asarray(array)
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
-def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None, str | None]:
-    """Returns a result, or an error and its message."""
+def _attempt(act: Callable[[], T]) -> _Attempt[T]:
     try:
-        return act(), None, None
+        return _Attempt(result=act())
     except Exception as error:  # noqa: BLE001
         # Whatever it is, the others must not wait for this process.
-        return None, error, str(error) or type(error).__name__
+        return _Attempt(error=error, failure=str(error) or type(error).__name__)
 
 
 def _known_to_all(error: Exception) -> Exception:
@@ -161,12 +177,12 @@ def _known_to_all(error: Exception) -> Exception:
 
 def gather_texts(text: str) -> list[str]:
     """Returns every process's text, in the order of their numbers."""
-    own = np.frombuffer(text.encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.int32(len(own))).tolist()
-    padded = np.pad(own, (0, max(lengths) - len(own)))
-    texts = (
-        multihost_utils.process_allgather(padded)
-        if len(padded)
-        else np.zeros((len(lengths), 0), np.uint8)
-    )
-    return [row[:length].tobytes().decode() for row, length in zip(texts, lengths, strict=True)]
+    content = np.frombuffer(text.encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(len(content))).tolist()
+    longest = max(lengths)
+    if longest == 0:
+        return [""] * len(lengths)
+    # All processes must pass arrays of one shape.
+    padded = np.pad(content, (0, longest - len(content)))
+    rows = multihost_utils.process_allgather(padded)
+    return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]

@@ -40,17 +40,18 @@ def origin() -> list[str]:
 
     The commit is included only if the package is in a checkout.
     """
-    words = shlex.join(_SECRET.sub(r"\1...", word) for word in sys.orig_argv)
-    found, root = describe(), Path(__file__).parents[2]
-    versions = [f"{name} {found[name]}" for name in ("txl_jax", "jax", "python")]
-    if (root / ".git").exists():  # Else git would name the checkout around a virtual environment.
+    words = [_SECRET.sub(r"\1...", word) for word in sys.orig_argv]
+    device_and_versions = describe()
+    versions = [f"{name} {device_and_versions[name]}" for name in ("txl_jax", "jax", "python")]
+
+    # Without this directory git would name the checkout around a virtual environment.
+    root = Path(__file__).parents[2]
+    if (root / ".git").exists():
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             git = ["git", "-C", str(root), "rev-parse", "HEAD"]
-            versions.append(
-                "commit "
-                f"{subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True).strip()}"
-            )
-    return [f"command   {words}", f"versions  {', '.join(versions)}"]
+            commit = subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True)
+            versions.append(f"commit {commit.strip()}")
+    return [f"command   {shlex.join(words)}", f"versions  {', '.join(versions)}"]
 
 
 def device_kind() -> str:
@@ -61,20 +62,25 @@ def device_kind() -> str:
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
+    return f"CPU ({_processor_name()}, {os.cpu_count()} cores)"
+
+
+def _processor_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    named = (
-        re.search("^model name.*: (.*)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
-    )
-    processor = named[1].strip() if named else platform.processor() or platform.machine()
-    return f"CPU ({processor}, {os.cpu_count()} cores)"
+    if cpuinfo.exists():
+        match = re.search("^model name.*: (.*)$", cpuinfo.read_text(), re.MULTILINE)
+        if match:
+            return match[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def bytes_on_device(tree: Any) -> int:
     """Returns the bytes that a tree of arrays takes on one device."""
-    leaves = jax.tree.leaves(tree)
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
-    )
+    size = 0
+    for leaf in jax.tree.leaves(tree):
+        shape_on_device = leaf.sharding.shard_shape(leaf.shape)
+        size += math.prod(shape_on_device) * leaf.dtype.itemsize
+    return size
 
 
 def device_memory_bytes() -> int | None:
@@ -82,11 +88,12 @@ def device_memory_bytes() -> int | None:
 
     Only devices of this process count. The memory in use is unknown for CPUs.
     """
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    return max(
-        (found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found),
-        default=None,
-    )
+    peaks = []
+    for device in jax.local_devices():
+        stats = device.memory_stats() or {}
+        if "peak_bytes_in_use" in stats:
+            peaks.append(stats["peak_bytes_in_use"])
+    return max(peaks, default=None)
 
 
 def device_memory_limit(device: jax.Device) -> int | None:
@@ -133,10 +140,15 @@ def brief_number(number: float) -> str:
     >>> brief_number(0.0517), brief_number(123_456), brief_number(1234.5), brief_number(2.0)
     ('0.0517', '123k', '1.23k', '2')
     """
-    units = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))
-    limit, unit = next((each for each in units if number >= each[0] * 0.9995), units[-1])
-    number /= limit
-    return (f"{number:.0f}" if number >= 100 else f"{number:.3g}") + unit
+    unit = ""
+    for size, symbol in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # Three digits of a number just below are rounded up to the unit.
+        if number >= size * 0.9995:
+            number /= size
+            unit = symbol
+            break
+    digits = f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+    return digits + unit
 
 
 def duration(seconds: float) -> str:
@@ -147,7 +159,8 @@ def duration(seconds: float) -> str:
     """
     try:
         exact = datetime.timedelta(seconds=round(seconds))
-    except (OverflowError, ValueError):  # Infinite, not a number, or more than a million years.
+    except (OverflowError, ValueError):
+        # Infinite, not a number, or more than a million years.
         return "unknown"
     return re.sub(" days?,", "d", str(exact))
 

@@ -63,6 +63,7 @@ class _Descriptor(io.RawIOBase):
                 return len(data)
 
     def _lose(self, error: OSError) -> None:
+        """Notes an error, and drops all that follows if nobody reads the file any more."""
         self.error = self.error or error
         if error.errno in _GONE:
             # Libraries and other processes that write to the same file need not fail again.
@@ -70,7 +71,7 @@ class _Descriptor(io.RawIOBase):
                 _replace(self._number)
 
 
-class _Text(io.TextIOWrapper):
+class _SafeText(io.TextIOWrapper):
     """Text stream for a `_Descriptor` that escapes characters it must not write as they are.
 
     These are characters that the encoding lacks, or that would act on a terminal.
@@ -92,8 +93,11 @@ class _Text(io.TextIOWrapper):
     def _escaped(self, text: str) -> str:
         if self._control.search(text) is None:
             return text
-        parts = _COLORS.split(text) if self._has_colors else [text]
-        for place in range(0, len(parts), 2):  # The others are colors.
+        if not self._has_colors:
+            return self._control.sub(_escape, text)
+        # Every other part is a color.
+        parts = _COLORS.split(text)
+        for place in range(0, len(parts), 2):
             parts[place] = self._control.sub(_escape, parts[place])
         return "".join(parts)
 
@@ -113,13 +117,13 @@ def print_if_possible(text: str) -> None:
 
     Never raises, even if another program, which has not called `prepare`, uses this.
     """
-    with contextlib.suppress(OSError, ValueError):  # A closed file raises ValueError.
+    # A closed file raises ValueError.
+    with contextlib.suppress(OSError, ValueError):
         try:
             print(text, flush=True)
         except UnicodeEncodeError as error:
-            print(
-                text.encode(error.encoding, "backslashreplace").decode(error.encoding), flush=True
-            )
+            escaped = text.encode(error.encoding, "backslashreplace").decode(error.encoding)
+            print(escaped, flush=True)
 
 
 def prepare() -> None:
@@ -130,6 +134,7 @@ def prepare() -> None:
     Streams that somebody else has put there, such as a notebook, stay as they are. A missing one is
     replaced too.
     """
+    # Standard input, output and error.
     for number in (0, 1, 2):
         _open_if_closed(number)
     if sys.stdout is sys.__stdout__ and not is_prepared(sys.stdout):
@@ -140,7 +145,7 @@ def prepare() -> None:
 
 def tolerant(
     number: int, before: Any, *, control: re.Pattern[str] = _CONTROL, by_line: bool = True
-) -> _Text:
+) -> _SafeText:
     """Returns a stream that writes to an open file without ever raising.
 
     It replaces the stream `before`, if any.
@@ -148,14 +153,13 @@ def tolerant(
     if before is not None:
         with contextlib.suppress(OSError, ValueError):
             before.flush()
-    return _Text(
-        number, getattr(before, "encoding", None) or "utf-8", control=control, by_line=by_line
-    )
+    encoding = getattr(before, "encoding", None) or "utf-8"
+    return _SafeText(number, encoding, control=control, by_line=by_line)
 
 
 def is_prepared(stream: Any) -> bool:
     """Returns whether a stream is one of `tolerant`."""
-    return isinstance(stream, _Text)
+    return isinstance(stream, _SafeText)
 
 
 def loss(stream: Any = None) -> OSError | None:
@@ -163,8 +167,9 @@ def loss(stream: Any = None) -> OSError | None:
 
     The default stream is standard output.
     """
-    stream = sys.stdout if stream is None else stream
-    return stream.descriptor.error if isinstance(stream, _Text) else None
+    if stream is None:
+        stream = sys.stdout
+    return stream.descriptor.error if isinstance(stream, _SafeText) else None
 
 
 def exit_code() -> int:

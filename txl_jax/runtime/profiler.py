@@ -21,13 +21,12 @@ def check_steps(profile_steps: Sequence[int], *, steps: int) -> None:
 
     The updates are counted from 1, and must be in a run of `steps` updates.
     """
-    if len(profile_steps) != 2 or not 1 <= profile_steps[0] <= profile_steps[1] <= steps:
-        wrong = (
+    has_two = len(profile_steps) == 2
+    if not has_two or not 1 <= profile_steps[0] <= profile_steps[1] <= steps:
+        raise UserError(
             "--profile_steps must be the first and last step to profile, such as 10,15, from "
-            f"1 to {steps}"
+            f"1 to {steps}, got {','.join(map(str, profile_steps))}"
         )
-        got = ",".join(map(str, profile_steps))
-        raise UserError(f"{wrong}, got {got}")
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -42,51 +41,64 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
     """
 
     train_step: Callable[[Any, Any], tuple[Any, Any]]
-    folder: str  # A directory or a URL.
+    # A directory or a URL.
+    folder: str
     _: dataclasses.KW_ONLY
-    done: int  # Updates before the next call.
+    # Updates before the next call.
+    done: int
     segments_per_call: int
-    profile_steps: tuple[int, int]  # First and last update, counted from 1.
+    # First and last update, counted from 1.
+    profile_steps: tuple[int, int]
     log: Callable[[str], None]
-    exclude: Callable[[float], None]  # Takes the seconds that starting and writing a trace took.
+    # Takes the seconds that starting and writing a trace took.
+    exclude: Callable[[float], None]
 
     def __post_init__(self) -> None:
-        self._window = self.profile_steps if distributed.is_primary() else None
-        self._traced_from: int | None = None  # Set while a trace is open.
+        self._first, self._last = self.profile_steps
+        # Whether some of these updates are still to be profiled.
+        self._is_wanted = distributed.is_primary()
+        # The first update of the trace that is open, if any.
+        self._traced_from: int | None = None
         self._trace = contextlib.ExitStack()
-        if self._window is not None and self._window[1] <= self.done:
-            self.log(f"no profile in this start: step {self._window[1]} is already done")
-            self._window = None
+        if self._is_wanted and self._last <= self.done:
+            self.log(f"no profile in this start: step {self._last} is already done")
+            self._is_wanted = False
 
     def __exit__(self, *error: object) -> None:
         self._end()
 
     def __call__(self, state: Any, segments: Any) -> tuple[Any, Any]:
         """Makes the updates of one call."""
-        first, self.done = self.done + 1, self.done + self.segments_per_call
-        if self._window is not None and self._traced_from is None and self._window[0] <= self.done:
-            jax.block_until_ready(state)  # The profile leaves out what was dispatched before.
+        first = self.done + 1
+        self.done += self.segments_per_call
+        if self._is_wanted and self._traced_from is None and self._first <= self.done:
+            # The profile leaves out what was dispatched before.
+            jax.block_until_ready(state)
             if self._attempt(lambda: self._trace.enter_context(_traced(self.folder))):
                 self._traced_from = first
         with jax.profiler.StepTraceAnnotation("train", step_num=first):
             state, metrics = self.train_step(state, segments)
-        if self._window is not None and self._window[1] <= self.done:
+        if self._is_wanted and self._last <= self.done:
             jax.block_until_ready(metrics)
             self._end()
         return state, metrics
 
     def _end(self) -> None:
-        first, self._window, self._traced_from = self._traced_from, None, None
+        """Writes the trace that is open, if any."""
+        first = self._traced_from
+        self._traced_from = None
+        self._is_wanted = False
         if first is not None and self._attempt(self._trace.close):
             self.log(f"profile of steps {first} to {self.done} written to {self.folder}")
 
     def _attempt(self, act: Callable[[], Any]) -> bool:
+        """Starts or writes a trace. Returns whether that worked."""
         began = time.monotonic()
         try:
             act()
         except Exception as error:  # noqa: BLE001
             # Jax raises RuntimeErrors of its own, and OSErrors.
-            self._window = None
+            self._is_wanted = False
             self.log(f"no profile in {self.folder} ({first_line(error)}). The run continues.")
             return False
         finally:
@@ -97,16 +109,21 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
 @contextlib.contextmanager
 def _traced(folder: str) -> Iterator[None]:
     """Profiles the block into a directory or a URL."""
+    if not is_remote(folder):
+        with _traced_here(folder):
+            yield
+        return
+    with tempfile.TemporaryDirectory(prefix="profile-") as local:
+        with _traced_here(local):
+            yield
+        remote.upload(local, folder)
+
+
+@contextlib.contextmanager
+def _traced_here(folder: str) -> Iterator[None]:
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # Each Python call, which is most of a trace and slows the run.
-    place = (
-        tempfile.TemporaryDirectory(prefix="profile-")
-        if is_remote(folder)
-        else contextlib.nullcontext(folder)
-    )
-    with place as local:
-        jax.profiler.start_trace(local, profiler_options=options)
-        yield
-        jax.profiler.stop_trace()
-        if is_remote(folder):
-            remote.upload(local, folder)
+    # Each Python call is most of a trace, and slows the run.
+    options.python_tracer_level = 0
+    jax.profiler.start_trace(folder, profiler_options=options)
+    yield
+    jax.profiler.stop_trace()

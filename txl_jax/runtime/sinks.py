@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from txl_jax.errors import UserError
@@ -70,10 +70,11 @@ def grouped_names(kind: str, values: Mapping[str, float], member: str | None) ->
     {'seed=2/valid/loss': 2.0}
     """
     prefix = "" if member is None else f"{member}/"
-    return {
-        f"{prefix}{'speed' if name in MEASURED else kind}/{name}": value
-        for name, value in values.items()
-    }
+    named = {}
+    for name, value in values.items():
+        group = "speed" if name in MEASURED else kind
+        named[f"{prefix}{group}/{name}"] = value
+    return named
 
 
 _NUMBERED = re.compile(r"events\.(\d+)\.")
@@ -96,12 +97,18 @@ class TensorBoard(Sink):
     """
 
     def __init__(self, folder: str, *, first_step: int):
-        self._folder = self._local = folder
+        self._folder = folder
+        # The directory on this machine in which the files are written.
+        self._local = folder
         self._first_step = first_step
-        self._number = 0  # Of the latest file; 0 if nothing was written yet.
+        # Number of the latest file, or 0 if nothing was written yet.
+        self._number = 0
+        # tensorboardX's writer of the file that is open.
         self._file: Any = None
-        self._settings: Mapping[str, Any] | None = None  # Not written yet.
-        self._stack = contextlib.ExitStack()  # Removes the folder on this machine.
+        # Settings that are not written yet.
+        self._settings: Mapping[str, Any] | None = None
+        # Removes the directory on this machine of files for object storage.
+        self._cleanup = contextlib.ExitStack()
 
     def settings(self, values: Mapping[str, Any]) -> None:
         """Keeps the settings until there is something else to write.
@@ -120,21 +127,16 @@ class TensorBoard(Sink):
         scalar = _tensorboard("summary").scalar
         # It warns of each NaN, beside our own lines.
         logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
-        self._write(
-            step, *(scalar(*named) for named in grouped_names(kind, values, member).items())
-        )
+        named = grouped_names(kind, values, member)
+        self._write(step, [scalar(name, value) for name, value in named.items()])
 
     def text(self, step: int, tag: str, text: str) -> None:
         """Adds a text as a block of code, so that each character is kept.
 
         TensorBoard shows texts as Markdown.
         """
-        self._write(
-            step,
-            _tensorboard("summary").text(
-                tag, "".join(f"    {line}\n" for line in text.splitlines())
-            ),
-        )
+        code = "".join(f"    {line}\n" for line in text.splitlines())
+        self._write(step, [_tensorboard("summary").text(tag, code)])
 
     def flush(self) -> None:
         """Writes the settings, and uploads files for object storage.
@@ -151,43 +153,50 @@ class TensorBoard(Sink):
 
     def close(self) -> None:
         """Closes the file, without a flush."""
-        with self._stack:
+        with self._cleanup:
             if self._file is not None:
                 self._file.close()
 
     def _write_settings(self) -> None:
         """Adds the settings twice: as a text, and for the table of settings (HPARAMS)."""
-        values, self._settings = self._settings, None
+        values = self._settings
+        self._settings = None
         if values is None:
             return
         summary = _tensorboard("summary")
         rows = "".join(f"| {name} | {value} |\n" for name, value in values.items())
-        # The plugin takes numbers, booleans and strings.
-        plain = {
-            name: value if isinstance(value, bool | int | float) else str(value)
-            for name, value in values.items()
-        }
-        experiment, start, _ = summary.hparams(plain, dict.fromkeys(_RESULTS, 0.0))
         table = summary.text("settings", f"| setting | value |\n|---|---|\n{rows}")
-        self._write(self._first_step, table, experiment, start)
 
-    def _write(self, step: int, *summaries: Any) -> None:
+        # The plugin takes numbers, booleans and strings.
+        plain = {}
+        for name, value in values.items():
+            plain[name] = value if isinstance(value, bool | int | float) else str(value)
+        experiment, start, _ = summary.hparams(plain, dict.fromkeys(_RESULTS, 0.0))
+        self._write(self._first_step, [table, experiment, start])
+
+    def _write(self, step: int, summaries: Sequence[Any]) -> None:
         self._write_settings()
         if self._file is None:
             self._open()
-        values = [value for each in summaries for value in each.value]
+        values = []
+        for summary in summaries:
+            values += summary.value
         self._add(step=step, summary=_tensorboard("proto.summary_pb2").Summary(value=values))
 
     def _open(self) -> None:
         """Begins the next file. The first one of a start hides the later steps of earlier files."""
-        if is_first := self._number == 0:
+        is_first = self._number == 0
+        if is_first:
             if is_remote(self._folder):
-                self._local = self._stack.enter_context(
+                self._local = self._cleanup.enter_context(
                     tempfile.TemporaryDirectory(prefix="tensorboard-")
                 )
             make_folder(self._local)
-            found = map(_NUMBERED.match, names(self._folder, missing_ok=True))
-            self._number = max((int(match[1]) for match in found if match), default=0)
+            # Files of earlier starts come before this one.
+            for name in names(self._folder, missing_ok=True):
+                match = _NUMBERED.match(name)
+                if match:
+                    self._number = max(self._number, int(match[1]))
         self._number += 1
         prefix = os.path.join(self._local, f"events.{self._number:06}")
         self._file = _tensorboard("event_file_writer").EventsWriter(prefix)
@@ -196,9 +205,8 @@ class TensorBoard(Sink):
             self._add(step=self._first_step + 1, session_log=session(status=session.START))
 
     def _add(self, **fields: Any) -> None:
-        self._file.write_event(
-            _tensorboard("proto.event_pb2").Event(wall_time=time.time(), **fields)
-        )
+        event = _tensorboard("proto.event_pb2").Event(wall_time=time.time(), **fields)
+        self._file.write_event(event)
         self._file.flush()
 
 
@@ -222,9 +230,9 @@ class WeightsAndBiases(Sink):
 
     def __init__(self, project: str, workdir: AnyPath):
         if importlib.util.find_spec("wandb") is None:
-            missing = f"--wandb_project is {project!r}, but wandb is not installed"
             raise UserError(
-                f"{missing}. Run pip install 'txl_jax[wandb]', or omit --wandb_project."
+                f"--wandb_project is {project!r}, but wandb is not installed. "
+                "Run pip install 'txl_jax[wandb]', or omit --wandb_project."
             )
         self._project = project
         self._workdir = os.fspath(workdir)
@@ -258,9 +266,8 @@ class WeightsAndBiases(Sink):
         """Adds a text as a table of one row."""
         import wandb
 
-        self._run.log(
-            {"step": step, tag: wandb.Table(columns=["step", "text"], data=[[step, text]])}
-        )
+        table = wandb.Table(columns=["step", "text"], data=[[step, text]])
+        self._run.log({"step": step, tag: table})
 
     def close(self) -> None:
         """Ends the run, once all is sent."""

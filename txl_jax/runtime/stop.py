@@ -27,11 +27,16 @@ from txl_jax.runtime import distributed
 # all processes make the same calls, so that the same number is the same point of the program in
 # each.
 _sync_points = itertools.count(1)
-_stop_requested = threading.Event()  # Set by `request_stop`, for the rest of the process.
+# Set by `request_stop`, for the rest of the process.
+_stop_requested = threading.Event()
+# Set by `request_save`, until the next `save_requested`.
 _save_requested = threading.Event()
-_watching = threading.Event()  # Set once this process waits for notices.
+# Set once this process waits for notices.
+_watching = threading.Event()
 
-_WAIT_SECONDS = 60  # The metadata server answers after this even if nothing has changed.
+# The metadata server answers after this time even if nothing has changed.
+_WAIT_SECONDS = 60
+_CONNECT_SECONDS = 5
 _RETRY_SECONDS = 10
 # A server that answers at once all the same is not asked without a pause.
 _PAUSE_SECONDS = 0.5
@@ -49,9 +54,9 @@ def request_stop(reason: str) -> None:
     printed on the error stream.
     """
     _stop_requested.set()
-    everywhere = distributed.is_multiprocess()
-    _print_now(reason, "saving and stopping", everywhere)
-    if everywhere:
+    is_multiprocess = distributed.is_multiprocess()
+    _print_now(reason, "saving and stopping", with_all=is_multiprocess)
+    if is_multiprocess:
         # jax's own handler, which may be called any number of times.
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -59,7 +64,7 @@ def request_stop(reason: str) -> None:
 def request_save(reason: str) -> None:
     """Makes the next `save_requested` true. Call it from any thread."""
     _save_requested.set()
-    _print_now(reason, "saving and continuing", distributed.is_multiprocess())
+    _print_now(reason, "saving and continuing", with_all=distributed.is_multiprocess())
 
 
 def save_requested() -> bool:
@@ -67,10 +72,11 @@ def save_requested() -> bool:
 
     A collective.
     """
-    own = _save_requested.is_set()
-    if own:
+    answer = None
+    if _save_requested.is_set():
         _save_requested.clear()
-    return distributed.first_error("requested" if own else None) is not None
+        answer = "requested"
+    return distributed.first_error(answer) is not None
 
 
 def is_watched_by_all() -> bool:
@@ -100,65 +106,80 @@ class StopRequest(contextlib.ExitStack):
 
     def __init__(self, *, only_defaults: bool = False) -> None:
         super().__init__()
-        # The signal that has arrived. Several processes always stop by SIGTERM.
+        # The signal that has arrived, or 0. Several processes always stop by SIGTERM.
         self.signal_number = 0
         self._only_defaults = only_defaults
         self._is_multiprocess = False
-        self._notes_hangups = False  # Whether SIGHUP is one of the signals.
+        # Whether SIGHUP is one of the signals.
+        self._notes_hangups = False
 
     def __enter__(self) -> Self:
         self._is_multiprocess = distributed.is_multiprocess()
+        numbers = [signal.SIGINT]
         # With several processes SIGTERM is left alone: jax has a handler of its own, below
         # Python's.
-        numbers = [signal.SIGINT] if self._is_multiprocess else [signal.SIGTERM, signal.SIGINT]
+        if not self._is_multiprocess:
+            numbers.insert(0, signal.SIGTERM)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
         if self._only_defaults:
-            is_main = threading.current_thread() is threading.main_thread()
-            replaced = (signal.SIG_DFL, signal.default_int_handler) if is_main else ()
-            numbers = [number for number in numbers if signal.getsignal(number) in replaced]
+            numbers = [number for number in numbers if _has_default_handler(number)]
+
         for number in numbers:
-            self.callback(signal.signal, number, signal.signal(number, self._note))
+            before = signal.signal(number, self._note)
+            self.callback(signal.signal, number, before)
         self._notes_hangups = signal.SIGHUP in numbers
         return self
 
     def __bool__(self) -> bool:
-        if not self.signal_number and (
-            multihost_utils.reached_preemption_sync_point(next(_sync_points))
-            if self._is_multiprocess
-            else _stop_requested.is_set()
-        ):
+        if self.signal_number == 0 and self._is_requested():
             self.signal_number = signal.SIGTERM
         return self.signal_number != 0
 
+    def _is_requested(self) -> bool:
+        # With several processes all ask at the same steps, and get the same answer.
+        if self._is_multiprocess:
+            return multihost_utils.reached_preemption_sync_point(next(_sync_points))
+        return _stop_requested.is_set()
+
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Handles a signal."""
         del frame
         if not self._is_multiprocess:
             self.signal_number = number
-        self.close()  # The handlers before this one act from now on.
+        # The handlers before this one act from now on.
+        self.close()
         if self._notes_hangups:
-            self.callback(
-                signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_IGN)
-            )
+            before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            self.callback(signal.signal, signal.SIGHUP, before)
         _print_now(
             signal.Signals(number).name,
             "stopping",
-            self._is_multiprocess,
-            ". A second one stops at once",
+            with_all=self._is_multiprocess,
+            hint=". A second one stops at once",
         )
         if self._is_multiprocess:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _print_now(reason: str, what: str, everywhere: bool, more: str = "") -> None:
+def _has_default_handler(number: signal.Signals) -> bool:
+    """Returns whether a signal may be handled here without replacing a caller's own handler."""
+    # Only the main thread can set handlers.
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    return signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+
+
+def _print_now(reason: str, action: str, *, with_all: bool, hint: str = "") -> None:
     """Writes a line to the error stream.
 
-    Not by print: a signal may have come in the middle of one.
+    Not by print: a signal may have come in the middle of one. `with_all` says whether this process
+    has joined others, which a handler of a signal must not ask JAX.
     """
-    when = "with all processes" if everywhere else "after the steps in progress"
-    # The reader of it may be gone, as after Ctrl-C on `2>&1 | tee`.
+    when = "with all processes" if with_all else "after the steps in progress"
+    # Nobody may read the stream any more, as after Ctrl-C on `2>&1 | tee`.
     with contextlib.suppress(OSError):
-        os.write(2, f"{reason}: {what} {when}{more}\n".encode())
+        os.write(2, f"{reason}: {action} {when}{hint}\n".encode())
 
 
 def act_on_notices() -> None:
@@ -169,13 +190,19 @@ def act_on_notices() -> None:
     Before maintenance that ends the machine the run saves and continues. A preemption stops it,
     like SIGTERM. (A machine that migrates continues.)
     """
-    if server := metadata_server():
-        maintenance = "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", request_save
-        for notice in (maintenance, ("preempted", "TRUE", request_stop)):
-            threading.Thread(
-                target=_watch, args=(server, *notice), name=f"notice of {notice[0]}", daemon=True
-            ).start()
-        _watching.set()
+    server = metadata_server()
+    if not server:
+        return
+    _watch_in_background(server, "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", request_save)
+    _watch_in_background(server, "preempted", "TRUE", request_stop)
+    _watching.set()
+
+
+def _watch_in_background(server: str, key: str, value: str, act: Callable[[str], None]) -> None:
+    thread = threading.Thread(
+        target=_watch, args=(server, key, value, act), name=f"notice of {key}", daemon=True
+    )
+    thread.start()
 
 
 def metadata_server() -> str | None:
@@ -202,15 +229,19 @@ def named_metadata_server(environment: Mapping[str, str]) -> str | None:
     return environment.get("GCE_METADATA_HOST") or environment.get("GCE_METADATA_IP")
 
 
-def _watch(server: str, key: str, final: str, act: Callable[[str], None]) -> None:
-    """Calls `act` each time a value of the metadata server becomes `final`.
+def _watch(server: str, key: str, value: str, act: Callable[[str], None]) -> None:
+    """Calls `act` each time a key of the metadata server gets this value.
 
     Ends if the server has no such key.
     """
+    url = f"http://{server}/computeMetadata/v1/instance/{key}"
     with requests.Session() as session:
-        session.trust_env = False  # A proxy has another machine's metadata, or none.
+        # A proxy has another machine's metadata, or none.
+        session.trust_env = False
         session.headers["Metadata-Flavor"] = "Google"
-        url, etag, before = f"http://{server}/computeMetadata/v1/instance/{key}", "0", ""
+        # Names the state that was seen last. The server answers once there is another one.
+        etag = "0"
+        before = ""
         while True:
             query: dict[str, str | int] = {
                 "wait_for_change": "true",
@@ -218,15 +249,19 @@ def _watch(server: str, key: str, final: str, act: Callable[[str], None]) -> Non
                 "last_etag": etag,
             }
             try:
-                answer = session.get(url, params=query, timeout=(5, 2 * _WAIT_SECONDS))
+                answer = session.get(
+                    url, params=query, timeout=(_CONNECT_SECONDS, 2 * _WAIT_SECONDS)
+                )
                 if answer.status_code == requests.codes.not_found:
                     return
                 answer.raise_for_status()
             except requests.RequestException:
                 time.sleep(_RETRY_SECONDS)
                 continue
-            value = answer.text.strip().upper()
-            if value == final != before:
-                act(f"{key}={value}")
-            etag, before = answer.headers.get("ETag", "0"), value
+
+            now = answer.text.strip().upper()
+            if now == value and before != value:
+                act(f"{key}={now}")
+            etag = answer.headers.get("ETag", "0")
+            before = now
             time.sleep(_PAUSE_SECONDS)

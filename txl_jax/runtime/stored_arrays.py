@@ -23,6 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
+from txl_jax.errors import first_line
 from txl_jax.runtime.storage import AnyPath, is_remote
 
 # For the index of the store, which would be read again for each key otherwise. Orbax uses the same
@@ -35,22 +36,23 @@ class StoredArray(NamedTuple):
     """An array of a checkpoint."""
 
     shape: tuple[int, ...]
-    start: tuple[int, ...]  # Index of the first element that this process holds.
+    # Index of the first element that this process holds.
+    start: tuple[int, ...]
 
 
 def describe(tree: Any) -> dict[str, StoredArray]:
     """Returns the arrays of a tree by the names that Orbax stores them under. Reads no values."""
-    found = {}
+    arrays = {}
     for name, leaf in ocp.tree.to_flat_dict(tree, sep=".").items():
         shape = tuple(np.shape(leaf))
         start = (0,) * len(shape)
         if isinstance(leaf, jax.Array):
             # Every process opens a chunk that it has written itself, or that holds the same values.
-            parts = leaf.sharding.addressable_devices_indices_map(shape)
-            part = next(iter(parts.values())) or ()
-            start = tuple(dimension.start or 0 for dimension in part)
-        found[name] = StoredArray(shape, start)
-    return found
+            shards = leaf.sharding.addressable_devices_indices_map(shape)
+            first_shard = next(iter(shards.values())) or ()
+            start = tuple(dimension.start or 0 for dimension in first_shard)
+        arrays[name] = StoredArray(shape, start)
+    return arrays
 
 
 def find_missing(
@@ -72,7 +74,7 @@ def find_missing(
         try:
             missing = _find_missing(os.fspath(folder), arrays)
         except Exception as error:  # noqa: BLE001 (damage shows as nearly any type)
-            missing = f"its arrays cannot be opened ({(str(error).splitlines() or [''])[0][:200]})"
+            missing = f"its arrays cannot be opened ({first_line(error)})"
         if missing is None or time.monotonic() >= until:
             return missing
         time.sleep(_SECONDS_BETWEEN_TRIES)
@@ -96,9 +98,8 @@ def _find_missing(folder: str, arrays: Mapping[str, StoredArray]) -> str | None:
         zarray = json.loads(header.value)
         if tuple(zarray["shape"]) != array.shape:
             return f"the array {name} has shape {zarray['shape']} instead of {list(array.shape)}"
-        chunks[name] = _read_first_byte(
-            store, f"{name}/{_chunk_key(array.start, zarray['chunks'])}", began
-        )
+        key = _chunk_key(array.start, zarray["chunks"])
+        chunks[name] = _read_first_byte(store, f"{name}/{key}", began)
     for name, chunk in chunks.items():
         if not chunk.result().value:
             return f"values of the array {name} are missing"
@@ -114,7 +115,8 @@ def _base(folder: str) -> Any:
         return {"driver": "file", "path": f"{folder}/"}
     scheme, _, rest = folder.partition("://")
     bucket, _, path = rest.partition("/")
-    return {"driver": {"gs": "gcs"}.get(scheme, scheme), "bucket": bucket, "path": f"{path}/"}
+    driver = "gcs" if scheme == "gs" else scheme
+    return {"driver": driver, "bucket": bucket, "path": f"{path}/"}
 
 
 def _chunk_key(start: tuple[int, ...], chunk_shape: list[int]) -> str:
@@ -123,6 +125,7 @@ def _chunk_key(start: tuple[int, ...], chunk_shape: list[int]) -> str:
     >>> _chunk_key((4, 6), [2, 6]), _chunk_key((), [])
     ('2.1', '0')
     """
+    # An array's place in the grid of chunks, one number per dimension.
     places = [str(index // size) for index, size in zip(start, chunk_shape, strict=True)]
     return ".".join(places) or "0"
 

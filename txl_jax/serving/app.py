@@ -61,18 +61,25 @@ def make_app(
     empty to allow any. `keys` are the API keys, or empty to require none.
     """
     server = _Server(engine, model, keys)
-    routes = [
+    completions = [
         server.route("/v1/completions", server.complete, protocol.CompletionBody),
         server.route("/v1/models", server.models),
         server.route("/v1/models/{name:path}", server.models),
+    ]
+    sessions = [
         server.route("/v1/sessions", server.make_session, protocol.Body),
         server.route("/v1/sessions", server.list_sessions),
         server.route("/v1/sessions/{name}", server.show_session),
         server.route("/v1/sessions/{name}", server.delete_session, method="DELETE"),
+    ]
+    tokens = [
         server.route("/tokenizer_info", server.tokenizer_info),
         server.route("/tokenize", server.tokenize, protocol.TokenizeBody),
         server.route("/detokenize", server.detokenize, protocol.DetokenizeBody),
+    ]
+    operation = [
         server.route("/metrics", server.metrics),
+        # No key is needed for these.
         Route("/healthz", server.health),
         Route("/readyz", server.readiness),
         Route("/openapi.json", server.schema),
@@ -84,7 +91,7 @@ def make_app(
         Middleware(OwnPagesOnly, hosts=hosts),
     ]
     app = Starlette(
-        routes=routes,
+        routes=[*completions, *sessions, *tokens, *operation],
         lifespan=server.lifespan,
         exception_handlers={HTTPException: _http_error},
         middleware=middleware,

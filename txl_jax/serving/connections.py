@@ -41,7 +41,8 @@ QUEUE = 1024
 # Open files besides those of connections: a closed one is gone after up to four rounds of the event
 # loop, which accept others, and the engine opens some (compiled programs).
 _SPARE_FILES = 4 * ACCEPTED_AT_ONCE + 16
-_FEWEST = 8  # Connections of a server that is of use.
+# Connections of a server that is of use.
+_FEWEST = 8
 # Clients' mistakes are counted in /metrics. A line for each, with advice to install other packages,
 # would let anybody fill the log. (The level of a logger below uvicorn's own would be reset with
 # their settings.)
@@ -52,7 +53,7 @@ _log.setLevel(logging.ERROR)
 class Phase(enum.IntEnum):
     """How far a connection's request is."""
 
-    HEADER = 0  # It is awaited, or is not complete.
+    HEADER = 0  # The header is awaited, or is not complete.
     BODY = 1  # The header is complete, but not the body.
     READER = 2  # The client has to take what was written of the answer.
     WORK = 3  # The answer is made.
@@ -98,13 +99,13 @@ class Connections:
         At the limit, closes one that is less advanced than all others, or the new one.
         """
         if len(self._open) >= self.most:
-            closed = min(self._open, key=lambda connection: (connection.phase, connection.since))
-            if closed.phase is Phase.WORK:
-                closed = new
-            self._open.discard(closed)
-            closed.transport.abort()
-            if closed is new:
+            oldest = min(self._open, key=lambda connection: (connection.phase, connection.since))
+            if oldest.phase is Phase.WORK:
+                # All others are being answered.
+                new.transport.abort()
                 return
+            self._open.discard(oldest)
+            oldest.transport.abort()
         self._open.add(new)
         if self._sweep is None:
             self._sweep = new.loop.call_later(self._sweep_seconds, self._close_silent, new.loop)
@@ -119,6 +120,7 @@ class Connections:
             connection.transport.abort()
 
     def _close_silent(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Closes connections that exceed a time limit, and looks again while any is open."""
         now = loop.time()
         for connection in self._open:
             if connection.is_silent(now):
@@ -134,12 +136,14 @@ class Connection(H11Protocol):
     def __init__(self, connections: Connections, **options: Any):
         super().__init__(**options)
         self.logger = _log
-        self.since = 0.0  # When the phase began, on the loop's clock.
+        # When the phase began. All times are the loop's clock's.
+        self.since = 0.0
         self._connections = connections
-        # When its first byte came, or the connection was opened.
+        # When the first byte of the awaited header came, or the connection was opened. None while
+        # no header is awaited, or no byte of it has come.
         self._header_began: float | None = None
         # Bytes of answers that the system had not taken when that was last looked at.
-        self._left = 0
+        self._num_left = 0
         # When their number last changed.
         self._moved = 0.0
 
@@ -155,9 +159,9 @@ class Connection(H11Protocol):
 
     def is_silent(self, now: float) -> bool:
         """Returns whether the client has exceeded a time limit."""
-        left = self.transport.get_write_buffer_size()
-        if left != self._left or not left:
-            self._left = left
+        num_left = self.transport.get_write_buffer_size()
+        if num_left != self._num_left or not num_left:
+            self._num_left = num_left
             self._moved = now
         if now - self._moved > self._connections.stalled_seconds:
             return True
@@ -193,14 +197,14 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP, as it may be in the middle of a body."""
-        is_answered = False
-        if self.cycle is not None and not self.cycle.response_complete:
+        is_in_body = self.cycle is not None and not self.cycle.response_complete
+        if is_in_body:
             # The application reads that the client has left. What it still sends is dropped,
             # without a traceback.
-            is_answered = self.cycle.response_started
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if is_answered:
+        if is_in_body and self.cycle.response_started:
+            # A second answer would be taken for the rest of the first.
             self.transport.close()
         else:
             self._connections.count(400)
@@ -228,7 +232,10 @@ def most_connections(num_choices: int) -> int:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return wanted
-    used = len(os.listdir("/dev/fd")) + _SPARE_FILES
-    fewest = f"the limit of open files must be at least {used + _FEWEST}, got {files}"
-    require(files >= used + _FEWEST, f"{fewest}. Raise it with ulimit -n.")
-    return min(wanted, files - used)
+    num_used = len(os.listdir("/dev/fd")) + _SPARE_FILES
+    require(
+        files >= num_used + _FEWEST,
+        f"the limit of open files must be at least {num_used + _FEWEST}, got {files}. "
+        "Raise it with ulimit -n.",
+    )
+    return min(wanted, files - num_used)

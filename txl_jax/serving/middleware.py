@@ -39,7 +39,8 @@ class Counted:
         if scope["type"] != "http" or scope["path"] in PROBES:
             await self._app(scope, receive, send)
             return
-        status = 499  # Of a request whose client has left before the answer.
+        # 499 stays if the client has left before the answer.
+        status = 499
 
         async def note(message: Message) -> None:
             nonlocal status
@@ -121,7 +122,9 @@ class OwnPagesOnly:
     def __init__(self, app: ASGIApp, hosts: Sequence[str]):
         self._app = app
         self._hosts = frozenset(host.lower() for host in hosts)
-        self._pages = self._hosts - {*LOOPBACK}  # Other servers of this machine have pages too.
+        # Names of servers whose pages may send requests. Not loopback: other servers of this
+        # machine have pages too.
+        self._pages = self._hosts - {*LOOPBACK}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, or answers it."""
@@ -130,17 +133,11 @@ class OwnPagesOnly:
             return
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        origin = headers.get("origin", "")  # Only browsers send an origin.
+        # Only browsers send an origin: the address of the page that sends the request.
+        origin = headers.get("origin", "")
         page = origin.partition("://")[2]
         is_foreign = bool(origin) and page != host
         is_allowed = is_foreign and _name(page) in self._pages
-
-        async def share(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                answered = MutableHeaders(scope=message)
-                answered["Access-Control-Allow-Origin"] = origin
-                answered.add_vary_header("Origin")
-            await send(message)
 
         app = self._app
         if scope["path"] not in PROBES:
@@ -153,24 +150,36 @@ class OwnPagesOnly:
                 is_allowed = False
             elif is_foreign and not is_allowed:
                 app = error_response(RequestError(_refusal(origin), status=403, code="cross_site"))
-        if (
-            is_allowed
-            and scope["method"] == "OPTIONS"
-            and "access-control-request-method" in headers
-        ):
+
+        if not is_allowed:
+            await app(scope, receive, send)
+            return
+
+        async def share(message: Message) -> None:
+            """Lets the page read the answer."""
+            if message["type"] == "http.response.start":
+                answered = MutableHeaders(scope=message)
+                answered["Access-Control-Allow-Origin"] = origin
+                answered.add_vary_header("Origin")
+            await send(message)
+
+        if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
             app = _preflight(headers)
-        await app(scope, receive, share if is_allowed else send)
+        await app(scope, receive, share)
 
 
 def error_response(error: RequestError) -> JSONResponse:
     """Returns the answer of an error, in OpenAI's format."""
-    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+    headers = {}
+    if error.status in (429, 503):
+        headers["Retry-After"] = "1"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(protocol.error_json(error), status_code=error.status, headers=headers)
 
 
 def _refusal(origin: str) -> str:
+    """Returns why requests of another server's page are rejected."""
     name = _name(origin.partition("://")[2])
     if name is None:
         return f"pages without an address of their own ({origin[:80]!r}) are not allowed"
@@ -188,10 +197,10 @@ def _preflight(headers: Headers) -> Response:
         "Access-Control-Allow-Methods": "GET, POST, DELETE",
         "Access-Control-Max-Age": str(PREFLIGHT_SECONDS),
     }
-    asked = headers.get("access-control-request-headers")
-    if asked:
-        # Clients send names of their own, as OpenAI's.
-        allowed["Access-Control-Allow-Headers"] = asked
+    requested = headers.get("access-control-request-headers")
+    if requested:
+        # Whatever the page wants to send: clients such as OpenAI's send headers of their own.
+        allowed["Access-Control-Allow-Headers"] = requested
     return Response(status_code=204, headers=allowed)
 
 
