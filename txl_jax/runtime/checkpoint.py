@@ -318,16 +318,23 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def restore(
         self, abstract_state: Any, *, before: int | None = None, casts: bool = False
     ) -> tuple[int, Any, dict[str, Any]] | None:
-        """Restores the latest valid checkpoint.
+        """Restores the latest valid checkpoint. Nothing on disk is changed.
 
-        If `before` is passed, only checkpoints before that step are tried. Verified checkpoints are
-        tried first, then checkpoints without digests.
+        Verified checkpoints are tried first, then checkpoints without digests. Each skipped step is
+        logged.
 
-        Each skipped step is logged. Nothing on disk is changed. `abstract_state` is a pytree like
-        the saved one, of jax.ShapeDtypeStruct with shardings, or of arrays. Returns (step, state
-        with those shardings, notes), or None if no step exists. With `casts`, arrays that were
-        saved as 32-bit floats may be restored as 64-bit floats. Raises `CheckpointError` if no step
-        can be restored, or they belong to another model.
+        Args:
+          abstract_state: A pytree like the saved one, of jax.ShapeDtypeStruct with shardings, or of
+            arrays.
+          before: If passed, only checkpoints before that step are tried.
+          casts: Whether arrays that were saved as 32-bit floats may be restored as 64-bit floats.
+
+        Returns:
+          (step, state with those shardings, notes), or None if no step exists.
+
+        Raises:
+          CheckpointError: If no step can be restored, or they belong to another model.
+          UserError: If a verified checkpoint in object storage cannot be reached.
         """
         distributed.run_on_all(self.wait)
         # The steps that process 0 finds: all must try the same ones.
@@ -385,9 +392,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def _try_restore(
         self, path: str, abstract_state: Any, tried: list[str], *, is_verified: bool, casts: bool
     ) -> tuple[Any, dict[str, Any]] | None:
-        """Restores (state, notes) of a step, or None if Orbax cannot.
+        """Restores (state, notes) of a step, or returns None and adds to `tried` if Orbax cannot.
 
-        Raises for another model's step.
+        Raises for another model's step, and if a verified one in object storage cannot be reached.
         """
         reader = ocp.Checkpointer(_handler())
         wanted = _drop_empty(abstract_state)

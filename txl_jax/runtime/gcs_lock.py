@@ -79,8 +79,8 @@ class GcsLock:
             is_alive = _is_alive(record)
             beat = _version(self._beat_url(record)) or lock
             seen = (lock.generation, beat.generation)
-            is_renewed = first is not None and first != seen
-            if is_alive or is_renewed:
+            has_changed = first is not None and first != seen
+            if is_alive or has_changed:
                 raise UserError(
                     f"another run ({holder}) is training in {self._folder}. "
                     "Stop it, or pass another --workdir."
