@@ -45,7 +45,7 @@ _BYTES_PER_TOKEN = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class ServePlan(cli.StoredTypes):
+class Plan(cli.StoredTypes):
     """The model, the address and the limits."""
 
     model: str = setting("", "Workdir of a run, or portable checkpoint.", path=True, required=True)
@@ -91,7 +91,7 @@ class ServePlan(cli.StoredTypes):
     )
 
 
-def run(plan: ServePlan, _job: cli.Job) -> int:
+def run(plan: Plan, _job: cli.Job) -> int:
     """Serves until a signal."""
     # Until it listens Ctrl-C ends it at once: an exception can be lost in a callback of XLA.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -126,7 +126,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _serve(plan: ServePlan, keys: set[str], bound: socket.socket) -> int:
+def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
     with rephrased("the server is not installed (%s). Run pip install '.[serve]'.", ImportError):
         import uvicorn
 
@@ -165,7 +165,7 @@ def _serve(plan: ServePlan, keys: set[str], bound: socket.socket) -> int:
 
 
 def _make_server(
-    plan: ServePlan,
+    plan: Plan,
     config: Any,
     engine: Engine,
     connections: Any,
@@ -235,7 +235,7 @@ def _bind(host: str, port: int) -> socket.socket:
         return bound
 
 
-def _engine(plan: ServePlan, *, num_keys: int) -> Engine:
+def _engine(plan: Plan, *, num_keys: int) -> Engine:
     """Returns the engine of the model.
 
     Raises `UserError` if the rows need more memory than the device has.
@@ -287,4 +287,4 @@ def _engine(plan: ServePlan, *, num_keys: int) -> Engine:
 
 
 if __name__ == "__main__":
-    cli.main(run, ServePlan)
+    cli.main(run, Plan)

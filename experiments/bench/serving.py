@@ -45,8 +45,8 @@ def run(plan: Plan, job: cli.Job) -> None:
     params = timing.with_every_tail(params) if config.model.cutoffs else params
     timing.print_head(built)
     steps = [Step(built, batch_size=rows) for rows in (plan.rows, 1)]
-    prepared = steps[0].prepare_params(params)
-    many, one = tasks = [_task(built, step, prepared) for step in steps]
+    weights = steps[0].prepare_params(params)
+    many, one = tasks = [_task(built, step, weights) for step in steps]
     timing.time_in_turns(tasks, warmup=1, calls=plan.calls)
     rows = ([str(step.batch_size), *task.cells] for step, task in zip(steps, tasks, strict=True))
     timing.print_table("rows | tokens/s | slowest | fastest", rows)
@@ -55,12 +55,12 @@ def run(plan: Plan, job: cli.Job) -> None:
     )
 
 
-def _task(built: Built, step: Step, prepared: PreparedParams) -> Task:
+def _task(built: Built, step: Step, weights: PreparedParams) -> Task:
     """Returns the task of sampling K tokens of every row."""
     rows = Rows.idle(step.batch_size)
     rows.position[:], rows.steps[:] = 2 * step.capacity, step.block
     rows.last[:] = np.arange(step.batch_size) % built.model.vocab_size
-    call = timing.repeated(functools.partial(step.write, prepared), step.init_cache(prepared), rows)
+    call = timing.repeated(functools.partial(step.write, weights), step.init_cache(weights), rows)
     return Task("serving", step.batch_size * step.block, call)
 
 

@@ -145,7 +145,7 @@ EFFECTS = {
 }
 
 
-@pytest.mark.parametrize("name", [leaf.name for leaf in config_tree.leaves(serve.ServePlan)])
+@pytest.mark.parametrize("name", [leaf.name for leaf in config_tree.leaves(serve.Plan)])
 def test_each_flag_changes_what_it_says_and_nothing_else(served, name):
     """A new flag needs a row in `EFFECTS`."""
     value, effect = EFFECTS[name]
