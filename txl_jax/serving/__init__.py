@@ -4,7 +4,7 @@
     sessions.py    memories that clients keep
     engine.py      the thread that owns the device: texts join and leave rows between calls
     protocol.py    OpenAI's JSON to requests, and results to JSON
-    completion.py  one request's jobs on the event loop
+    completion.py  one request's choices on the event loop
     app.py         routes and metrics, with page.html to try the model in a browser
 
 `protocol.py`, `completion.py` and `app.py` need the extra `serve`.

@@ -288,8 +288,9 @@ class _Server(Collector):
 
     async def schema(self, _request: Request) -> Response:
         """Returns the routes and the models of their bodies, in OpenAPI."""
-        models = [(body, "validation") for body in _BODIES]
-        _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
+        _, schemas = models_json_schema(
+            [(body, "validation") for body in _BODIES], ref_template="#/components/schemas/{model}"
+        )
         return JSONResponse(
             {
                 "openapi": "3.1.0",
