@@ -446,7 +446,7 @@ class Engine:
         )
         count = len(scores.nats)
         self.counters.read += count
-        # Each token that was read is scored by the next one.
+        # The scores are those of the tokens that follow the ones that were read.
         targets = row.unread[1 : count + 1]
         row.unread = row.unread[count:]
         row.position += count

@@ -203,22 +203,22 @@ def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: ServerLimit
             param="session",
         )
 
-    prompts = []
+    tokens_of_texts = []
     for text in texts:
-        ids = _ids(text, vocabulary)
-        # A text without a prompt follows the token that texts start after.
-        if not len(ids) and body.session is None:
-            ids = vocabulary.start.astype(np.int32)
-        prompts.append(ids)
-    num_tokens = sum(len(ids) for ids in prompts)
+        tokens = _ids(text, vocabulary)
+        # An empty prompt is the token that texts start after. A session has tokens before it.
+        if not len(tokens) and body.session is None:
+            tokens = vocabulary.start.astype(np.int32)
+        tokens_of_texts.append(tokens)
+    num_tokens = sum(len(tokens) for tokens in tokens_of_texts)
     _check_total(_size(body, num_tokens, num_choices), limits)
 
     seed = secrets.randbelow(1 << 32) if body.seed is None else body.seed
     stop = _stop(body, limits)
-    requests = []
-    for ids in prompts:
-        request = Prompt(
-            ids,
+    prompts = []
+    for tokens in tokens_of_texts:
+        prompt = Prompt(
+            tokens,
             max_tokens=body.max_tokens,
             n=body.n,
             temperature=body.temperature,
@@ -228,8 +228,8 @@ def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: ServerLimit
             logprobs=body.logprobs is not None,
             echo=body.echo,
         )
-        requests.append(request)
-    return requests
+        prompts.append(prompt)
+    return prompts
 
 
 def _check_parameters(body: CompletionBody, limits: ServerLimits) -> None:
@@ -355,7 +355,7 @@ class ChoiceWriter:
         self._num_top = min(logprobs or 0, vocabulary.size)
         if text is None:
             text = prompt_text(prompt, vocabulary)
-        # With echo, the text before the first piece's.
+        # With echo, the prompt's text, until the first piece has taken it.
         self._echo = text if prompt.echo else ""
         # Characters of the text before the next token.
         self._offset = 0 if prompt.echo else len(text)
