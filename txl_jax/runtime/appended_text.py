@@ -25,7 +25,7 @@ SECONDS_BETWEEN_UPLOADS = 30.0
 _PART = re.compile(r"(\d{6,})(\.all)?")
 
 
-class _Part(NamedTuple):
+class _TextPart(NamedTuple):
     """A part of a text in a bucket."""
 
     number: int
@@ -63,7 +63,7 @@ def replace_appended(path: AnyPath, texts: Sequence[str]) -> None:
         storage.remove(part.url)
 
 
-def _parts(path: str) -> list[_Part]:
+def _parts(path: str) -> list[_TextPart]:
     """Returns the parts of a text in their order. A local text has none."""
     if not is_remote(path):
         return []
@@ -72,7 +72,7 @@ def _parts(path: str) -> list[_Part]:
         match = _PART.fullmatch(name)
         if match is not None:
             url = f"{path}.parts/{name}"
-            parts.append(_Part(int(match[1]), url, is_whole=match[2] is not None))
+            parts.append(_TextPart(int(match[1]), url, is_whole=match[2] is not None))
     return sorted(parts)
 
 
@@ -80,7 +80,7 @@ def _part_url(path: str, number: int) -> str:
     return f"{path}.parts/{number:06}"
 
 
-def _next_number(parts: Sequence[_Part]) -> int:
+def _next_number(parts: Sequence[_TextPart]) -> int:
     return parts[-1].number + 1 if parts else 1
 
 

@@ -27,13 +27,16 @@ from txl_jax.errors import LogError, UserError
 from txl_jax.runtime import remote
 from txl_jax.runtime.output import say
 
-_MAX_JSON_BYTES = 16 << 20  # A parsed value takes up to 30 times as much memory.
+# A parsed value takes up to 30 times as much memory.
+_MAX_JSON_BYTES = 16 << 20
+# Flags and prompts are far smaller, and a pipe may never end.
+_MAX_PIPED_BYTES = 16 << 20
 _PROBE_BYTES = 4096
-_MAX_PIPED_BYTES = 16 << 20  # Flags and prompts are far smaller, and a pipe may never end.
 # How a file system without hard links, such as FAT, answers link.
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
 # How a file system without locks answers flock.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+_SECONDS_BETWEEN_LOCK_TRIES = 0.05
 
 AnyPath = remote.AnyPath
 
@@ -539,7 +542,7 @@ def lock_now(handle: IO[str], *, seconds: float, shared: bool = False) -> str | 
             if error.errno not in _NO_LOCKS:
                 raise
             return f"the file system has no locks ({error.strerror})"
-        time.sleep(0.05)
+        time.sleep(_SECONDS_BETWEEN_LOCK_TRIES)
 
 
 def access_error(what: str, path: AnyPath, error: OSError) -> UserError:
