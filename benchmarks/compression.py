@@ -56,8 +56,8 @@ FILTERS = {
     "zstd -22": ["zstd", "--ultra", "-22", "--long=27", "-q"],
 }
 PPMD_ORDERS = (8, 16)
-# So that the model of a text of this length is never thrown away.
-PPMD_BYTES = 1 << 30
+# Enough memory that PPMd never discards its model.
+PPMD_MEMORY = 1 << 30
 
 # Compresses bytes.
 Compressor = Callable[[bytes], bytes]
@@ -135,7 +135,7 @@ def _compressors() -> Iterator[tuple[str, Compressor]]:
         pyppmd = importlib.import_module("pyppmd")
 
         def compress(text: bytes) -> bytes:
-            encoder = pyppmd.Ppmd7Encoder(order, PPMD_BYTES)
+            encoder = pyppmd.Ppmd7Encoder(order, PPMD_MEMORY)
             return encoder.encode(text) + encoder.flush()
 
         return compress

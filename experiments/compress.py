@@ -7,10 +7,10 @@ r"""Compresses a file with a trained model that learns from it, and decompresses
 The model predicts each byte, a range coder writes it in -log2(probability) bits, and after each
 segment the model learns from it, as in dynamic evaluation (docs/dynamic.md). Decompressing needs
 the same model, and the same numbers to the last bit: the same versions of JAX, and a processor with
-the same instructions. It is checked before anything is decoded. docs/compression.md has sizes,
-speed, and what compressors reach that have read the model's training text, too.
+the same instructions. Both are checked before anything is decoded. docs/compression.md has sizes
+and speed, and the sizes of compressors that have also read the model's training text.
 
-A file that does not shrink is stored as it is. Nothing is overwritten, and a file gets its name
+A file is stored as it is where that is smaller. Nothing is overwritten, and a file gets its name
 only when it is complete and, if it was decompressed, has the right SHA-256.
 """
 
@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from txl_jax import cli
 from txl_jax.cli import setting
-from txl_jax.compression import codec, file_format
+from txl_jax.compression import codec, file_format, range_coder
 from txl_jax.compression.file_format import Coding, Environment, Header
 from txl_jax.compression.predictor import Predictor
 from txl_jax.errors import UserError, first_line, one_line, rephrased
@@ -47,15 +47,19 @@ class Plan(cli.Plan):
     """The model, the output, and how the text is predicted."""
 
     decompress: bool = setting(False, "Decompress the file instead of compressing it.")
-    model: str = setting("", "The model: a workdir or a portable checkpoint.", path=True)
+    model: str = setting(
+        "",
+        "The model: a workdir or a portable checkpoint. A file that was stored needs none.",
+        path=True,
+    )
     ensemble_member: str | None = setting(
         None, "Name of the ensemble member, if --model is an ensemble's workdir."
     )
     out: str = setting("", "File to write, or - for standard output.", required=True)
     streams: int = setting(
         8,
-        "Number of pieces of the file that are predicted side by side. One needs fewer bits, and "
-        "several times as long.",
+        "Number of pieces of the file that are predicted side by side. One needs fewer bits, but "
+        "takes two to four times as long.",
         at_least=1,
         at_most=file_format.MAX_STREAMS,
     )
@@ -65,7 +69,7 @@ class Plan(cli.Plan):
         at_least=1,
         at_most=file_format.MAX_SEGMENT_LEN,
     )
-    # The defaults of these three are those of the quickstart's learning.
+    # The defaults of these three are those of `experiments.quickstart.LEARNING`.
     learning_rate: float = setting(
         7e-4, "Learning rate of the updates. 0 disables learning.", at_least=0
     )
@@ -121,6 +125,7 @@ def _compress(plan: Plan, job: cli.Job, text: bytes, *, log: Callable[[str], Non
     """Returns the compressed file of a text."""
     if not plan.model:
         raise UserError("--model must name the model that compresses. Pass a run's workdir.")
+    range_coder.require_package()
     threads = plan.threads or cpu_threads.available()
     cpu_threads.use_cpu(threads)
     trained = open_weights(plan.model, member=plan.ensemble_member)
@@ -136,6 +141,8 @@ def _compress(plan: Plan, job: cli.Job, text: bytes, *, log: Callable[[str], Non
     with rephrased("the text cannot be coded with %s", ValueError):
         file_format.check_coding(coding)
     predictor = Predictor(trained, coding, log=log)
+    # A byte that the model does not know is an error before the work begins.
+    predictor.vocabulary.encode(text)
     _describe(trained, coding, log)
     header = Header(
         text_bytes=len(text),
@@ -153,9 +160,9 @@ def _compress(plan: Plan, job: cli.Job, text: bytes, *, log: Callable[[str], Non
     result = file_format.dump(header, payload)
     stored = file_format.dump(Header.of_stored(text), text)
     if len(stored) <= len(result):
-        log("note      the model needs more bits than the text has, so the text is stored as it is")
+        log("note      coding would not make the file smaller, so the text is stored as it is")
         result = stored
-    # What is written can be read.
+    # An error now rather than when decompressing.
     file_format.load(result, name=plan.out)
     log(
         f"result    {len(text):,} bytes to {len(result):,} "
@@ -169,17 +176,20 @@ def _decompress(
     plan: Plan, job: cli.Job, content: bytes, *, name: str, log: Callable[[str], None]
 ) -> bytes:
     """Returns the text of a compressed file, whose digest was checked."""
+    # `places` has the flags that were set.
     typed = [flag for flag in CODING_FLAGS if flag in job.places]
     if typed:
         raise UserError(
             f"with --decompress the file says how it was coded. Omit --{', --'.join(typed)}."
         )
     header, payload = file_format.load(content, name=name)
+    # Both are there, or the text was stored.
     if header.coding is None or header.environment is None:
         text = payload
     else:
         if not plan.model:
             raise UserError(f"--model must name the model that compressed {name}.")
+        range_coder.require_package()
         cpu_threads.use_cpu(header.coding.threads)
         trained = open_weights(plan.model, member=plan.ensemble_member)
         predictor = Predictor(trained, header.coding, log=log)
@@ -271,7 +281,7 @@ def _progress(job: cli.Job, name: str, n_bytes: int, log: Callable[[str], None])
 def _environment() -> Environment:
     """Returns what the numbers of this process may depend on."""
     versions = [f"txl_jax {__version__}"]
-    for package in ("jax", "jaxlib", "constriction"):
+    for package in ("jax", "jaxlib", "numpy", "constriction"):
         versions.append(f"{package} {importlib.metadata.version(package)}")
     return Environment(
         device=environment.device_kind(), processor=processor(), versions=", ".join(versions)

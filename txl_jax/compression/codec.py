@@ -1,6 +1,6 @@
-"""Texts to coded bits and back: one loop that leads predictor and range coder through a text.
+"""Texts to coded bits and back: one loop that drives predictor and range coder through a text.
 
-A text of T bytes becomes R streams of n bytes, one after the other, the last ones shorter:
+A text of T bytes becomes R streams of N bytes, one after the other, the last ones shorter:
 
     streams = 3, text = "abcdefgh"      a b c
                                         d e f
@@ -19,9 +19,9 @@ from txl_jax.compression.predictor import Predictor
 from txl_jax.compression.range_coder import TOTAL, Decoder, Encoder, integer_probabilities
 from txl_jax.metrics import Totals
 
-# Takes how many bytes are done, and their summed losses.
+# Takes how many bytes are done, and their summed losses. It may raise `Interrupted`.
 Progress = Callable[[float, Totals], None]
-# Takes the probabilities int64 [n, V] of the next n symbols, and returns the symbols int [n].
+# Takes the integer probabilities [n_active, V] of the next symbols, and returns them [n_active].
 _Coder = Callable[[np.ndarray], np.ndarray]
 
 
@@ -37,9 +37,9 @@ def compress(text: bytes, predictor: Predictor, *, progress: Progress) -> bytes:
     columns = streams.columns(symbols)
     encoder = Encoder()
 
-    def encode(probabilities: np.ndarray) -> np.ndarray:
+    def encode(integers: np.ndarray) -> np.ndarray:
         column = next(columns)
-        encoder.encode(column, probabilities)
+        encoder.encode(column, integers)
         return column
 
     _code(streams, predictor, encode, progress)
@@ -51,7 +51,7 @@ def decompress(
 ) -> bytes:
     """Returns the text of `text_bytes` bytes whose coded bits are `payload`.
 
-    Bits of another text, model or machine give a wrong text, which mostly only its digest shows.
+    Bits of another text, model or machine give a wrong text, usually detected only by its digest.
 
     Raises:
       UserError: If no text has these bits.
@@ -64,11 +64,11 @@ def decompress(
 
 
 class _Streams:
-    """How T symbols are divided over R streams of n symbols, the last ones shorter."""
+    """How T symbols are divided over R streams of N symbols, the last ones shorter."""
 
     def __init__(self, n_symbol: int, n_stream: int):
         self.n_symbol = n_symbol
-        # n, the length of the longest stream.
+        # N, the length of the longest stream.
         self.length = math.ceil(n_symbol / n_stream)
         # int [R], the lengths of the streams. They never increase.
         starts = np.arange(n_stream) * self.length
@@ -92,7 +92,7 @@ class _Streams:
 
 
 def _code(streams: _Streams, predictor: Predictor, code: _Coder, progress: Progress) -> np.ndarray:
-    """Leads predictor and coder through all streams. Returns the symbols, uint8 [T].
+    """Drives predictor and coder through all streams. Returns the symbols, uint8 [T].
 
     Both directions run this loop, so the predictor is called alike in both.
     """
@@ -102,7 +102,8 @@ def _code(streams: _Streams, predictor: Predictor, code: _Coder, progress: Progr
     state = predictor.start()
     # Nothing precedes the first symbol of a stream, so all are equally likely.
     log_probabilities = np.full((n_stream, vocab_size), -math.log(vocab_size))
-    # Segments [R, L] so far. Nothing is allocated by the length in a header, which may be wrong.
+    # Segments [R, L] so far. They grow with what was really decoded, as the length in a header may
+    # be wrong.
     blocks: list[np.ndarray] = []
     totals = Totals()
 

@@ -6,9 +6,9 @@
     the payload       the coded bits, or the text itself if it did not shrink
     32 bytes          the SHA-256 of everything before
 
-Nothing of a file is used before its SHA-256 was checked, so a file that was cut or changed is one
-error, and costs no time. A header with a right SHA-256 may still be a stranger's, so all of its
-values are checked.
+Apart from MAGIC, nothing of a file is used until its SHA-256 has been checked, so a damaged file
+gives one quick error. A header with the right SHA-256 may still be a stranger's. So each value that
+is used is checked.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from typing import Any
 from txl_jax.compression.range_coder import fewest_bits
 from txl_jax.errors import UserError
 
-MAGIC = b"\x93TXL\r\n\x1a\n"  # Like PNG's, it notices a transfer that changes line ends.
+MAGIC = b"\x93TXL\r\n\x1a\n"  # Like PNG's, it notices a transfer that changes line endings.
 VERSION = 1
 
 _LENGTH = struct.Struct("<I")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_HEADER_BYTES = 1 << 14
-# The coder ends with up to two words of 32 bits that carry no information of their own.
+# A decoder may still read symbols where the payload has ended, as if two more words followed.
 _CODER_BYTES = 8
 
 # Upper limits of what a header may ask for. They are far above what is useful.
@@ -36,8 +36,8 @@ MAX_MEM_LEN = 1 << 16
 MAX_THREADS = 1024
 # The model's numbers are floats of 32 bits, whose largest one is 3.4e38.
 MAX_FLOAT = 1e38
-# Upper limits of products of these, in which the memory grows that the model takes: the positions
-# of memory and segment, and the pairs of a position of the segment and one of both.
+# The model's memory use grows with two products: streams * (mem_len + segment_len), and that times
+# segment_len (attention scores). These are their upper limits.
 MAX_POSITIONS = 1 << 18
 MAX_PAIRS = 1 << 25
 
@@ -220,8 +220,8 @@ def check_length(header: Header, payload: bytes, *, name: str, n_symbol: int = 2
     """Raises `UserError` if a payload cannot be a text of the header's length.
 
     Otherwise a small file of a stranger could keep a machine busy for years, and fill its memory.
-    For a model of 256 symbols, each of which takes more bits, the limit is lower by a factor of
-    255.
+    `load` does not know the model, so it assumes two symbols. With more symbols each takes more
+    bits, so the length is checked again once the model is known.
 
     Args:
       header: The header.

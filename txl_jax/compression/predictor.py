@@ -1,13 +1,13 @@
 """The model's part of compression: it predicts the next byte of R streams, and learns from them.
 
-Prediction is a step of one token over a KV cache, as in generation. After L tokens of each stream
-follows one update of dynamic evaluation (`evaluation.dynamic`), with the rule RMSprop, from tokens
-that the decoder has by then, too. As published for dynamic evaluation, keys and values of earlier
-tokens stay as they were computed.
+Prediction is a step of one token over a KV cache, as in generation. After every L tokens of each
+stream (`segment_len`), one update of dynamic evaluation (`evaluation.dynamic`) follows, with the
+rule RMSprop, from tokens that the decoder has by then, too. As published for dynamic evaluation,
+keys and values of earlier tokens stay as they were computed.
 
 Both directions call the same compiled functions with the same numbers. What else the last bits
-depend on is fixed here: one CPU device, attention by the reference, nothing recomputed in the
-backward pass. The number of XLA's threads is the caller's (`runtime.cpu_threads`).
+depend on is fixed here: one device, attention by the reference, nothing recomputed in the backward
+pass. The caller chooses the CPU and the number of XLA's threads (`runtime.cpu_threads`).
 """
 
 import hashlib
@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from txl_jax.compression.file_format import Coding
+from txl_jax.compression.range_coder import integer_probabilities
 from txl_jax.config import (
     DynamicConfig,
     DynamicRule,
@@ -51,7 +52,7 @@ _PROBE_SEGMENTS = 2
 
 
 class State(NamedTuple):
-    """What the predictor knows between two calls. Each call takes it over."""
+    """What the predictor knows between two calls. A call donates the arrays that it replaces."""
 
     # Parameters, the rule's state and the memory of training's forward pass.
     learner: TrainState
@@ -103,7 +104,7 @@ class Predictor:
         return digest_of_weights(leaves.from_tree(self._params))
 
     def start(self) -> State:
-        """Returns the state before the first byte."""
+        """Returns the state before the first byte, with copies of the parameters."""
         prepared = self._prepare(self._params)
         return State(self._learner.start(), prepared, self._init_cache(prepared))
 
@@ -111,7 +112,7 @@ class Predictor:
         """Reads the next token of each stream.
 
         Args:
-          state: The state, which is donated.
+          state: The state, whose cache is donated.
           tokens: Integers [R].
 
         Returns:
@@ -125,13 +126,14 @@ class Predictor:
         """Makes one update from the segment that was read last.
 
         Args:
-          state: The state, which is donated.
+          state: The state, whose learner is donated.
           tokens: Integers [R, L + 1], the tokens of the segment and the one after it.
           is_known: Bool [R, L + 1], False behind the end of a stream.
 
         Returns:
           The state after the update.
         """
+        # One segment, [1, R, L].
         segment = Segments(
             inputs=tokens[None, :, :-1].astype(np.int32),
             targets=tokens[None, :, 1:].astype(np.int32),
@@ -139,25 +141,26 @@ class Predictor:
             reset=np.zeros((1, len(tokens)), bool),
         )
         segment = self._built.place(segment)
-        learner, _ = self._learner.step(None, state.learner, segment)
+        # Dynamic evaluation needs no prepared parameters, and its losses are known already.
+        learner, _losses = self._learner.step(None, state.learner, segment)
         return State(learner, self._prepare(learner.params), state.cache)
 
     def probe(self, *, stop_requested: Callable[[], Any] = lambda: False) -> str:
         """Returns the SHA-256 of what the predictor computes for a fixed text, in hexadecimal.
 
-        Where it is another one, a text that was compressed with this model cannot be decoded.
+        Where this differs, a text that was compressed with this model cannot be decoded.
 
         Args:
-          stop_requested: Is asked before each token, because long segments take minutes.
+          stop_requested: Called before each token, because long segments take minutes.
 
         Raises:
           Interrupted: If a stop was requested.
         """
         n_stream = self.coding.streams
         segment_len = self.coding.segment_len
-        # Different tokens in each stream and segment, of all values.
+        # Different tokens in each stream and segment. 257 is prime to every size up to 256.
         n_token = n_stream * (_PROBE_SEGMENTS * segment_len + 1)
-        tokens = (np.arange(n_token) * 97 % self.vocabulary.size).reshape(n_stream, -1)
+        tokens = (np.arange(n_token) ** 2 * 257 % self.vocabulary.size).reshape(n_stream, -1)
         is_known = np.ones((n_stream, segment_len + 1), bool)
 
         digest = hashlib.sha256()
@@ -168,6 +171,8 @@ class Predictor:
                 if stop_requested():
                     raise Interrupted("the probe of this machine's numbers")
                 state, log_probabilities = self.predict(state, segment[:, place])
+                # As the coder gets them: NumPy's exponentials may also differ by processor.
+                digest.update(integer_probabilities(log_probabilities).tobytes())
                 digest.update(log_probabilities.tobytes())
             state = self.learn(state, segment, is_known)
         digest.update(digest_of_weights(leaves.from_tree(state.learner.params)).encode())
@@ -221,9 +226,11 @@ def _fixed_config(config: ExperimentConfig, coding: Coding) -> ExperimentConfig:
             "eval.batch_size": coding.streams,
             "eval.segment_len": coding.segment_len,
             "eval.mem_len": coding.mem_len,
+            # A memory is carried from token to token, over all of the text.
             "eval.stride": None,
             "eval.warmup_tokens": 0,
             "eval.temperature": 1.0,
+            # Only a model in its own dtype can learn.
             "eval.weight_dtype": None,
             "eval.cache_dtype": None,
             "eval.dynamic": DynamicConfig(

@@ -1,8 +1,8 @@
 """Bytes and predicted probabilities to bits, and back, by the range coder of `constriction`.
 
 A range coder (Martin, 1979) writes a symbol of probability p in close to -log2(p) bits. Encoder and
-decoder must have the same probabilities to the last bit. So they become integers here, in one
-function for both directions, and the coder does nothing but integer arithmetic.
+decoder must have the same probabilities to the last bit. One function makes integers of them for
+both directions, and the coder does nothing but integer arithmetic.
 """
 
 import functools
@@ -56,6 +56,11 @@ def integer_probabilities(log_probabilities: np.ndarray) -> np.ndarray:
     return np.diff(bounds, axis=1, prepend=0) + 1
 
 
+def require_package() -> None:
+    """Raises `MissingPackageError` if the package is not installed, before hours of work."""
+    constriction()
+
+
 def fewest_bits(n_symbol: int) -> float:
     """Returns the bits of a symbol where each of the others has the least probability, 2**-24."""
     return float(-np.log2(1 - (n_symbol - 1) / TOTAL))
@@ -64,8 +69,9 @@ def fewest_bits(n_symbol: int) -> float:
 def _family_and_table(integers: np.ndarray) -> tuple[Any, np.ndarray]:
     """Returns the coder's arguments for symbols with these integer probabilities [n, V].
 
-    The coder takes floats, gives each symbol one unit itself, and shares out the others by the
-    floats. For integers that sum to the number of the others it shares out exactly those.
+    The package takes floats. In its fast mode (`perfect=False`) it gives each symbol one unit, and
+    shares out the other 2**24 - V by the floats. Ours are integers that sum to 2**24 - V, so each
+    symbol gets exactly its own integer.
     """
     family = constriction().stream.model.Categorical(perfect=False)
     return family, (integers - 1).astype(np.float64)
@@ -99,10 +105,10 @@ class Decoder:
     def decode(self, integers: np.ndarray) -> np.ndarray:
         """Reads symbols int32 [n] with `integer_probabilities` [n, V].
 
-        Content that was written with other probabilities gives other symbols, mostly not an error.
+        Content that was written with other probabilities usually gives other symbols, not an error.
 
         Raises:
-          UserError: If no symbols at all would have been written like this.
+          UserError: If no encoder writes such content.
         """
         family, table = _family_and_table(integers)
         try:

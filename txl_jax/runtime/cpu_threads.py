@@ -12,9 +12,9 @@ import jax
 
 from txl_jax.errors import UserError
 
-# XLA reads it when its first CPU device is made. It is not documented:
+# The variable that XLA reads when its first CPU device is made. It is not documented:
 # tests/runtime/test_cpu_threads.py counts the threads. `--xla_cpu_multi_thread_eigen=false` in
-# XLA_FLAGS did not make the bits of one thread, and `taskset` alone changes the number silently.
+# XLA_FLAGS did not give the same bits as one thread. Under `taskset`, XLA silently uses fewer.
 _VARIABLE = "NPROC"
 # The name of XLA's threads.
 _THREAD_NAME = "tf_XLAEigen"
@@ -28,13 +28,14 @@ def available() -> int:
 
 
 def use_cpu(threads: int) -> None:
-    """Makes JAX compute on the CPU, with so many threads.
+    """Makes JAX compute on the CPU, with this many threads.
 
     Raises:
       UserError: If JAX computes in this process already, with another number of threads.
     """
     os.environ[_VARIABLE] = str(threads)
     jax.config.update("jax_platforms", "cpu")
+    # Starts the threads.
     jax.devices()
     started = count_started()
     if started not in (None, threads):
@@ -45,7 +46,10 @@ def use_cpu(threads: int) -> None:
 
 
 def count_started() -> int | None:
-    """Returns the number of XLA's threads of this process, or None where Linux does not tell."""
+    """Returns the number of XLA's threads of this process.
+
+    Returns None if none are found, as outside Linux.
+    """
     names = []
     for path in Path("/proc/self/task").glob("*/comm"):
         # A thread may end meanwhile.
