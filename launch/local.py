@@ -35,27 +35,35 @@ _POLL_SECONDS = 0.1
 def main() -> None:
     """Parses the flags and starts the processes."""
     output.prepare()
-    how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        "launch.local", description=__doc__, formatter_class=how, allow_abbrev=False
+        "launch.local",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--processes", type=int, metavar="N", default=2, help="processes to start (default: 2)"
     )
-    devices = "simulated CPU devices per process (default: jax's devices)"
-    parser.add_argument("--devices", type=int, metavar="N", help=devices)
+    parser.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="simulated CPU devices per process (default: jax's devices)",
+    )
     parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
-    given = parser.parse_args()
-    if given.processes < 1 or (given.devices or 1) < 1:
+    flags = parser.parse_args()
+    if flags.processes < 1 or (flags.devices or 1) < 1:
         parser.error(
-            f"--processes and --devices must be at least 1, got {given.processes} and "
-            f"{given.devices}"
+            f"--processes and --devices must be at least 1, got {flags.processes} and "
+            f"{flags.devices}"
         )
-    if not shutil.which(given.command[0]):
-        advice = "Pass one after --, such as -- python -m experiments.enwik8."
-        parser.error(f"{given.command[0]} is not a program. {advice}")
-    environments = process_environments(given.processes, devices=given.devices, base=os.environ)
-    sys.exit(ProcessGroup(given.command, environments).wait())
+    if not shutil.which(flags.command[0]):
+        parser.error(
+            f"{flags.command[0]} is not a program. Pass one after --, such as -- python -m "
+            "experiments.enwik8."
+        )
+    environments = process_environments(flags.processes, devices=flags.devices, base=os.environ)
+    sys.exit(ProcessGroup(flags.command, environments).wait())
 
 
 def process_environments(
@@ -87,54 +95,63 @@ class ProcessGroup:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # Not if started by nohup.
             signal.signal(signal.SIGHUP, self._forward)
         for number, environment in enumerate(environments):
-            # A session of its own: else Ctrl-C in a terminal would reach it twice, from the
-            # terminal and from here.
-            how: dict[str, Any] = {"env": os.environ | environment, "start_new_session": True}
-            if number > 0:
-                how |= {
-                    "stdout": subprocess.PIPE,
-                    "stderr": subprocess.STDOUT,
-                    "text": True,
-                    "errors": "replace",
-                }
-            process = subprocess.Popen(command, **how)
-            self._processes.append(process)
-            if number > 0:
-                self._readers.append(
-                    threading.Thread(
-                        target=_print_lines, args=(number, process.stdout), daemon=True
-                    )
-                )
-                self._readers[-1].start()
+            self._start(command, number, environment)
+
+    def _start(self, command: Sequence[str], number: int, environment: Mapping[str, str]) -> None:
+        # A session of its own: else Ctrl-C in a terminal would reach it twice, from the terminal
+        # and from here.
+        options: dict[str, Any] = {"env": os.environ | environment, "start_new_session": True}
+        if number == 0:
+            self._processes.append(subprocess.Popen(command, **options))
+            return
+
+        # The output of all processes but the first is printed by a thread, with their number.
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            **options,
+        )
+        self._processes.append(process)
+        reader = threading.Thread(target=_print_lines, args=(number, process.stdout), daemon=True)
+        self._readers.append(reader)
+        reader.start()
 
     def wait(self) -> int:
         """Waits for all processes.
 
         Returns the exit code of the first that failed, as shells report it, or 0.
         """
-        while None in (codes := self._codes()) and not any(codes):
+        codes = self._codes()
+        while None in codes and not any(codes):
             time.sleep(_POLL_SECONDS)
+            codes = self._codes()
+
         cause, code = first_cause(codes)
         if code and not self._signalled:
-            how = (
-                f"was killed by {signal.Signals(-code).name}"
-                if code < 0
-                else f"exited with code {code}"
-            )
+            if code < 0:
+                how = f"was killed by {signal.Signals(-code).name}"
+            else:
+                how = f"exited with code {code}"
             print(f"process {cause} {how}, stopping the others", file=sys.stderr, flush=True)
-        for number, seconds in (
-            (signal.SIGTERM, _SECONDS_TO_NOTICE),
-            (signal.SIGKILL, _SECONDS_AFTER_SIGTERM),
-        ):
-            until = time.monotonic() + seconds
-            while None in self._codes() and time.monotonic() < until:
-                time.sleep(_POLL_SECONDS)
-            self._send(number)
+
+        self._stop_after(_SECONDS_TO_NOTICE, signal.SIGTERM)
+        self._stop_after(_SECONDS_AFTER_SIGTERM, signal.SIGKILL)
         for process in self._processes:
             process.wait()
         for reader in self._readers:
             reader.join(timeout=1)
+        # Shells report a signal as 128 and its number.
         return 128 - code if code < 0 else code
+
+    def _stop_after(self, seconds: float, number: int) -> None:
+        """Waits so long for the processes to end, and sends a signal to those that have not."""
+        until = time.monotonic() + seconds
+        while None in self._codes() and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+        self._send(number)
 
     def _codes(self) -> list[int | None]:
         return [process.poll() for process in self._processes]
@@ -156,11 +173,18 @@ def first_cause(codes: Sequence[int | None]) -> tuple[int, int]:
 
     This is the process whose failure is least likely caused by another's.
     """
-    lost_another = os.EX_TEMPFAIL, -signal.SIGABRT  # As it says itself, or aborted by jax.
-    failed = ((number, code) for number, code in enumerate(codes) if code)
-    return min(
-        failed, key=lambda each: 2 if each[1] in lost_another else int(each[1] > 0), default=(0, 0)
-    )
+    # As a process that lost another says itself, or as jax aborts it.
+    lost_another = (os.EX_TEMPFAIL, -signal.SIGABRT)
+
+    def rank(failure: tuple[int, int]) -> int:
+        _, code = failure
+        if code in lost_another:
+            return 2
+        # A process that was killed comes before one that ended with an error.
+        return 1 if code > 0 else 0
+
+    failures = [(number, code) for number, code in enumerate(codes) if code]
+    return min(failures, key=rank, default=(0, 0))
 
 
 def _print_lines(number: int, lines: Iterable[str]) -> None:

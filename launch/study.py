@@ -22,14 +22,15 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any, NamedTuple, TypeVar
 
 import optuna
 import sqlalchemy
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
+from launch.sweep_file import DATABASE, LOG, Run, Sweep
 from txl_jax.errors import LogError, UserError, first_line, one_line, rephrased
 from txl_jax.runs import run as run_lib
 from txl_jax.runs.run import RESULTS
@@ -37,57 +38,24 @@ from txl_jax.runtime import storage
 from txl_jax.runtime.lock import is_held
 from txl_jax.runtime.log import read_metrics
 
-if TYPE_CHECKING:
-    from launch.sweep import Run, Sweep
-
 T = TypeVar("T")
-LOG = "sweep.log"
-DATABASE = "study.db"  # In --out, unless --storage names another one.
-GRACE_SECONDS = 90  # A worker that has sent no heartbeat for so long is dead.
-POLL_SECONDS, REMOTE_POLL_SECONDS = 2.0, 15.0  # Object storage is paid by the request.
-PATIENCE_SECONDS = 900.0  # With a database that is restarted, or cannot be reached.
-_FEWEST_FOR_IMPORTANCES = 20  # With four runs each of two settings matters 50 %.
+# A worker that has sent no heartbeat for so long is dead.
+GRACE_SECONDS = 90
+# Between two looks at the trainings. Object storage is paid by the request.
+POLL_SECONDS = 2.0
+REMOTE_POLL_SECONDS = 15.0
+# How long a worker waits for a database that is restarted, or cannot be reached.
+PATIENCE_SECONDS = 900.0
+# With four runs each of two settings matters 50 %.
+_FEWEST_FOR_IMPORTANCES = 20
 UNREACHABLE = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.DBAPIError)
 # Starts a command that gets SIGTERM from the kernel when this process has ended, be it by SIGKILL.
 _TIED = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(143); os.execvp(sys.argv[2], sys.argv[2:])"
 )
-optuna.logging.set_verbosity(optuna.logging.ERROR)
-# Its heartbeat, constant_liar and importances.
-warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-# By a call that was repeated, or a resumed run.
+# A repeated call and a resumed run report a loss that the study already has.
 warnings.filterwarnings("ignore", "The reported value is ignored")
-
-
-def made(kind: str, table: Mapping[str, Any]) -> Any:
-    """Returns Optuna's sampler or pruner that a table names.
-
-    Raises `UserError` if it rejects the arguments.
-    """
-    wrong = (
-        f"[{kind}] must be a class of optuna.{kind}s and its arguments, as name = ..., got "
-        f"{dict(table)} (%s)"
-    )
-    arguments = dict(table)
-    name = arguments.pop("name", None)
-    if name == "TPESampler":
-        # Otherwise it would sample near the runs in progress. A seed would make all workers sample
-        # the same values.
-        arguments = {"constant_liar": True, "seed": None} | arguments
-    module = getattr(optuna, f"{kind}s")
-    with rephrased(wrong, AttributeError, TypeError, ValueError):
-        # A sweep's file names one of Optuna's classes, and nothing else that its module happens to
-        # contain.
-        if name not in module.__all__:
-            raise ValueError(f"unknown class {name!r}")
-        return getattr(module, name)(**arguments)
-
-
-def drawn(ranges: Mapping[str, Any], samples: int, seed: int) -> list[dict[str, Any]]:
-    """Returns random values for each sample. More samples do not change the first ones."""
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
-    return [study.ask(dict(ranges)).params for _ in range(samples)]
 
 
 def database(text: str) -> sqlalchemy.URL:
@@ -95,16 +63,16 @@ def database(text: str) -> sqlalchemy.URL:
 
     Raises `UserError` if it is unsupported, or contains a password.
     """
-    wrong = (
+    message = (
         "--storage must be sqlite:///PATH or postgresql://USER@HOST/DATABASE, without a password "
         "(set PGPASSWORD)"
     )
-    with rephrased(wrong, sqlalchemy.exc.ArgumentError):
+    with rephrased(message, sqlalchemy.exc.ArgumentError):
         url = sqlalchemy.make_url(text)
     if url.password or url.drivername not in ("sqlite", "postgresql"):
-        raise UserError(wrong)
+        raise UserError(message)
     if url.drivername == "sqlite" and ("?" in text or url.database in (None, "", ":memory:")):
-        raise UserError(f"{wrong}. A path of SQLite cannot contain '?'")
+        raise UserError(f"{message}. A path of SQLite cannot contain '?'")
     return url.set(drivername=url.drivername.replace("postgresql", "postgresql+psycopg"))
 
 
@@ -130,44 +98,60 @@ class _Storage(optuna.storages.RDBStorage):
 class _Training:
     """A process that trains the run of a trial."""
 
-    def __init__(self, run: "Run", trial: optuna.Trial, gpu: str | None):
-        self.run, self.trial, self.gpu = run, trial, gpu
-        # How it ended, and whether the pruner ended it.
-        self.state, self.pruned = "", False
-        # The step of the last validation that was reported.
-        self._began, self._step = time.monotonic(), -1
-        self._path, self._is_remote = os.path.join(run.folder, LOG), storage.is_remote(run.folder)
+    def __init__(self, run: Run, trial: optuna.Trial, gpu: str | None):
+        self.run = run
+        self.trial = trial
+        self.gpu = gpu
+        self.state = ""  # How it ended, or "" if it has not ended.
+        self.pruned = False  # Whether the pruner ended it.
+        self._began = time.monotonic()
+        self._reported_step = -1  # Step of the last validation that was reported.
+
+        # Object storage cannot be appended to: there the output is written when the run ends.
+        self._log_path = os.path.join(run.folder, LOG)
+        self._is_remote = storage.is_remote(run.folder)
         storage.make_folder(run.folder)
         run.note()
         self._log: IO[bytes]
         if self._is_remote:
             self._log = tempfile.TemporaryFile()  # noqa: SIM115
         else:
-            self._log = open(self._path, "ab")  # noqa: SIM115
-        tie = [sys.executable, "-ISc", _TIED, str(os.getpid())] if sys.platform == "linux" else []
-        environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+            self._log = open(self._log_path, "ab")  # noqa: SIM115
+
+        command = list(run.command)
+        if sys.platform == "linux":
+            command = [sys.executable, "-ISc", _TIED, str(os.getpid()), *command]
+        environment = dict(os.environ)
+        place = ""
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
+            place = f" on GPU {gpu}"
         # A session of its own: else Ctrl-C would reach it twice, and the second one stops a run
         # without saving.
-        how: dict[str, Any] = {
-            "stdout": self._log,
-            "stderr": self._log,
-            "env": environment,
-            "start_new_session": True,
-        }
-        self.process = subprocess.Popen([*tie, *run.command], **how)
-        _say(f"started   {run.name}" + (f" on GPU {gpu}" if gpu is not None else ""))
+        self.process = subprocess.Popen(
+            command, stdout=self._log, stderr=self._log, env=environment, start_new_session=True
+        )
+        _say(f"started   {run.name}{place}")
 
     def report(self) -> None:
         """Reports new validation losses, and ends the process if the pruner says so."""
         records = []
-        with contextlib.suppress(LogError):  # The run says what is wrong.
-            records = [each for each in read_metrics(self.run.folder) if each["kind"] == "valid"]
+        # If the log cannot be read, the run itself says so.
+        with contextlib.suppress(LogError):
+            records = [
+                record for record in read_metrics(self.run.folder) if record["kind"] == "valid"
+            ]
         for record in records:
-            if record["step"] > self._step and not self.pruned:
-                self.trial.report(float(record["loss"]), record["step"])
-                self._step, self.pruned = record["step"], self.trial.should_prune()
-                if self.pruned:
-                    self.process.terminate()
+            step = record["step"]
+            if step <= self._reported_step or self.pruned:
+                continue
+            self.trial.report(float(record["loss"]), step)
+            # The step counts as reported only if the pruner's question reaches the database too.
+            should_prune = self.trial.should_prune()
+            self._reported_step = step
+            self.pruned = should_prune
+            if should_prune:
+                self.process.terminate()
 
     def close(self) -> None:
         """Waits for the process, and records how it ended."""
@@ -176,10 +160,18 @@ class _Training:
             return
         if self._is_remote:
             self._log.seek(0)
-            storage.write(self._path, self._log.read())
+            storage.write(self._log_path, self._log.read())
         self._log.close()
         self.state = self.run.end(code, time.monotonic() - self._began, pruned=self.pruned)
         _say(f"{self.state}: {self.run.name}")
+
+
+class _Taken(NamedTuple):
+    """A trial that a worker has taken."""
+
+    trial: optuna.Trial
+    run: Run | None  # None if another worker trains it, or it cannot be made.
+    failed: str = ""  # Why the run cannot be made, or "".
 
 
 class Worker:
@@ -191,10 +183,12 @@ class Worker:
     reached.
     """
 
-    def __init__(self, sweep: "Sweep", place: sqlalchemy.URL, gpus: Sequence[str | None]):
-        self.signal_number = 0
-        self._sweep, self._free_gpus = sweep, list(gpus)
-        self._was_late = self._is_waiting = False
+    def __init__(self, sweep: Sweep, place: sqlalchemy.URL, gpus: Sequence[str | None]):
+        self.signal_number = 0  # The last signal that arrived, or 0.
+        self._sweep = sweep
+        self._free_gpus = list(gpus)
+        self._was_late = False  # Whether another worker took the place of the last trial first.
+        self._is_waiting = False  # Whether it has been said that others' runs are waited for.
         self._trainings: list[_Training] = []
         if place.drivername == "sqlite":
             open(str(place.database), "a").close()  # Its error names the file.
@@ -206,13 +200,14 @@ class Worker:
             self._storage, self._study = self._patiently(
                 functools.partial(_connect, sweep, place), seconds=15
             )
-        # Runs that failed before are tried again, and those whose folder was removed.
+
+        # Trials whose runs are tried again: they failed, or their directory was removed.
         self._outdated: set[int] = set()
         for trial in self._study.get_trials(deepcopy=False):
             results = os.path.join(sweep.out, trial.user_attrs.get("run", ""), RESULTS)
-            if "failed" in trial.user_attrs or (
-                trial.state is TrialState.COMPLETE and not storage.exists(results)
-            ):
+            has_failed = "failed" in trial.user_attrs
+            is_complete = trial.state is TrialState.COMPLETE
+            if has_failed or (is_complete and not storage.exists(results)):
                 self._outdated.add(trial.number)
 
     def run(self) -> None:
@@ -220,18 +215,28 @@ class Worker:
 
         No training outlives this call, whatever fails.
         """
-        with contextlib.ExitStack() as at_end:
-            numbers = [signal.SIGTERM, signal.SIGINT]
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # Not if started by nohup.
-                numbers.append(signal.SIGHUP)  # The terminal is gone.
-            for number in numbers:
-                at_end.callback(signal.signal, number, signal.signal(number, self._forward))
-            bar = at_end.enter_context(tqdm(total=len(self._sweep.queue), unit="run", disable=None))
+        is_remote = storage.is_remote(self._sweep.out)
+        with (
+            self._forwarded_signals(),
+            tqdm(total=len(self._sweep.queue), unit="run", disable=None) as bar,
+            contextlib.ExitStack() as at_end,
+        ):
             at_end.callback(self._end_trainings)
             while self._patiently(functools.partial(self._step, bar), PATIENCE_SECONDS):
-                time.sleep(
-                    REMOTE_POLL_SECONDS if storage.is_remote(self._sweep.out) else POLL_SECONDS
-                )
+                time.sleep(REMOTE_POLL_SECONDS if is_remote else POLL_SECONDS)
+
+    @contextlib.contextmanager
+    def _forwarded_signals(self) -> Iterator[None]:
+        """Forwards signals to the trainings, and restores the handlers at the end."""
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        # SIGHUP says that the terminal is gone. A command that nohup started ignores it.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        with contextlib.ExitStack() as at_end:
+            for number in numbers:
+                before = signal.signal(number, self._forward)
+                at_end.callback(signal.signal, number, before)
+            yield
 
     def report(self) -> list[str]:
         """Returns lines with the best run.
@@ -242,8 +247,9 @@ class Worker:
         if not finished:
             return []
         best = self._study.best_trial
-        name = best.user_attrs["run"]
-        lines = [f"best      {name}: validation loss {best.value:.4f} nats", *self._next(name)]
+        run_name = best.user_attrs["run"]
+        lines = [f"best      {run_name}: validation loss {best.value:.4f} nats"]
+        lines += self._next(run_name)
         if len(finished) < _FEWEST_FOR_IMPORTANCES:
             return lines
         with (
@@ -252,7 +258,8 @@ class Worker:
         ):
             evaluator = optuna.importance.PedAnovaImportanceEvaluator()
             shares = optuna.importance.get_param_importances(self._study, evaluator=evaluator)
-            lines += [f"matters   {share:4.0%} {name}" for name, share in shares.items()]
+            for setting, share in shares.items():
+                lines.append(f"matters   {share:4.0%} {setting}")
         return lines
 
     def _next(self, name: str) -> list[str]:
@@ -293,10 +300,10 @@ class Worker:
             # The shell and the system both send it. A second signal would end runs without saving.
             return
         self.signal_number = number
+        # A training treats a lost terminal like SIGTERM.
+        forwarded = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         for training in self._trainings:
-            training.process.send_signal(
-                signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-            )
+            training.process.send_signal(forwarded)
 
     def _end_trainings(self) -> None:
         """Ends the trainings that are left after an error, and waits until they have saved."""
@@ -317,13 +324,16 @@ class Worker:
             self._look_after(training)
         if self.signal_number:
             return bool(self._trainings)
+
+        # Places of dead workers become free before places are taken.
         optuna.storages.fail_stale_trials(self._study)
         while self._free_gpus and not self.signal_number and self._take():
             self._beat()
-        bar.n = sum(
-            trial.state.is_finished() for trial in self._trials().values() if self._counts(trial)
-        )
+
+        counted = [trial for trial in self._trials().values() if self._counts(trial)]
+        bar.n = sum(trial.state.is_finished() for trial in counted)
         bar.refresh()
+
         is_left = bar.n < len(self._sweep.queue)
         if is_left and not self._trainings and not self._is_waiting:
             self._is_waiting = True
@@ -339,12 +349,14 @@ class Worker:
 
     def _trials(self) -> dict[str, FrozenTrial]:
         """Returns the trial of each place in the queue: the first that counts, or else the last."""
-        found: dict[str, FrozenTrial] = {}
+        trials: dict[str, FrozenTrial] = {}
         for trial in self._study.get_trials(deepcopy=False):
             place = trial.user_attrs.get("place")
-            if place is not None and (place not in found or not self._counts(found[place])):
-                found[place] = trial
-        return found
+            if place is None:
+                continue
+            if place not in trials or not self._counts(trials[place]):
+                trials[place] = trial
+        return trials
 
     def _counts(self, trial: FrozenTrial) -> bool:
         """Returns whether a trial keeps its place.
@@ -365,13 +377,16 @@ class Worker:
         if self._was_late:  # Workers that start together should not all want the same place.
             random.shuffle(places)
         for place in places:
-            before = trials.get(place)
-            folder = os.path.join(
-                self._sweep.out, before.user_attrs.get("run", place) if before else place
-            )
-            if not is_held(folder):  # Else by a training that saves, as its worker has died.
-                params = dict(before.params if before else {}) | dict(self._sweep.queue[place])
-                self._study.enqueue_trial(params, user_attrs={"place": place})
+            name = place
+            values = dict(self._sweep.queue[place])
+            # A trial that is tried again keeps the values that were drawn for it.
+            earlier = trials.get(place)
+            if earlier:
+                name = earlier.user_attrs.get("run", place)
+                values = earlier.params | values
+            # The training of a dead worker may still be saving, with its workdir locked.
+            if not is_held(os.path.join(self._sweep.out, name)):
+                self._study.enqueue_trial(values, user_attrs={"place": place})
                 return True
         return False
 
@@ -380,29 +395,27 @@ class Worker:
 
         Returns whether there was a trial to take.
         """
-        if (
-            not self._study.get_trials(deepcopy=False, states=[TrialState.WAITING])
-            and not self._queue()
-        ):
+        waiting = self._study.get_trials(deepcopy=False, states=[TrialState.WAITING])
+        if not waiting and not self._queue():
             return False
         try:
-            trial, run, failed = self._ask()
+            taken = self._ask()
         except optuna.exceptions.UpdateFinishedTrialError:
             # Another worker took this one for dead meanwhile, and has ended the trial. Its place is
             # free again.
             return True
-        if run is None or run.results is not None:
-            self._tell(trial, run, failed=failed)
-        else:
-            self._trainings.append(_Training(run, trial, self._free_gpus.pop(0)))
-            if self.signal_number:  # It arrived meanwhile.
-                self._trainings[-1].process.terminate()
+        if taken.run is None or taken.run.results is not None:
+            self._tell(taken.trial, taken.run, failed=taken.failed)
+            return True
+        training = _Training(taken.run, taken.trial, self._free_gpus.pop(0))
+        self._trainings.append(training)
+        # A signal that arrived before the training was in the list has not reached it.
+        if self.signal_number:
+            training.process.terminate()
         return True
 
-    def _ask(self) -> tuple[optuna.Trial, "Run | None", str]:
-        """Takes a trial and returns it with its run, or with None.
-
-        If the run cannot be made, the reason is returned too.
+    def _ask(self) -> _Taken:
+        """Takes a trial, notes the name of its run in it, and returns both.
 
         Raises:
           UpdateFinishedTrialError: If another worker has ended the trial before its run was noted
@@ -415,14 +428,14 @@ class Worker:
         place = trial.user_attrs.get("place")
         self._was_late = place is None or self._trials()[place].number != trial.number
         if self._was_late:
-            return trial, None, ""
+            return _Taken(trial, run=None)
         try:
             run = self._sweep.run(trial.params)
         except UserError as error:  # Drawn values that do not fit each other.
             _say(f"failed: {error}")
-            return trial, None, str(error)
+            return _Taken(trial, run=None, failed=str(error))
         trial.set_user_attr("run", run.name)
-        return trial, run, ""
+        return _Taken(trial, run)
 
     def _look_after(self, training: _Training) -> None:
         has_ended = training.process.poll() is not None
@@ -446,25 +459,30 @@ class Worker:
     def _tell(
         self,
         trial: optuna.Trial,
-        run: "Run | None" = None,
+        run: Run | None = None,
         *,
         pruned: bool = False,
         failed: str = "",
     ) -> None:
         """Ends a trial, with the lowest validation loss in nats if its run has finished."""
         results = run.results if run else None
-        value, state = None, TrialState.PRUNED if pruned else TrialState.FAIL
+        value = None
         if results is not None:
             state = TrialState.COMPLETE
-            # Not nan.
-            value = min(math.inf, float((results.get("best_valid") or results["test"])["loss"]))
+            scores = results.get("best_valid") or results["test"]
+            # A study takes no nan. `min` returns its first argument for it.
+            value = min(math.inf, float(scores["loss"]))
+        elif pruned:
+            state = TrialState.PRUNED
+        else:
+            state = TrialState.FAIL
         with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
             if state is TrialState.FAIL and failed:
                 trial.set_user_attr("failed", failed)
             self._study.tell(trial, value, state, skip_if_finished=True)
 
 
-def _connect(sweep: "Sweep", place: sqlalchemy.URL) -> tuple[_Storage, optuna.Study]:
+def _connect(sweep: Sweep, place: sqlalchemy.URL) -> tuple[_Storage, optuna.Study]:
     engine: dict[str, Any] = {"poolclass": sqlalchemy.pool.NullPool}
     if place.drivername == "sqlite":
         # Optuna takes a URL as text, in which some characters of a path have meanings.
@@ -475,16 +493,15 @@ def _connect(sweep: "Sweep", place: sqlalchemy.URL) -> tuple[_Storage, optuna.St
         url = str(place)
         # A call over a network that was cut ends.
         engine["connect_args"] = {"connect_timeout": 10, "tcp_user_timeout": 60_000}
-    made = _Storage(url, engine, heartbeat_interval=1, grace_period=GRACE_SECONDS)
-    name = f"{os.path.basename(sweep.out)}-{sweep.digest}"
-    pruner = sweep.pruner or optuna.pruners.NopPruner()
-    how: dict[str, Any] = {
-        "study_name": name,
-        "load_if_exists": True,
-        "sampler": sweep.sampler,
-        "pruner": pruner,
-    }
-    return made, optuna.create_study(storage=made, **how)
+    database_storage = _Storage(url, engine, heartbeat_interval=1, grace_period=GRACE_SECONDS)
+    study = optuna.create_study(
+        storage=database_storage,
+        study_name=f"{os.path.basename(sweep.out)}-{sweep.digest}",
+        load_if_exists=True,
+        sampler=sweep.sampler,
+        pruner=sweep.pruner or optuna.pruners.NopPruner(),
+    )
+    return database_storage, study
 
 
 def _say(line: str) -> None:

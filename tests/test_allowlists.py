@@ -18,7 +18,7 @@ import pytest
 import sqlalchemy.dialects
 
 from experiments.bench import topologies
-from launch import study, sweep
+from launch import study, sweep_file
 from launch.local import process_environments
 from support import tiny_model
 from txl_jax.cli import other_hosts, plans, train_command
@@ -565,7 +565,7 @@ def test_databases_and_keys_of_a_study():
     ):
         with pytest.raises(UserError):
             study.database(url)
-    assert set(sweep._KEYS) == {
+    assert set(sweep_file._KEYS) == {
         "program",
         "flagfile",
         "base",

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from launch import sweep
+from launch import sweep_file
 from support import ROOT
 
 CONTAINER = ROOT / "launch" / "container"
@@ -18,7 +18,7 @@ def check_command(words):
     """Raises `UserError` for a command whose flags its program does not take."""
     program = words.index("-m") + 1
     given = [word for word in words[program + 1 :] if not word.startswith("--workdir=")]
-    sweep.config_of(words[program].removeprefix("experiments."), given)
+    sweep_file.config_of(words[program].removeprefix("experiments."), given)
     assert any(word.startswith("--workdir=gs://") for word in words)
 
 

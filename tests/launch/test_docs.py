@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from launch import sweep
+from launch import sweep, sweep_file
 from support import ROOT, shell
 
 TEXT = (ROOT / "docs" / "launch.md").read_text()
@@ -43,7 +43,7 @@ def test_the_scripts_take_what_is_shown(words):
     if "--" in words and "launch.sweep" not in words:
         program = words[words.index("--") + 1 :]
         given = [word for word in program[3:] if not word.startswith("--workdir=")]
-        sweep.config_of(program[2].removeprefix("experiments."), given)
+        sweep_file.config_of(program[2].removeprefix("experiments."), given)
 
 
 SWEEPS = [

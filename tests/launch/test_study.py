@@ -18,7 +18,7 @@ from unittest import mock
 import optuna
 import pytest
 
-from launch import study, sweep
+from launch import study, sweep, sweep_file
 from support import ON_PATH, ROOT, calls, processes, sweep_worker
 from support.sweep_worker import FILE, check_each_trained_once, folders, starts
 from support.waiting import wait_until
@@ -112,7 +112,7 @@ def test_the_database_is_in_the_directory_whatever_its_name(tmp_path):
     out = tmp_path / "a?b#c 50% {x}"
     out.mkdir()
     (tmp_path / "sweep.toml").write_text(FILE + "[grid]\nseed = [1]\n")
-    made = sweep.Sweep(tmp_path / "sweep.toml", str(out))
+    made = sweep_file.Sweep(tmp_path / "sweep.toml", str(out))
     assert study.Worker(made, study.database_in(str(out)), [None])._queue()
     assert (out / "study.db").stat().st_size > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [out.name, "sweep.toml"]
@@ -162,14 +162,16 @@ def test_gpus_are_shared_out(out):
 def test_arguments_of_a_sampler_win_over_the_usual_ones(monkeypatch, table, expected):
     found = {}
     calls.keep(monkeypatch, found, optuna.samplers, "TPESampler")
-    study.made("sampler", {"name": "TPESampler"} | table)
+    sweep_file.make_from_table("sampler", {"name": "TPESampler"} | table)
     assert {name: found[f"TPESampler.{name}"] for name in expected} == expected
 
 
 def test_arguments_of_a_pruner_arrive(monkeypatch):
     found = {}
     calls.keep(monkeypatch, found, optuna.pruners, "MedianPruner")
-    study.made("pruner", {"name": "MedianPruner", "n_startup_trials": 3, "n_warmup_steps": 7})
+    sweep_file.make_from_table(
+        "pruner", {"name": "MedianPruner", "n_startup_trials": 3, "n_warmup_steps": 7}
+    )
     expected = {"n_startup_trials": 3, "n_warmup_steps": 7}
     assert {name: found[f"MedianPruner.{name}"] for name in expected} == expected
 
@@ -299,7 +301,7 @@ def test_a_worker_that_is_killed_takes_its_training_with_it_and_another_resumes(
 def test_the_place_of_a_run_is_free_again_if_its_worker_died(out, ended, is_free):
     out.mkdir()
     (out.parent / "sweep.toml").write_text(FILE + "[grid]\nseed = [1]\n")
-    made = sweep.Sweep(out.parent / "sweep.toml", str(out))
+    made = sweep_file.Sweep(out.parent / "sweep.toml", str(out))
     worker = study.Worker(made, study.database_in(str(out)), [None])
     assert worker._queue()
     trial = worker._study.ask(made.space)
@@ -357,7 +359,7 @@ def test_workers_that_start_together_share_one_study(out):
     """One makes the tables, while others fail to."""
     out.mkdir()
     (out.parent / "sweep.toml").write_text(GRID)
-    made = sweep.Sweep(out.parent / "sweep.toml", str(out))
+    made = sweep_file.Sweep(out.parent / "sweep.toml", str(out))
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: study.Worker(made, study.database_in(str(out)), [None]), range(4)))
     assert trials(out) == []

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 
-from launch import sweep
+from launch import sweep, sweep_file
 from support import programs, recorded_run, runs
 from support.sweep_worker import TINY
 from txl_jax.config import config_tree
@@ -39,7 +39,7 @@ def write(tmp_path):
 
 def read(path):
     """The runs of a file."""
-    return list(sweep.Sweep(path, str(path.parent / "out")).runs.values())
+    return list(sweep_file.Sweep(path, str(path.parent / "out")).runs.values())
 
 
 def names(path):
@@ -196,10 +196,10 @@ def test_long_names_are_cut_and_stay_different(write):
     names_of = names(write('[[runs]]\nname = "' + "é" * 150 + '"\n[grid]\nseed = [1, 2]\n'))
     assert len(set(names_of)) == 2
     for name in names_of:
-        assert sweep.MAX_NAME_BYTES - 1 <= len(name.encode()) <= sweep.MAX_NAME_BYTES
+        assert sweep_file.MAX_NAME_BYTES - 1 <= len(name.encode()) <= sweep_file.MAX_NAME_BYTES
         assert re.fullmatch(r"é+-[0-9a-f]{12}", name)
-    assert sweep.safe_name("x" * 200, []) == "x" * 200
-    assert sweep.safe_name("x" * 201, []) != sweep.safe_name("x" * 202, [])
+    assert sweep_file.safe_name("x" * 200, []) == "x" * 200
+    assert sweep_file.safe_name("x" * 201, []) != sweep_file.safe_name("x" * 202, [])
 
 
 def test_commas_and_quotation_marks_in_lists_arrive(write):
@@ -227,8 +227,8 @@ def test_commas_and_quotation_marks_in_lists_arrive(write):
     ],
 )
 def test_too_many_runs_are_refused_before_they_are_made(write, capsys, monkeypatch, text, count):
-    monkeypatch.setattr(sweep.study, "drawn", None)
-    monkeypatch.setattr(sweep.Sweep, "run", None)
+    monkeypatch.setattr(sweep_file, "draw_samples", None)
+    monkeypatch.setattr(sweep_file.Sweep, "run", None)
     path = write(text.replace("{0}", str(list(range(1, 101)))))
     assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}"]) == 2
     err = capsys.readouterr().err

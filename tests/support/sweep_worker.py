@@ -16,7 +16,7 @@ from pathlib import Path
 import optuna
 import sqlalchemy
 
-from launch import study, sweep
+from launch import study, sweep, sweep_file
 from support import recorded_run, runs
 from txl_jax.errors import UserError
 from txl_jax.runs.run import TextInfo, holds_run
@@ -86,7 +86,7 @@ optimizer.warmup_steps = 10
 """
 
 
-class Run(sweep.Run):
+class Run(sweep_file.Run):
     @property
     def results(self):
         path = Path(self.folder, "results.json")
@@ -106,7 +106,7 @@ def install(patch=setattr):
         patch(study, name, seconds)
     if os.environ.get("REAL_TRAININGS"):
         return
-    real = sweep.Sweep.run
+    real = sweep_file.Sweep.run
 
     def run(self, values):
         made = real(self, values)
@@ -121,7 +121,7 @@ def install(patch=setattr):
         fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
         return Run(**fields | {"command": (sys.executable, "-ISc", TRAINING, *words)})
 
-    patch(sweep.Sweep, "run", run)
+    patch(sweep_file.Sweep, "run", run)
 
 
 def opened(url):
