@@ -12,7 +12,8 @@ for them.
 import dataclasses
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from txl_jax import cli, plots
 from txl_jax.cli import setting
@@ -23,7 +24,11 @@ from txl_jax.runs.run import short_name
 from txl_jax.runs.run_tables import RunRecords
 from txl_jax.runtime import storage
 
-MOST_LINES = 8  # Of the figure, the best ones.
+# A figure with more lines shows only the best ones.
+MOST_LINES = 8
+
+# A line of the figure: by step, the scores of its runs.
+Line = dict[int, list[float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,20 +50,18 @@ def run(plan: Plan, job: cli.Job) -> None:
         )
     runs = run_tables.read_runs(job.words)
     names = run_tables.swept_settings(runs)
-    # A row has the last step even while the run is training, and the speed once it is known.
-    rows = [{"steps": run.last_step, **run.row(names)} for run in runs]
-    for row, each in zip(rows, runs, strict=True):
-        if rate := each.tokens_per_second:
-            row["tokens_per_second"] = rate
+    rows = [_row(run, names) for run in runs]
     lines = list(run_tables.markdown(names, rows))
     print("\n".join(lines))
     if plan.out is None:
         return
+
     print()
     storage.make_folder(plan.out)
     columns = ["run", *names, *run_tables.MEASURED, "tokens_per_second", "state"]
     storage.write(os.path.join(plan.out, "report.csv"), run_tables.csv_file(columns, rows))
-    if len(measures := {run.measure for run in runs}) > 1:
+    measures = {run.measure for run in runs}
+    if len(measures) > 1:
         different = " and others ".join(sorted(measures))
         print(
             f"no figure: some runs have {different}, which one axis cannot show. "
@@ -66,75 +69,96 @@ def run(plan: Plan, job: cli.Job) -> None:
         )
     elif _draw(learning_curves(names, runs), runs[0].measure, os.path.join(plan.out, "report.png")):
         lines += ["", "![Learning curves](report.png)"]
-    storage.write(os.path.join(plan.out, "report.md"), "\n".join([*lines, ""]).encode())
-    print(
-        f"report    {os.path.join(plan.out, 'report.md')}: {len(runs)} "
-        f"run{'s' if len(runs) > 1 else ''}"
-    )
+    path = os.path.join(plan.out, "report.md")
+    text = "\n".join(lines) + "\n"
+    storage.write(path, text.encode())
+    plural = "s" if len(runs) > 1 else ""
+    print(f"report    {path}: {len(runs)} run{plural}")
 
 
-def learning_curves(
-    names: Sequence[str], runs: Sequence[RunRecords]
-) -> dict[str, dict[int, list[float]]]:
+def _row(run: RunRecords, names: Sequence[str]) -> dict[str, Any]:
+    """Returns a run's row with these settings.
+
+    It has the last step even while the run is training, and the speed once it is known.
+    """
+    row = {"steps": run.last_step, **run.row(names)}
+    rate = run.tokens_per_second
+    if rate:
+        row["tokens_per_second"] = rate
+    return row
+
+
+def learning_curves(names: Sequence[str], runs: Sequence[RunRecords]) -> dict[str, Line]:
     """Returns the lines of the figure by name: the scores of a line's runs at each step.
 
     Each run is a line of validation scores, and runs that differ only in their seed are one line
     together, over the steps at which all of them were scored. A single run has a line of training
     scores too.
     """
+    lines: dict[str, Line] = {}
     if len(runs) == 1:
-        kinds = {kind: runs[0].scores(kind) for kind in ("train", "valid")}
-        return {
-            kind: {step: [score] for step, score in points}
-            for kind, points in kinds.items()
-            if points
-        }
-    by_name, lines = {run.name: run for run in runs}, {}
+        for kind in ("train", "valid"):
+            points = runs[0].scores(kind)
+            if points:
+                lines[kind] = {step: [score] for step, score in points}
+        return lines
+
+    by_name = {run.name: run for run in runs}
     for group in run_tables.seed_groups(names, [run.row(names) for run in runs]):
-        curves = {
-            row["run"]: points
-            for row in group
-            if (points := dict(by_name[row["run"]].scores("valid")))
-        }
-        if steps := sorted(set.intersection(*map(set, curves.values()))) if curves else []:
-            settings = [
+        # Runs that have no score yet are not in the line.
+        curves: dict[str, dict[int, float]] = {}
+        for row in group:
+            points = by_name[row["run"]].scores("valid")
+            if points:
+                curves[row["run"]] = dict(points)
+        if not curves:
+            continue
+        shared_steps = sorted(set.intersection(*map(set, curves.values())))
+        if not shared_steps:
+            continue
+
+        if len(curves) > 1:
+            parts = [
                 f"{short_name(name)} {group[0][name]}" for name in names if name != run_tables.SEED
             ]
-            name = (
-                ", ".join([*settings, f"mean of {len(curves)} seeds"])
-                if len(curves) > 1
-                else next(iter(curves))
-            )
-            lines[name] = {step: [points[step] for points in curves.values()] for step in steps}
+            line_name = ", ".join([*parts, f"mean of {len(curves)} seeds"])
+        else:
+            [line_name] = curves
+        lines[line_name] = {
+            step: [curve[step] for curve in curves.values()] for step in shared_steps
+        }
     return lines
 
 
-def _draw(lines: dict[str, dict[int, list[float]]], measure: Measure, path: str) -> bool:
+def _draw(lines: Mapping[str, Line], measure: Measure, path: str) -> bool:
     """Draws the lines, with bands of one standard deviation around means.
 
-    Returns whether there is a figure.
+    Returns whether there is a figure. If not, a line says why.
     """
     if not lines:
         print("no figure: no scores have been recorded yet")
-    if not lines or not plots.can_draw():
         return False
-    means = {
-        name: {step: statistics.fmean(found) for step, found in line.items()}
-        for name, line in lines.items()
-    }
+    if not plots.can_draw():
+        return False
+
+    means: dict[str, dict[int, float]] = {}
+    deviations: dict[str, dict[int, float]] = {}
+    for name, line in lines.items():
+        means[name] = {step: statistics.fmean(scores) for step, scores in line.items()}
+        if all(len(scores) > 1 for scores in line.values()):
+            deviations[name] = {step: statistics.stdev(scores) for step, scores in line.items()}
+
     best = sorted(means, key=lambda name: min(means[name].values()))[:MOST_LINES]
+    title = "Learning curves"
+    if len(best) < len(lines):
+        title += f", the best {len(best)} of {len(lines)}"
     plots.curves(
         {name: points for name, points in means.items() if name in best},
         path,
-        title="Learning curves"
-        + (f", the best {len(best)} of {len(lines)}" if len(best) < len(lines) else ""),
+        title=title,
         xlabel="training steps",
         ylabel=plots.UNITS[measure],
-        deviations={
-            name: {step: statistics.stdev(found) for step, found in line.items()}
-            for name, line in lines.items()
-            if all(len(found) > 1 for found in line.values())
-        },
+        deviations=deviations,
         log=measure is Measure.PPL,
     )
     return True

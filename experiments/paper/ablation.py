@@ -69,42 +69,48 @@ class Row:
     @property
     def name(self) -> str:
         """The name of the row's directory."""
-        length = "" if self.segment_len is None else f"-{self.segment_len}"
-        return f"{'recurrence' if self.recurrence else 'none'}-{self.encoding}-{self.loss}{length}"
+        recurrence = "recurrence" if self.recurrence else "none"
+        name = f"{recurrence}-{self.encoding}-{self.loss}"
+        if self.segment_len is None:
+            return name
+        return f"{name}-{self.segment_len}"
 
 
 _REL = Encoding.RELATIVE
 _SHAW = Encoding.SHAW
 _VASWANI = Encoding.VASWANI
 _AL_RFOU = Encoding.AL_RFOU
-_FULL, _HALF = LossPart.FULL, LossPart.HALF
-TABLES = {
-    # WikiText-103, 128M parameters: validation perplexities.
-    Table.WIKITEXT103: (
-        Row(True, _REL, _FULL, (27.02, 26.77, 500)),
-        Row(True, _SHAW, _FULL, (27.94, None, None)),
-        Row(True, _REL, _HALF, (28.69, 28.33, 460)),
-        Row(False, _REL, _FULL, (29.59, 29.02, 260)),
-        Row(False, _REL, _HALF, (30.10, None, None)),
-        Row(False, _SHAW, _FULL, (29.75, None, None)),
-        Row(False, _SHAW, _HALF, (30.50, None, None)),
-        Row(False, _VASWANI, _HALF, (30.97, None, None)),
-        Row(False, _AL_RFOU, _HALF, (31.16, None, None)),
-    ),
-    # One Billion Word: test perplexities.
-    Table.LM1B: (
-        Row(True, _REL, _FULL, (None, 25.2, None)),
-        Row(True, _SHAW, _FULL, (None, 25.7, None)),
-        Row(False, _REL, _FULL, (None, 27.1, None)),
-    ),
-    # WikiText-103: the same device memory for each.
-    Table.EQUAL_MEMORY: (
-        Row(True, _REL, _FULL, (27.02, 26.77, 500)),
-        Row(True, _REL, _HALF, (28.69, 28.33, 460)),
-        Row(False, _REL, _FULL, (28.43, 27.98, 400), segment_len=176),
-        Row(False, _REL, _HALF, (28.83, 28.83, 120), segment_len=172),
-    ),
-}
+_FULL = LossPart.FULL
+_HALF = LossPart.HALF
+# Rows that tables 6 and 10 share.
+_XL_FULL = Row(True, _REL, _FULL, (27.02, 26.77, 500))
+_XL_HALF = Row(True, _REL, _HALF, (28.69, 28.33, 460))
+TABLES: dict[Table, tuple[Row, ...]] = {}
+# WikiText-103, 128M parameters: validation perplexities.
+TABLES[Table.WIKITEXT103] = (
+    _XL_FULL,
+    Row(True, _SHAW, _FULL, (27.94, None, None)),
+    _XL_HALF,
+    Row(False, _REL, _FULL, (29.59, 29.02, 260)),
+    Row(False, _REL, _HALF, (30.10, None, None)),
+    Row(False, _SHAW, _FULL, (29.75, None, None)),
+    Row(False, _SHAW, _HALF, (30.50, None, None)),
+    Row(False, _VASWANI, _HALF, (30.97, None, None)),
+    Row(False, _AL_RFOU, _HALF, (31.16, None, None)),
+)
+# One Billion Word: test perplexities.
+TABLES[Table.LM1B] = (
+    Row(True, _REL, _FULL, (None, 25.2, None)),
+    Row(True, _SHAW, _FULL, (None, 25.7, None)),
+    Row(False, _REL, _FULL, (None, 27.1, None)),
+)
+# WikiText-103: the same device memory for each.
+TABLES[Table.EQUAL_MEMORY] = (
+    _XL_FULL,
+    _XL_HALF,
+    Row(False, _REL, _FULL, (28.43, 27.98, 400), segment_len=176),
+    Row(False, _REL, _HALF, (28.83, 28.83, 120), segment_len=172),
+)
 
 
 def row_named(table: Table, name: str) -> Row:
@@ -116,20 +122,22 @@ def row_named(table: Table, name: str) -> Row:
     for row in TABLES[table]:
         if row.name == name:
             return row
-    found = re.fullmatch(
+    parts = re.fullmatch(
         rf"(recurrence|none)-({'|'.join(Encoding)})-({'|'.join(LossPart)})(?:-([1-9]\d*))?", name
     )
-    if found is None:
+    if parts is None:
         raise UserError(
             f"a row must be one of table {table}'s "
             f"{', '.join(row.name for row in TABLES[table])}, or have the same parts, joined by "
             f"hyphens (recurrence or none, {' or '.join(Encoding)}, {' or '.join(LossPart)}, and "
             f"a segment length if it is not the flagfile's), got {name}"
         )
-    recurrence, encoding, loss, length = found.groups()
-    segment_len = int(length) if length else None
+    recurrence, encoding, loss, segment_len = parts.groups()
     return Row(
-        recurrence == "recurrence", Encoding(encoding), LossPart(loss), segment_len=segment_len
+        recurrence=recurrence == "recurrence",
+        encoding=Encoding(encoding),
+        loss=LossPart(loss),
+        segment_len=int(segment_len) if segment_len else None,
     )
 
 
@@ -235,28 +243,33 @@ def train_and_score(
 
     Returns the scores by row, one per seed. After `Interrupted` the same call resumes.
     """
-    rows, page = plan.chosen_rows, ""
-    found: dict[str, list[Score]] = {}
+    rows = plan.chosen_rows
+    measure = corpus.vocabulary.measure
+    scores_by_row: dict[str, list[Score]] = {}
+    page = ""
     # All rows of a seed before the next, so that an early table has every row.
     for seed in plan.seeds:
         for row in rows:
-            own = row_config(config, row, seed)
             path = os.path.join(plan.out, f"{row.name}-seed{seed}")
             print(f"\n=== {row.name}, seed {seed} ===")
+            row_settings = row_config(config, row, seed)
             with Run.open(path) as run:
-                outcome = train_run(own, corpus, run, stop_requested=stop_requested)
+                outcome = train_run(row_settings, corpus, run, stop_requested=stop_requested)
             if not outcome.finished:
                 raise Interrupted(f"{row.name}, seed {seed}")
-            scores = _score_lengths(own, corpus, Run.read(path), plan, outcome.step, stop_requested)
-            found.setdefault(row.name, []).append(
-                _summarize(own, scores, corpus.vocabulary.measure)
+
+            trained = Run.read(path)
+            by_length = _score_lengths(
+                row_settings, corpus, trained, plan, outcome.step, stop_requested
             )
+            score = _summarize(row_settings, by_length, measure)
+            scores_by_row.setdefault(row.name, []).append(score)
             page = distributed.broadcast_from_primary(
-                lambda: _write_tables(found, rows, corpus, plan)
+                lambda: _write_tables(scores_by_row, rows, corpus, plan)
             )
     print(f"\n{page}")
     print(f"results   {os.path.join(plan.out, 'ablation.md')}")
-    return found
+    return scores_by_row
 
 
 def _score_lengths(
@@ -278,28 +291,36 @@ def _score_lengths(
         if name.startswith("eval.")
     }
     identity = {"step": step, "text": corpus.digest, "stride": plan.stride, **evaluation}
-    kept = distributed.broadcast_from_primary(
+    recorded = distributed.broadcast_from_primary(
         lambda: json.loads(read(path)) if exists(path) else {}
     )
-    known = kept["scores"] if kept.get("of") == json.loads(json.dumps(identity)) else {}
-    for length in _lengths(config, plan):
-        if str(length) not in known:
-            [one] = context_length.at_lengths(
-                config, [length], stride=_stride(config, plan, length)
-            ).values()
-            built, _, params = load_to_score(one, corpus, trained, log=say)
-            options: dict[str, Any] = {
-                "name": f"valid at attention length {length:,}",
-                "log": print,
-            }
-            options |= {"vocabulary": corpus.vocabulary, "stop_requested": stop_requested}
-            totals, line = score_with_line(built, params, corpus.valid, **options)
-            print(line)
-            known[str(length)] = totals.value(corpus.vocabulary.measure)
-            distributed.broadcast_from_primary(
-                lambda: write_json(path, {"of": identity, "scores": known})
-            )
-    return {length: known[str(length)] for length in _lengths(config, plan)}
+    # The record is JSON, in which tuples are lists and enums are texts.
+    scores: dict[str, float] = {}
+    if recorded.get("of") == json.loads(json.dumps(identity)):
+        scores = recorded["scores"]
+
+    lengths = _lengths(config, plan)
+    for length in lengths:
+        if str(length) in scores:
+            continue
+        stride = _stride(config, plan, length)
+        [config_at_length] = context_length.at_lengths(config, [length], stride=stride).values()
+        built, _, params = load_to_score(config_at_length, corpus, trained, log=say)
+        totals, line = score_with_line(
+            built,
+            params,
+            corpus.valid,
+            name=f"valid at attention length {length:,}",
+            vocabulary=corpus.vocabulary,
+            log=print,
+            stop_requested=stop_requested,
+        )
+        print(line)
+        scores[str(length)] = totals.value(corpus.vocabulary.measure)
+        distributed.broadcast_from_primary(
+            lambda: write_json(path, {"of": identity, "scores": scores})
+        )
+    return {length: scores[str(length)] for length in lengths}
 
 
 def _lengths(config: ExperimentConfig, plan: Plan) -> list[int]:
@@ -308,7 +329,9 @@ def _lengths(config: ExperimentConfig, plan: Plan) -> list[int]:
 
 def _stride(config: ExperimentConfig, plan: Plan, length: int) -> int | None:
     """Returns the scored tokens per window of this length, or None if the model streams."""
-    return None if context_length.is_recurrent(config) else min(plan.stride, max(length, 1))
+    if context_length.is_recurrent(config):
+        return None
+    return min(plan.stride, max(length, 1))
 
 
 def _trained_length(config: ExperimentConfig) -> int:
@@ -328,24 +351,30 @@ def _summarize(config: ExperimentConfig, scores: dict[int, float], measure: Meas
 
 
 def _write_tables(
-    found: Mapping[str, Sequence[Score]], rows: Sequence[Row], corpus: Corpus, plan: Plan
+    scores_by_row: Mapping[str, Sequence[Score]], rows: Sequence[Row], corpus: Corpus, plan: Plan
 ) -> str:
     """Writes ablation.json, .csv and .md of the scores so far.
 
     Returns the page. The first row is the baseline.
     """
-    measure, path = corpus.vocabulary.measure, os.path.join(plan.out, "ablation")
+    measure = corpus.vocabulary.measure
+    path = os.path.join(plan.out, "ablation")
     facts = {"text": corpus.description, "measure": measure.value, **environment.describe()}
-    facts |= {name: getattr(plan, name) for name in ("table", "lengths", "stride", "seeds")}
-    records = [
-        {"row": name, "seed": seed, **score._asdict()}
-        for name, scores in found.items()
-        for seed, score in zip(plan.seeds, scores, strict=False)
-    ]
+    for name in ("table", "lengths", "stride", "seeds"):
+        facts[name] = getattr(plan, name)
+    records: list[dict[str, Any]] = []
+    for name, scores in scores_by_row.items():
+        # Later seeds have no scores yet.
+        for seed, score in zip(plan.seeds, scores, strict=False):
+            records.append({"row": name, "seed": seed, **score._asdict()})
     write_json(f"{path}.json", {**facts, "scores": records})
+
     columns = ("row", "seed", "init", "best", "length")
-    in_columns = [{name: record[name] for name in columns} for record in records]
-    write(f"{path}.csv", csv_file(columns, in_columns))
+    csv_rows = []
+    for record in records:
+        csv_rows.append({name: record[name] for name in columns})
+    write(f"{path}.csv", csv_file(columns, csv_rows))
+
     test_text = ", on the test split" if plan.table == Table.LM1B else ""
     caption = (
         f"The models of table {plan.table} on {corpus.description}: validation {measure.value}, "
@@ -355,66 +384,72 @@ def _write_tables(
         f"{facts['device']}, {facts['date']}. "
         f"The paper's numbers are for its own model and corpus{test_text}."
     )
-    lines = [caption, "", *_by_row(found, rows, measure), ""]
-    lines += [
-        f"Validation {measure.value} by attention length:",
-        "",
-        *_by_length(found, rows, measure),
-        "",
-    ]
+    lines = [caption, "", *_by_row(scores_by_row, rows, measure), ""]
+    lines += [f"Validation {measure.value} by attention length:", ""]
+    lines += [*_by_length(scores_by_row, rows, measure), ""]
     page = "\n".join(lines)
     write(f"{path}.md", page.encode())
     return page
 
 
 def _by_row(
-    found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure
+    scores_by_row: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure
 ) -> Iterator[str]:
     """Yields the table with the paper's numbers."""
-    columns = [
-        "recurrence",
-        "encoding",
-        "loss",
-        f"init {measure.value}",
-        f"best {measure.value}",
-        "vs. first row",
-    ]
+    columns = ["recurrence", "encoding", "loss"]
+    columns += [f"init {measure.value}", f"best {measure.value}", "vs. first row"]
     columns += ["attention length", "paper: init", "best", "length"]
-    lines, firsts = [], found.get(rows[0].name, [])
+    baseline = scores_by_row.get(rows[0].name, [])
+    lines = []
     for row in rows:
-        if scores := found.get(row.name):
-            differences = [
-                score.best - first.best for score, first in zip(scores, firsts, strict=False)
-            ]
-            lines.append(
-                [
-                    "yes" if row.recurrence else "no",
-                    row.encoding,
-                    row.loss,
-                    _mean([score.init for score in scores], measure),
-                    _mean([score.best for score in scores], measure),
-                    "" if row is rows[0] else _mean(differences, measure, sign="+"),
-                    ", ".join(
-                        f"{length:,}" for length in sorted({score.length for score in scores})
-                    ),
-                    *("" if value is None else f"{value:g}" for value in row.published),
-                ]
-            )
+        scores = scores_by_row.get(row.name)
+        if scores:
+            cells = ["yes" if row.recurrence else "no", row.encoding, row.loss]
+            cells += _cells_of_scores(scores, baseline, measure)
+            for published in row.published:
+                cells.append("" if published is None else f"{published:g}")
+            lines.append(cells)
     return environment.table(columns, lines)
 
 
+def _cells_of_scores(
+    scores: Sequence[Score], baseline: Sequence[Score], measure: Measure
+) -> list[str]:
+    """Returns a row's init, best, difference from the baseline, and attention lengths."""
+    differences = ""
+    if scores is not baseline:
+        # A stopped run may have fewer seeds than the baseline.
+        pairs = zip(scores, baseline, strict=False)
+        differences = _mean([score.best - first.best for score, first in pairs], measure, sign="+")
+    lengths = sorted({score.length for score in scores})
+    return [
+        _mean([score.init for score in scores], measure),
+        _mean([score.best for score in scores], measure),
+        differences,
+        ", ".join(f"{length:,}" for length in lengths),
+    ]
+
+
 def _by_length(
-    found: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure
+    scores_by_row: Mapping[str, Sequence[Score]], rows: Sequence[Row], measure: Measure
 ) -> Iterator[str]:
     """Yields the table of the seeds' mean at each attention length."""
-    shown, lines = sorted({length for scores in found.values() for length in scores[0].at}), []
+    lengths: set[int] = set()
+    for scores in scores_by_row.values():
+        for score in scores:
+            lengths |= score.at.keys()
+    columns = sorted(lengths)
+
+    lines = []
     for row in rows:
-        if scores := found.get(row.name):
-            values = (
-                [score.at[length] for score in scores if length in score.at] for length in shown
-            )
-            lines.append([row.name, *(_mean(each, measure) for each in values)])
-    return environment.table(["row", *(f"{length:,}" for length in shown)], lines)
+        scores_of_row = scores_by_row.get(row.name)
+        if scores_of_row:
+            cells = [row.name]
+            for length in columns:
+                values = [score.at[length] for score in scores_of_row if length in score.at]
+                cells.append(_mean(values, measure))
+            lines.append(cells)
+    return environment.table(["row", *(f"{length:,}" for length in columns)], lines)
 
 
 def _mean(values: Sequence[float], measure: Measure, *, sign: str = "") -> str:
@@ -423,11 +458,9 @@ def _mean(values: Sequence[float], measure: Measure, *, sign: str = "") -> str:
         return ""
     digits = 2 if measure is Measure.PPL else 4
     mean = f"{statistics.mean(values):{sign}.{digits}f}"
-    return (
-        mean
-        if len(values) == 1
-        else f"{mean} ({statistics.stdev(values):.{digits}f}, {len(values)})"
-    )
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({statistics.stdev(values):.{digits}f}, {len(values)})"
 
 
 if __name__ == "__main__":

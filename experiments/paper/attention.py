@@ -92,17 +92,27 @@ class Plan(cli.TrainedRun):
         """
         model = config.model
         has_terms = model.network is Network.TRANSFORMER_XL and encoding_of(model).has_four_terms
-        needed = "These plots need relative attention with the terms (a) to (d)"
-        config.expect(has_terms, "model.network model.encoding", needed)
-        without = "Both must be above 0, because a model without memory attends to none"
         config.expect(
-            config.train.mem_len and config.eval.mem_len, "train.mem_len eval.mem_len", without
+            has_terms,
+            "model.network model.encoding",
+            "These plots need relative attention with the terms (a) to (d)",
         )
-        across = "It must be none, because the window of these plots crosses document ends"
-        config.expect(config.data.reset_at is None, "data.reset_at", across)
-        wanted = f"layers must be 0 to {model.n_layer - 1} and heads 0 to {model.n_head - 1}"
+        config.expect(
+            config.train.mem_len and config.eval.mem_len,
+            "train.mem_len eval.mem_len",
+            "Both must be above 0, because a model without memory attends to none",
+        )
+        config.expect(
+            config.data.reset_at is None,
+            "data.reset_at",
+            "It must be none, because the window of these plots crosses document ends",
+        )
         for layer, head in self.layer_heads:
-            require(layer < model.n_layer and head < model.n_head, f"{wanted}, got {layer}.{head}")
+            require(
+                layer < model.n_layer and head < model.n_head,
+                f"layers must be 0 to {model.n_layer - 1} and heads 0 to {model.n_head - 1}, got "
+                f"{layer}.{head}",
+            )
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -128,9 +138,14 @@ def draw(
     probabilities [N, H, A]. After `Interrupted` nothing is written.
     """
     built, step, params = load_to_score(config, corpus, trained, log=say)
-    length, mem_len = config.eval.segment_len, config.eval.mem_len
+    length = config.eval.segment_len
+    mem_len = config.eval.mem_len
     tokens = np.asarray(getattr(corpus, plan.split)[: plan.tokens])
-    first, last = -(-mem_len // length) * length, len(tokens) // length * length - 1
+
+    # The first token whose memory is full, and the last of a whole segment.
+    first = -(-mem_len // length) * length
+    n_segments = len(tokens) // length
+    last = n_segments * length - 1
     require(
         first <= last,
         f"{len(tokens):,} tokens do not fill the memory's {mem_len:,} slots. "
@@ -142,20 +157,23 @@ def draw(
             first <= position <= last,
             f"positions must be {first:,} to {last:,}, where the memory is full, got {position:,}",
         )
-    began, count = time.monotonic(), (last + 1) // length
-    options: dict[str, Any] = {
-        "measure": corpus.vocabulary.measure,
-        "log": print,
-        "stop_requested": stop_requested,
-    }
-    with progress_bar("attention", count, unit="segment", **options) as show:
+
+    began = time.monotonic()
+    with progress_bar(
+        "attention",
+        n_segments,
+        unit="segment",
+        measure=corpus.vocabulary.measure,
+        log=print,
+        stop_requested=stop_requested,
+    ) as show:
         average, queries = _read(built, params, tokens[: last + 1], first, positions, show)
+
     folder = plan.out or os.path.join(trained.outputs, "attention")
     make_folder(folder)
     heads = plan.layer_heads or widest(average, _DEFAULT_HEADS)
-    _write(
-        folder, average, queries, heads, tokens, corpus, {"step": int(step), "split": plan.split}
-    )
+    facts = {"step": int(step), "split": plan.split}
+    _write(folder, average, queries, heads, tokens, corpus, facts)
     print(f"results   {folder}  in {environment.duration(time.monotonic() - began)}")
     return average
 
@@ -179,17 +197,27 @@ def attention_weights(
 
     Distances that a query does not attend to have probability 0 and terms of -inf.
     """
-    modes: dict[str, Any] = {"same_length": True, "deterministic": True, "mutable": ["attention"]}
-    (_, after), kept = model.apply({"params": params}, tokens, memory, clamp_len=clamp_len, **modes)
-    parts = kept["attention"]["stack"]["layers"]["attention"]
-    mem_len, segment_len = memory.mem_len, tokens.shape[1]
+    (_, next_memory), collections = model.apply(
+        {"params": params},
+        tokens,
+        memory,
+        clamp_len=clamp_len,
+        same_length=True,
+        deterministic=True,
+        mutable=["attention"],
+    )
+    parts = collections["attention"]["stack"]["layers"]["attention"]
+    mem_len = memory.mem_len
+    segment_len = tokens.shape[1]
     window = model.config.compat.window(mem_len, same_length=True)
     mask = Visibility(memory.valid, segment_len, mem_len, window).mask()[None, :, None]
-    terms = jax.vmap(
-        lambda query, key, position_key, u, v: score_terms(
-            query, key, position_key, content_bias=u, position_bias=v
-        )
-    )(*(parts[name] for name in SCORE_PARTS))
+
+    def terms_of_layer(
+        query: jax.Array, key: jax.Array, position_key: jax.Array, u: jax.Array, v: jax.Array
+    ) -> ScoreTerms:
+        return score_terms(query, key, position_key, content_bias=u, position_bias=v)
+
+    terms = jax.vmap(terms_of_layer)(*(parts[name] for name in SCORE_PARTS))
     probabilities = jax.nn.softmax(jnp.where(mask, sum(terms), -jnp.inf), axis=-1)
     # The column of the key at each distance from each row's query: [L, A].
     column = mem_len + jnp.arange(segment_len)[:, None] - jnp.arange(window)[None, :]
@@ -200,8 +228,11 @@ def attention_weights(
         taken = jnp.take_along_axis(jnp.where(mask, array, hidden), index, axis=-1)
         return jnp.where((column >= 0)[None, None, None], taken, hidden)
 
-    terms_by_distance = ScoreTerms(*(by_distance(term, -jnp.inf) for term in terms))
-    return AttentionWeights(by_distance(probabilities, 0.0), terms_by_distance), after
+    weights = AttentionWeights(
+        probabilities=by_distance(probabilities, 0.0),
+        terms=ScoreTerms(*(by_distance(term, -jnp.inf) for term in terms)),
+    )
+    return weights, next_memory
 
 
 class Query(NamedTuple):
@@ -224,7 +255,8 @@ def _read(
 
     Returns mean probabilities from token `first` on, and the queries at `positions`.
     """
-    eval_config, model = built.config.eval, cast(TransformerXL, built.model)
+    eval_config = built.config.eval
+    model = cast(TransformerXL, built.model)
     length = eval_config.segment_len
 
     def weights_of(params: Any, segment: jax.Array, memory: Any) -> Any:
@@ -234,30 +266,36 @@ def _read(
         weights, memory = weights_of(params, segment, memory)
         return weights.probabilities.sum(axis=(1, 3)), memory
 
-    # All weights of a segment can be a gigabyte: only where a query is asked for.
-    summed_weights, all_weights = built.jit(sum_weights), built.jit(weights_of)
+    # All weights of a segment can be a gigabyte, so they are computed only for drawn queries.
+    summed_weights = built.jit(sum_weights)
+    all_weights = built.jit(weights_of)
+
     memory = model.init_memory(batch_size=1, mem_len=eval_config.mem_len)
     total: Any = 0.0
-    found: dict[int, Query] = {}
+    queries: dict[int, Query] = {}
     for start in range(0, len(tokens), length):
         segment = tokens[None, start : start + length].astype(np.int32)
-        here = [position for position in positions if start <= position < start + length]
-        if here:
+        in_segment = [position for position in positions if start <= position < start + length]
+        if in_segment:
             weights, _ = all_weights(params, segment, memory)
-            for position in here:
-                own = {
-                    name: getattr(weights.terms, name)[:, 0, :, position - start] for name in _TERMS
-                }
-                terms = {
-                    name: np.asarray(jax.nn.softmax(term, axis=-1)) for name, term in own.items()
-                }
-                probabilities = np.asarray(weights.probabilities[:, 0, :, position - start])
-                found[position] = Query(position, probabilities, terms)
+            for position in in_segment:
+                queries[position] = _query_at(position, weights, position - start)
         summed, memory = summed_weights(params, segment, memory)
         if start >= first:
             total = total + np.asarray(summed, np.float64)
         show(start // length + 1, Totals())
-    return total / (len(tokens) - first), [found[position] for position in positions]
+    average = total / (len(tokens) - first)
+    return average, [queries[position] for position in positions]
+
+
+def _query_at(position: int, weights: AttentionWeights, row: int) -> Query:
+    """Returns the attention of the query in a row of a segment's weights."""
+    probabilities = np.asarray(weights.probabilities[:, 0, :, row])
+    terms = {}
+    for name in _TERMS:
+        scores = getattr(weights.terms, name)[:, 0, :, row]
+        terms[name] = np.asarray(jax.nn.softmax(scores, axis=-1))
+    return Query(position, probabilities, terms)
 
 
 def mean_distances(average: np.ndarray) -> np.ndarray:
@@ -272,8 +310,9 @@ def widest(average: np.ndarray, count: int) -> list[tuple[int, int]]:
     """
     order = np.argsort(-mean_distances(average), axis=None, kind="stable")
     heads = [divmod(int(i), average.shape[1]) for i in order]
-    first = {layer: (layer, head) for layer, head in reversed(heads)}  # The widest of each layer.
-    return sorted(heads, key=lambda head: head != first[head[0]])[:count]
+    # The widest of each layer: of a layer's heads, the last that is set is the first in `heads`.
+    widest_of_layer = {layer: (layer, head) for layer, head in reversed(heads)}
+    return sorted(heads, key=lambda head: head != widest_of_layer[head[0]])[:count]
 
 
 def _write(
@@ -285,92 +324,152 @@ def _write(
     corpus: Corpus,
     facts: dict[str, Any],
 ) -> None:
-    """Writes the arrays, the mean distances of the heads, and plots.
+    """Writes attention.md, .json and .npz, and draws the plots.
 
-    Also writes lists of the tokens with the largest weights.
+    Args:
+      folder: Directory of the files.
+      average: Mean probabilities [N, H, A].
+      queries: The queries that are drawn.
+      heads: The heads that are drawn, as (layer, head).
+      tokens: The text that was read.
+      corpus: Where the text is from.
+      facts: Step and split, for the record and the titles.
     """
     distances = mean_distances(average)
     labels = [_labels(query, tokens, corpus) for query in queries]
     described = environment.describe()
+
     arrays: dict[str, Any] = {"average": average.astype(np.float32), "spans": distances}
+    for query in queries:
+        arrays[f"probabilities_{query.position}"] = query.probabilities
+        for name, term in query.terms.items():
+            arrays[f"term_{name}_{query.position}"] = term
+
     lines = [
         f"# Attention weights on {corpus.description} ({facts['split']}), step {facts['step']:,}",
         "",
+        f"{described['device']}, {described['date']}.",
+        "",
     ]
-    lines += [f"{described['device']}, {described['date']}.", ""]
-    chosen = [
-        {"layer": layer, "head": head, "span": float(distances[layer, head])}
-        for layer, head in heads
-    ]
+    records_of_queries = []
+    for query, tokens_at in zip(queries, labels, strict=True):
+        largest = [_largest_weights(query, head, tokens_at) for head in heads]
+        records_of_queries.append({"position": int(query.position), "largest_weights": largest})
+        lines += _page_of_query(query, heads, largest, distances, tokens, corpus)
+
+    records_of_heads = []
+    for layer, head in heads:
+        span = float(distances[layer, head])
+        records_of_heads.append({"layer": layer, "head": head, "span": span})
     record: dict[str, Any] = {
         "text": corpus.description,
         **facts,
         **described,
-        "heads": chosen,
-        "queries": [],
+        "heads": records_of_heads,
+        "queries": records_of_queries,
     }
-    for query, shown in zip(queries, labels, strict=True):
-        arrays[f"probabilities_{query.position}"] = query.probabilities
-        arrays |= {f"term_{name}_{query.position}": term for name, term in query.terms.items()}
-        before = tokens[max(query.position - 60, 0) : query.position + 1]
-        end = corpus.vocabulary.decode(before).decode(errors="replace")
-        lines += [f"## The query at token {query.position:,}\n\nIt ends\n\n```\n{end}\n```\n"]
-        rows = []
-        largest = []
-        for head in heads:
-            row = query.probabilities[head]
-            strongest = np.argsort(-row, kind="stable")[:_TOP_TOKENS].tolist()
-            top = (f"`{shown[d]}` ({d}: {row[d]:.2f})" for d in strongest)
-            rows.append([_name(head), f"{distances[head]:.1f}", ", ".join(top)])
-            weights = [
-                {"distance": d, "token": shown[d], "probability": float(row[d])} for d in strongest
-            ]
-            largest.append({"layer": head[0], "head": head[1], "weights": weights})
-        record["queries"].append({"position": int(query.position), "largest_weights": largest})
-        columns = ["head", "mean distance over the text", "largest weights (distance: probability)"]
-        lines += [*environment.table(columns, rows), ""]
+
     data = io.BytesIO()
     np.savez_compressed(data, **arrays)
     write(os.path.join(folder, "attention.npz"), data.getvalue())
     write_json(os.path.join(folder, "attention.json"), record)
     write(os.path.join(folder, "attention.md"), "\n".join(lines).encode())
-    if not plots.can_draw():
-        return
-    title = f"{corpus.name} ({facts['split']}), step {facts['step']:,}"
-    _draw_average(
-        average, os.path.join(folder, "average.png"), title=f"{title}: mean attention of every head"
-    )
-    # Figure 6: each head; figure 7: the terms of the first.
-    for query, shown in zip(queries, labels, strict=True):
-        own_title = f"{title}: the query at token {query.position:,}"
-        by_head = {_name(head): query.probabilities[head] for head in heads}
-        _draw_rows(
-            by_head, shown, os.path.join(folder, f"heads-{query.position}.png"), title=own_title
+    if plots.can_draw():
+        title = f"{corpus.name} ({facts['split']}), step {facts['step']:,}"
+        _draw_average(
+            average,
+            os.path.join(folder, "average.png"),
+            title=f"{title}: mean attention of every head",
         )
-        by_term = {label: query.terms[name][heads[0]] for name, label in _TERMS.items()}
-        own_title += f", {_name(heads[0])}, term by term"
-        _draw_rows(
-            by_term, shown, os.path.join(folder, f"terms-{query.position}.png"), title=own_title
-        )
+        for query, tokens_at in zip(queries, labels, strict=True):
+            _draw_query(folder, query, heads, tokens_at, title)
+
+
+def _largest_weights(
+    query: Query, head: tuple[int, int], tokens_at: Sequence[str]
+) -> dict[str, Any]:
+    """Returns the record of a head's largest weights, the largest first.
+
+    `tokens_at` has the token at each distance.
+    """
+    row = query.probabilities[head]
+    weights = []
+    for distance in np.argsort(-row, kind="stable")[:_TOP_TOKENS].tolist():
+        token = tokens_at[distance]
+        weights.append({"distance": distance, "token": token, "probability": float(row[distance])})
+    layer, number = head
+    return {"layer": layer, "head": number, "weights": weights}
+
+
+def _page_of_query(
+    query: Query,
+    heads: Sequence[tuple[int, int]],
+    largest: Sequence[dict[str, Any]],
+    distances: np.ndarray,
+    tokens: np.ndarray,
+    corpus: Corpus,
+) -> list[str]:
+    """Returns the lines of attention.md about one query.
+
+    Args:
+      query: The query.
+      heads: The heads, as (layer, head).
+      largest: The records of their largest weights.
+      distances: Mean distance of every head [N, H].
+      tokens: The text.
+      corpus: Where the text is from.
+    """
+    context = tokens[max(query.position - 60, 0) : query.position + 1]
+    end = corpus.vocabulary.decode(context).decode(errors="replace")
+    rows = []
+    for head, record in zip(heads, largest, strict=True):
+        cells = []
+        for weight in record["weights"]:
+            cells.append(f"`{weight['token']}` ({weight['distance']}: {weight['probability']:.2f})")
+        rows.append([_name(head), f"{distances[head]:.1f}", ", ".join(cells)])
+    columns = ["head", "mean distance over the text", "largest weights (distance: probability)"]
+    return [
+        f"## The query at token {query.position:,}\n\nIt ends\n\n```\n{end}\n```\n",
+        *environment.table(columns, rows),
+        "",
+    ]
+
+
+def _draw_query(
+    folder: str,
+    query: Query,
+    heads: Sequence[tuple[int, int]],
+    tokens_at: Sequence[str],
+    title: str,
+) -> None:
+    """Draws a query's heads (figure 6), and the terms of the first of them (figure 7)."""
+    title += f": the query at token {query.position:,}"
+    by_head = {_name(head): query.probabilities[head] for head in heads}
+    path = os.path.join(folder, f"heads-{query.position}.png")
+    _draw_rows(by_head, tokens_at, path, title=title)
+
+    by_term = {label: query.terms[name][heads[0]] for name, label in _TERMS.items()}
+    path = os.path.join(folder, f"terms-{query.position}.png")
+    _draw_rows(by_term, tokens_at, path, title=f"{title}, {_name(heads[0])}, term by term")
 
 
 def _name(head: tuple[int, int]) -> str:
-    return f"layer {head[0] + 1}, head {head[1] + 1}"
+    layer, number = head
+    return f"layer {layer + 1}, head {number + 1}"
 
 
 def _labels(query: Query, tokens: np.ndarray, corpus: Corpus) -> list[str]:
     """Returns the token at each distance before a query, printable."""
-    places = range(query.position, query.position - query.probabilities.shape[-1], -1)
-    shown = (
-        corpus.vocabulary.decode(tokens[place : place + 1]).decode(errors="replace")
-        for place in places
-    )
-    # A word's own space is dropped; a space by itself is a token.
-    shown = (text.rstrip(" ") or text for text in shown)
-    return [
-        text.replace("\n", "\\n").replace("\t", "\\t").replace("|", "\\|").replace("`", "'")
-        for text in shown
-    ]
+    labels = []
+    for distance in range(query.probabilities.shape[-1]):
+        place = query.position - distance
+        text = corpus.vocabulary.decode(tokens[place : place + 1]).decode(errors="replace")
+        # A word's own space is dropped; a space by itself is a token.
+        text = text.rstrip(" ") or text
+        text = text.replace("\n", "\\n").replace("\t", "\\t")
+        # In a table, these characters would end the cell or the code.
+        labels.append(text.replace("|", "\\|").replace("`", "'"))
+    return labels
 
 
 def _draw_average(average: np.ndarray, path: str, *, title: str) -> None:
@@ -384,13 +483,15 @@ def _draw_average(average: np.ndarray, path: str, *, title: str) -> None:
     figure = plots.figure(height=min(max(0.07 * n_layer * n_head, 3.5), 12))
     plot = figure.add_subplot()
     rows = average.reshape(n_layer * n_head, n_distance)[:, ::-1]
-    edges = {
-        "extent": (n_distance - 0.5, -0.5, n_layer * n_head, 0),
-        "aspect": "auto",
-        "interpolation": "nearest",
-    }
+    # The largest weights are few, so the scale ends at a quantile.
+    norm = PowerNorm(0.5, vmin=0, vmax=np.quantile(rows, 0.999))
     image = plot.imshow(
-        rows, cmap="Greys", norm=PowerNorm(0.5, vmin=0, vmax=np.quantile(rows, 0.999)), **edges
+        rows,
+        cmap="Greys",
+        norm=norm,
+        extent=(n_distance - 0.5, -0.5, n_layer * n_head, 0),
+        aspect="auto",
+        interpolation="nearest",
     )
     for layer in range(1, n_layer):
         plot.axhline(layer * n_head, color="#c0392b", linewidth=0.5)
@@ -415,14 +516,21 @@ def _draw_rows(
     figure = plots.figure(height=1.9 * len(rows) + 0.8)
     panels = figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0]
     for panel, (name, row) in zip(panels, rows.items(), strict=True):
-        panel.vlines(
-            np.arange(len(row)), 0, row, color="#2980b9", linewidth=max(0.6, 100 / len(row))
-        )
+        width = max(0.6, 100 / len(row))
+        panel.vlines(np.arange(len(row)), 0, row, color="#2980b9", linewidth=width)
         # The term (d) does not depend on the tokens.
-        for distance in [] if name == _TERMS["d"] else spaced(np.argsort(-row), len(row) / 14)[:7]:
-            side = "right" if distance < len(row) / 40 else "center"
-            style = {"xytext": (0, 2), "textcoords": "offset points", "ha": side, "fontsize": 8}
-            panel.annotate(labels[distance].replace("$", r"\$"), (distance, row[distance]), **style)
+        named = [] if name == _TERMS["d"] else spaced(np.argsort(-row), len(row) / 14)[:7]
+        for distance in named:
+            # At the right edge a centered token would leave the panel.
+            is_at_edge = distance < len(row) / 40
+            panel.annotate(
+                labels[distance].replace("$", r"\$"),
+                (distance, row[distance]),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="right" if is_at_edge else "center",
+                fontsize=8,
+            )
         panel.set(ylim=(0, row.max() * 1.25), xlim=(len(row) - 0.5, -0.5), ylabel="probability")
         panel.set_title(name, fontsize=9, loc="left")
         panel.grid(alpha=0.2)
@@ -433,11 +541,11 @@ def _draw_rows(
 
 def spaced(places: Sequence[int] | np.ndarray, least: float) -> list[int]:
     """Returns the places in order, without those nearer than `least` to an earlier one."""
-    kept: list[int] = []
+    spread: list[int] = []
     for place in places:
-        if all(abs(place - other) >= least for other in kept):
-            kept.append(int(place))
-    return kept
+        if all(abs(place - earlier) >= least for earlier in spread):
+            spread.append(int(place))
+    return spread
 
 
 if __name__ == "__main__":

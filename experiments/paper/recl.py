@@ -92,7 +92,9 @@ class Plan(cli.TextPlan):
 
         Raises `UserError` unless there are two or more, with one name each.
         """
-        names = self.names or tuple(os.path.basename(path.rstrip("/")) for path in self.workdirs)
+        names = self.names
+        if not names:
+            names = tuple(os.path.basename(path.rstrip("/")) for path in self.workdirs)
         require(
             len(names) == len(self.workdirs),
             f"names must name each of the {len(self.workdirs)} workdirs, or none, got "
@@ -113,7 +115,8 @@ class Plan(cli.TextPlan):
             len(names) >= 2,
             f"workdirs must be two or more, because RECL compares models, got {len(names)}",
         )
-        return {name: Run.read(path) for name, path in zip(names, self.workdirs, strict=True)}
+        paths = dict(zip(names, self.workdirs, strict=True))
+        return {name: Run.read(path) for name, path in paths.items()}
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -140,19 +143,21 @@ def compare(
     scored = positions(
         len(getattr(corpus, plan.split)), longest=plan.contexts[-1], stride=plan.stride
     )
-    for each in runs.values():  # An error in the last is found before the first takes its hours.
-        load_to_score(each.config, corpus, each, log=lambda line: None)
-    by_model = [
-        _losses_of(name, each, corpus, scored, plan, stop_requested) for name, each in runs.items()
-    ]
-    losses = {
-        context: np.stack([found[context] for found in by_model]) for context in plan.contexts
-    }
+    # An error in the last run is found before the first takes its hours.
+    for run in runs.values():
+        load_to_score(run.config, corpus, run, log=lambda line: None)
+
+    by_model = []
+    for name, run in runs.items():
+        by_model.append(_losses_of(name, run, corpus, scored, plan, stop_requested))
+    losses = {}
+    for context in plan.contexts:
+        losses[context] = np.stack([losses_of_model[context] for losses_of_model in by_model])
+
     all_gains = {ratio: gains(losses, ratio=ratio) for ratio in RATIOS}
-    lengths = {
-        name: [effective_length(all_gains[ratio][i]) for ratio in RATIOS]
-        for i, name in enumerate(runs)
-    }
+    lengths = {}
+    for i, name in enumerate(runs):
+        lengths[name] = [effective_length(all_gains[ratio][i]) for ratio in RATIOS]
     _write_results(lengths, all_gains, losses, corpus, plan)
     return lengths
 
@@ -170,7 +175,8 @@ def _losses_of(
     Each length is a file, so that a stopped command resumes.
     """
     built, step, params = load_to_score(run.config, corpus, run, log=say)
-    folder, measure = os.path.join(plan.out, "losses", name), corpus.vocabulary.measure
+    measure = corpus.vocabulary.measure
+    folder = os.path.join(plan.out, "losses", name)
     identity = {
         "workdir": run.path,
         "step": int(step),
@@ -181,34 +187,26 @@ def _losses_of(
         "first": int(scored[0]),
         "stride": plan.stride,
     }
-    record = os.path.join(folder, "scored.json")
-    if not exists(record):
-        make_folder(folder)
-        write_json(record, identity)
-    before = read_json(record)
-    changes = [
-        f"{key} was {before.get(key)} and is {new}"
-        for key, new in identity.items()
-        if before.get(key) != new
-    ]
-    require(
-        not changes,
-        f"{folder} contains other losses ({', '.join(changes)}). Choose another directory.",
-    )
-    found = {}
+    _check_same_losses(folder, identity)
+
+    losses = {}
     for length in plan.contexts:
-        path, what = os.path.join(folder, f"{length}.npy"), f"{name} from {length:,} tokens"
+        path = os.path.join(folder, f"{length}.npy")
         if exists(path):
-            found[length] = np.load(io.BytesIO(read(path)))
+            losses[length] = np.load(io.BytesIO(read(path)))
             continue
+
+        what = f"{name} from {length:,} tokens"
         began = time.monotonic()
-        progress: dict[str, Any] = {
-            "measure": measure,
-            "log": print,
-            "stop_requested": stop_requested,
-        }
-        with progress_bar(what, total=len(scored), unit="token", **progress) as show:
-            found[length] = context_losses(
+        with progress_bar(
+            what,
+            total=len(scored),
+            unit="token",
+            measure=measure,
+            log=print,
+            stop_requested=stop_requested,
+        ) as show:
+            losses[length] = context_losses(
                 built.window_step,
                 params,
                 getattr(corpus, plan.split),
@@ -217,16 +215,34 @@ def _losses_of(
                 batch_size=plan.batch_size,
                 after_call=lambda so_far: show(so_far.tokens, so_far),
             )
-        totals = Totals.of(found[length])
+        totals = Totals.of(losses[length])
         check_finite(totals, what)
         data = io.BytesIO()
-        np.save(data, found[length])
+        np.save(data, losses[length])
         write(path, data.getvalue())
-        print(
-            f"{what} {format_scores(totals, measure)}  in "
-            f"{environment.duration(time.monotonic() - began)}"
-        )
-    return found
+        seconds = time.monotonic() - began
+        print(f"{what} {format_scores(totals, measure)}  in {environment.duration(seconds)}")
+    return losses
+
+
+def _check_same_losses(folder: str, identity: Mapping[str, Any]) -> None:
+    """Raises `UserError` if a directory contains losses of something else.
+
+    A new directory is made, with a record of what its losses are of.
+    """
+    path = os.path.join(folder, "scored.json")
+    if not exists(path):
+        make_folder(folder)
+        write_json(path, identity)
+    recorded = read_json(path)
+    changes = []
+    for key, value in identity.items():
+        if recorded.get(key) != value:
+            changes.append(f"{key} was {recorded.get(key)} and is {value}")
+    require(
+        not changes,
+        f"{folder} contains other losses ({', '.join(changes)}). Choose another directory.",
+    )
 
 
 # From losses to lengths. l_i(c, t) is the loss of model i at token t when it has read the c tokens
@@ -257,17 +273,17 @@ def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]
     `losses` are [models, T] by context length, in increasing order, and `ratio` is r, above 0 and
     at most 1.
     """
-    found: list[list[Gain]] = [[] for _ in next(iter(losses.values()))]
+    n_models = len(next(iter(losses.values())))
+    by_model: list[list[Gain]] = [[] for _ in range(n_models)]
     for context, longer in itertools.pairwise(losses):
         baseline = losses[context].min(axis=0)
         where = hardest(baseline, ratio)
-        for model in range(len(found)):
+        for model, steps in enumerate(by_model):
             before = np.exp(_relative_loss(baseline, losses[context][model], where))
             after = np.exp(_relative_loss(baseline, losses[longer][model], where))
-            found[model].append(
-                Gain(context, longer, float((before - after) / before), float(before - after))
-            )
-    return found
+            relative = float((before - after) / before)
+            steps.append(Gain(context, longer, relative, float(before - after)))
+    return by_model
 
 
 def hardest(baseline: np.ndarray, ratio: float) -> np.ndarray:
@@ -290,7 +306,10 @@ def effective_length(steps: Sequence[Gain]) -> int | None:
 
     Returns None if no step does.
     """
-    return next((step.context for step in steps if step.relative < THRESHOLD), None)
+    for step in steps:
+        if step.relative < THRESHOLD:
+            return step.context
+    return None
 
 
 def _write_results(
@@ -300,65 +319,102 @@ def _write_results(
     corpus: Corpus,
     plan: Plan,
 ) -> None:
-    folder, measure = plan.out, corpus.vocabulary.measure
-    means = {
-        name: {c: Totals.of(rows[i]).value(measure) for c, rows in losses.items()}
-        for i, name in enumerate(lengths)
-    }
-    n_scored = len(losses[plan.contexts[0]][0])
+    """Writes recl.json, recl.csv, recl.md and the plots, and prints the table.
+
+    Args:
+      lengths: By model, RECL at each ratio, or None if it is longer than the longest context.
+      all_gains: By ratio, the gains of each model.
+      losses: By context length, the losses [models, T].
+      corpus: The text that was scored.
+      plan: Settings of the comparison.
+    """
+    measure = corpus.vocabulary.measure
+    means: dict[str, dict[int, float]] = {}
+    for i, name in enumerate(lengths):
+        means[name] = {
+            context: Totals.of(of_models[i]).value(measure) for context, of_models in losses.items()
+        }
     facts = {
         "text": corpus.description,
         "split": plan.split,
-        "tokens": n_scored,
+        "tokens": len(losses[plan.contexts[0]][0]),
         **environment.describe(),
     }
-    steps = [
-        {"model": name, "ratio": ratio, **step._asdict()}
-        for ratio in RATIOS
-        for name, of_model in zip(lengths, all_gains[ratio], strict=True)
-        for step in of_model
-    ]
-    shared = {field.name for field in dataclasses.fields(cli.TextPlan)}
-    own = {name: value for name, value in dataclasses.asdict(plan).items() if name not in shared}
+    steps = []
+    for ratio in RATIOS:
+        for name, gains_of_model in zip(lengths, all_gains[ratio], strict=True):
+            for step in gains_of_model:
+                steps.append({"model": name, "ratio": ratio, **step._asdict()})
+
+    # Flags that say where texts are do not belong to the results.
+    names_of_text_flags = {field.name for field in dataclasses.fields(cli.TextPlan)}
+    settings = {
+        name: value
+        for name, value in dataclasses.asdict(plan).items()
+        if name not in names_of_text_flags
+    }
     unit = "bpc" if measure.is_bits else str(measure)
-    results = {"plan": own, "recl": lengths, unit: means, "gains": steps}
-    write_json(os.path.join(folder, "recl.json"), {**facts, **results})
-    write(os.path.join(folder, "recl.csv"), csv_file(list(steps[0]), steps))
-    rows = [
-        [
-            name,
-            *(f">= {plan.contexts[-1]:,}" if length is None else f"{length:,}" for length in found),
-        ]
-        for name, found in lengths.items()
-    ]
-    rows += [[f"*paper: {name}*", *map(str, found)] for name, found in PAPER.items()]
-    page = "\n".join(
-        [*environment.table(["model", *(f"r = {ratio:g}" for ratio in RATIOS)], rows), ""]
-    )
+    results = {"plan": settings, "recl": lengths, unit: means, "gains": steps}
+    write_json(os.path.join(plan.out, "recl.json"), {**facts, **results})
+    write(os.path.join(plan.out, "recl.csv"), csv_file(list(steps[0]), steps))
+
+    page = _table(lengths, longest=plan.contexts[-1])
     caption = (
-        f"RECL on {corpus.description} ({plan.split}), {n_scored:,} tokens, one in {plan.stride}, "
-        f"contexts from {plan.contexts[0]} to {plan.contexts[-1]} in steps of {plan.lengths[2]}, "
-        f"threshold {THRESHOLD:g}; {facts['device']}, {facts['date']}. "
+        f"RECL on {corpus.description} ({plan.split}), {facts['tokens']:,} tokens, one in "
+        f"{plan.stride}, contexts from {plan.contexts[0]} to {plan.contexts[-1]} in steps of "
+        f"{plan.lengths[2]}, threshold {THRESHOLD:g}; {facts['device']}, {facts['date']}. "
         "The paper's lengths are of models on WikiText-103."
     )
-    write(os.path.join(folder, "recl.md"), f"{caption}\n\n{page}".encode())
+    path = os.path.join(plan.out, "recl.md")
+    write(path, f"{caption}\n\n{page}".encode())
     print(f"\n{page}")
     if plots.can_draw():
-        ratio, title = min(RATIOS), f"{corpus.name} ({plan.split})"
-        by_model = zip(lengths, all_gains[ratio], strict=True)
-        plots.curves(
-            {
-                name: {step.longer: step.perplexity for step in of_model}
-                for name, of_model in by_model
-            },
-            os.path.join(folder, "gains.png"),
-            title=f"{title}: gain of {plan.lengths[2]} more tokens of context, r = {ratio:g}",
-            xlabel="context length c' (tokens)",
-            ylabel="gain in perplexity over c",
-        )
-        path, ylabel = os.path.join(folder, "context.png"), plots.UNITS[measure]
-        plots.curves(means, path, title=title, xlabel="context length (tokens)", ylabel=ylabel)
-    print(f"results   {os.path.join(folder, 'recl.md')}")
+        hardest_ratio = min(RATIOS)
+        gains_of_models = dict(zip(lengths, all_gains[hardest_ratio], strict=True))
+        _draw(gains_of_models, hardest_ratio, means, corpus, plan)
+    print(f"results   {path}")
+
+
+def _table(lengths: Mapping[str, list[int | None]], *, longest: int) -> str:
+    """Returns table 8: RECL of each model at each ratio, and the paper's."""
+    rows = []
+    for name, of_ratios in lengths.items():
+        row = [name]
+        for length in of_ratios:
+            row.append(f">= {longest:,}" if length is None else f"{length:,}")
+        rows.append(row)
+    for name, published in PAPER.items():
+        rows.append([f"*paper: {name}*", *map(str, published)])
+    columns = ["model", *(f"r = {ratio:g}" for ratio in RATIOS)]
+    return "\n".join([*environment.table(columns, rows), ""])
+
+
+def _draw(
+    gains_of_models: Mapping[str, Sequence[Gain]],
+    ratio: float,
+    means: Mapping[str, Mapping[int, float]],
+    corpus: Corpus,
+    plan: Plan,
+) -> None:
+    """Draws gains.png (figure 3), the gains at a ratio, and context.png (figure 4), the means."""
+    title = f"{corpus.name} ({plan.split})"
+    perplexities = {}
+    for name, steps in gains_of_models.items():
+        perplexities[name] = {step.longer: step.perplexity for step in steps}
+    plots.curves(
+        perplexities,
+        os.path.join(plan.out, "gains.png"),
+        title=f"{title}: gain of {plan.lengths[2]} more tokens of context, r = {ratio:g}",
+        xlabel="context length c' (tokens)",
+        ylabel="gain in perplexity over c",
+    )
+    plots.curves(
+        means,
+        os.path.join(plan.out, "context.png"),
+        title=title,
+        xlabel="context length (tokens)",
+        ylabel=plots.UNITS[corpus.vocabulary.measure],
+    )
 
 
 if __name__ == "__main__":
