@@ -37,7 +37,7 @@ from launch.sweep_file import Sweep
 from txl_jax.config.config_tree import require
 from txl_jax.errors import UserError, describe_system_error, one_line
 from txl_jax.runs import run_tables
-from txl_jax.runtime import output, storage
+from txl_jax.runtime import output, remote, storage
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     """
     output.prepare()
     flags = _parsed(argv[1:])
-    storage.shorten_storage_logs()
+    remote.shorten_storage_logs()
     try:
         return _run(flags)
     except study.UNREACHABLE as error:

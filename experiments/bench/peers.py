@@ -13,6 +13,7 @@ import itertools
 import sys
 import types
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -79,14 +80,16 @@ class TorchModel:
             "model.dtype",
             "The peer computes in float32, so set that",
         )
-        self._torch, self._config, self._vocab_size = torch, config, vocab_size
+        self._torch = torch
+        self._config = config
+        self._vocab_size = vocab_size
         self.versions = f"torch {torch.__version__}, threads {torch.get_num_threads()}"
         arrays = original.from_flax(
             jax.tree.map(np.asarray, params), config.model, format=self.format
         )
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         self._model = self._make_model(config.eval, tensors).eval()
-        self._memory: dict[str, list[Any]] = {}  # By use.
+        self._memory: dict[str, list[Any]] = {}  # By purpose.
 
     def evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Returns the losses [B, L] of a segment in nats. Inputs and targets are int [B, L]."""
@@ -111,39 +114,43 @@ class TorchModel:
 
         Each memory gets M states of unit variance.
         """
-        generator, model = self._torch.Generator().manual_seed(0), self._config.model
-        lengths, train = self._config.eval, self._config.train
-        # It keeps the last layer's output too.
-        n_states = model.n_layer + (self.format is Format.ORIGINAL)
+        generator = self._torch.Generator().manual_seed(0)
+        # M, B for each use.
+        lengths = self._config.eval
+        train = self._config.train
         sizes = {
             "evaluation": (lengths.mem_len, lengths.batch_size),
             "generation": (lengths.mem_len, 1),
             "training": (train.mem_len, train.batch_size),
         }
-        for use, size in sizes.items():
-            self._memory[use] = list(
-                self._torch.randn((n_states, *size, model.d_model), generator=generator)
-            )
+        model = self._config.model
+        # The authors' release keeps the last layer's output too.
+        n_states = model.n_layer + (self.format is Format.ORIGINAL)
+        for purpose, size in sizes.items():
+            states = self._torch.randn((n_states, *size, model.d_model), generator=generator)
+            self._memory[purpose] = list(states)
 
     def task(self, name: str, ours: Task, built: Built) -> Task:
         """Returns the counterpart of our task, one segment a call."""
         # Having met another task's sizes it would compile for any sizes, which is slower.
         self._torch.compiler.reset()
-        step = self.train_step if name == "training" else self.evaluate
-        segments = timing.random_segments(
-            built, self._config.train if name == "training" else self._config.eval
-        )
-        turns = itertools.cycle(
-            list(zip(np.asarray(segments.inputs), np.asarray(segments.targets), strict=True))
-        )
+        step: Callable[..., Any]
+        if name == "training":
+            step = self.train_step
+            segments = timing.random_segments(built, self._config.train)
+        else:
+            step = self.evaluate
+            segments = timing.random_segments(built, self._config.eval)
+        pairs = zip(np.asarray(segments.inputs), np.asarray(segments.targets), strict=True)
+        turns = itertools.cycle(list(pairs))
         return Task(f"{ours.name}{self.label}", segments.inputs[0].size, lambda: step(*next(turns)))
 
-    def _losses(self, model: Any, use: str, inputs: np.ndarray, targets: np.ndarray) -> Any:
-        """Returns nats [B, L] and updates the memory of that use."""
-        tokens, labels = (
-            self._torch.from_numpy(np.asarray(part, np.int64)) for part in (inputs, targets)
-        )
-        nll, self._memory[use] = self._score(model, tokens, labels, self._memory.get(use))
+    def _losses(self, model: Any, purpose: str, inputs: np.ndarray, targets: np.ndarray) -> Any:
+        """Returns nats [B, L] and updates the memory of that purpose."""
+        tokens = self._torch.from_numpy(np.asarray(inputs, np.int64))
+        labels = self._torch.from_numpy(np.asarray(targets, np.int64))
+        nll, memory = self._score(model, tokens, labels, self._memory.get(purpose))
+        self._memory[purpose] = memory
         return nll
 
     def _score(
@@ -157,11 +164,15 @@ class TorchModel:
         """The same model at the lengths of training, with dropout, and its optimizer."""
         optimizer = self._config.optimizer
         model = self._make_model(self._config.train, self._model.state_dict()).train()
-        rules = {"betas": (ADAM_B1, optimizer.adam_b2), "eps": optimizer.adam_eps}
-        # On a CPU, the fused Adam takes a quarter of the time of the other two kinds.
-        return model, self._torch.optim.Adam(
-            model.parameters(), optimizer.learning_rate, **rules, fused=True
+        adam = self._torch.optim.Adam(
+            model.parameters(),
+            optimizer.learning_rate,
+            betas=(ADAM_B1, optimizer.adam_b2),
+            eps=optimizer.adam_eps,
+            # On a CPU, the fused Adam takes a quarter of the time of the other two kinds.
+            fused=True,
         )
+        return model, adam
 
     def _make_model(self, lengths: Any, tensors: Any) -> Any:
         """Makes the model at the lengths of training or evaluation."""
@@ -216,9 +227,8 @@ class HuggingFaceModel(TorchModel):
             # The head drops the last state and the first label, so each gets one more than it
             # needs.
             hidden = self._torch.cat([hidden, hidden[:, -1:]], dim=1)
-            nll = model.crit(
-                hidden, self._torch.cat([labels[:, :1], labels], dim=1), keep_order=True
-            )
+            shifted_labels = self._torch.cat([labels[:, :1], labels], dim=1)
+            nll = model.crit(hidden, shifted_labels, keep_order=True)
         else:
             # Given labels, a head without clusters copies all log probabilities first: 1.2 to 2.6
             # times the time.
@@ -230,11 +240,10 @@ class HuggingFaceModel(TorchModel):
         rates = self._config.model.dropout
         arguments |= {"dropout": rates.rate, "dropatt": rates.attention}
         with warnings.catch_warnings():
-            # About a tuple's order; results are read by name.
+            # It warns about a tuple's order. Results are read by name.
             warnings.simplefilter("ignore", DeprecationWarning)
-            model = self._transformers.TransfoXLLMHeadModel(
-                self._transformers.TransfoXLConfig(**arguments)
-            )
+            config = self._transformers.TransfoXLConfig(**arguments)
+            model = self._transformers.TransfoXLLMHeadModel(config)
         model.load_state_dict(tensors)
         return model
 
@@ -261,7 +270,8 @@ class OriginalModel(TorchModel):
             "--peer=original has only relative, and untie_r off",
         )
         self._class, torch = import_original(Path(path, "pytorch"))
-        self._compiled, self.label = compiled, ", compiled" if compiled else ", eager"
+        self._compiled = compiled
+        self.label = ", compiled" if compiled else ", eager"
         super().__init__(config, params, vocab_size=vocab_size, torch=torch)
 
     def _score(
@@ -296,9 +306,11 @@ def import_original(folder: Path, *, flag: str = "--peer_path") -> tuple[Any, An
     Raises:
       UserError: If the directory has other files, or torch is missing.
     """
-    sources = {
-        file.stem: file.read_bytes() for file in map(folder.joinpath, _FILES) if file.is_file()
-    }
+    sources = {}
+    for name in _FILES:
+        file = folder / name
+        if file.is_file():
+            sources[file.stem] = file.read_bytes()
     require(
         hashlib.sha256(b"".join(sources.values())).hexdigest() == _DIGEST,
         f"{flag} must be a clone of {REPOSITORY}, got {folder.parent}. Clone that address.",
@@ -308,8 +320,9 @@ def import_original(folder: Path, *, flag: str = "--peer_path") -> tuple[Any, An
     for name, source in sources.items():
         for old, new in _PATCHES.items():
             source = source.replace(old, new)
+        module = types.ModuleType(name)
         # Both the files and torch.compile import it by this name.
-        module = sys.modules[name] = types.ModuleType(name)
+        sys.modules[name] = module
         exec(compile(source, name, "exec"), vars(module))
     return module.MemTransformerLM, torch
 
@@ -321,7 +334,8 @@ def _import_packages() -> tuple[Any, Any]:
     )
     # transformers turns a failed import within it into a RuntimeError.
     with warnings.catch_warnings(), rephrased(missing, ImportError, RuntimeError):
-        warnings.simplefilter("ignore", FutureWarning)  # Of names that torch has renamed since.
+        # torch warns about names that it has renamed since.
+        warnings.simplefilter("ignore", FutureWarning)
         import torch
         import transformers
         from transformers import TransfoXLConfig, TransfoXLLMHeadModel  # noqa: F401
@@ -333,9 +347,11 @@ def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
 
     Raises `UserError` for sampling that it lacks.
     """
-    for name, peers in (("samples", 1), ("temperature", 1.0), ("top_p", 1.0)):
-        given = getattr(config.generate, name)
-        require(given == peers, f"generate.{name} must be {peers} with --peer, got {given}")
+    for name, only_value in (("samples", 1), ("temperature", 1.0), ("top_p", 1.0)):
+        value = getattr(config.generate, name)
+        require(
+            value == only_value, f"generate.{name} must be {only_value} with --peer, got {value}"
+        )
     return config_tree.replace(
         apply_preset(config, "hf"), {"model.compat.memory_start": MemoryStart.MASKED}
     )
@@ -350,33 +366,41 @@ def checked_peers(built: Built, path: str | None) -> list[TorchModel]:
     Raises `UserError` if a token's loss, scored from zeros in the memory, differs by more than
     rounding.
     """
-    config, vocab_size = apply_preset(built.config, "hf"), built.model.vocab_size
+    params = built.init_params()
+    vocab_size = built.model.vocab_size
+    peers: list[TorchModel]
+    if path:
+        peers = [
+            OriginalModel(built.config, params, vocab_size=vocab_size, path=path, compiled=compiled)
+            for compiled in (False, True)
+        ]
+    else:
+        peers = [HuggingFaceModel(built.config, params, vocab_size=vocab_size)]
+
+    # Ours with the peers' compat, memory of zeros included, on one row.
+    config = apply_preset(built.config, "hf")
+    length = config.eval.segment_len
+    tokens = timing.draw_tokens(vocab_size, length * _COMPARED_SEGMENTS + 1)
+    reader = evaluation_segments(tokens, batch_size=1, segment_len=length)
+    segments = reader.segments(0, _COMPARED_SEGMENTS)
     ours = build(
         config_tree.replace(config, {"eval.cache_dtype": None, "eval.batch_size": 1}),
         vocab_size=vocab_size,
     )
-    params, length = built.init_params(), config.eval.segment_len
-    kind: Any = functools.partial(OriginalModel, path=path) if path else HuggingFaceModel
-    variants = [{"compiled": False}, {"compiled": True}] if path else [{}]
-    peers = [kind(built.config, params, vocab_size=vocab_size, **variant) for variant in variants]
-    tokens = timing.draw_tokens(vocab_size, length * _COMPARED_SEGMENTS + 1)
-    segments = evaluation_segments(tokens, batch_size=1, segment_len=length).segments(
-        0, _COMPARED_SEGMENTS
-    )
-    weights = ours.prepare_params(params)
-    _, scores = ours.eval_step(weights, ours.init_memory(weights), ours.place(segments))
+    prepared = ours.prepare_params(params)
+    _, scores = ours.eval_step(prepared, ours.init_memory(prepared), ours.place(segments))
+
     print(f"peer: {peers[0].versions}; --compat=hf on both sides")
-    for each in peers:
-        theirs = [
-            each.evaluate(*pair) for pair in zip(segments.inputs, segments.targets, strict=True)
-        ]
-        worst = float(np.abs(np.ravel(scores.nll) - np.ravel(theirs)).max())
+    for peer in peers:
+        pairs = zip(segments.inputs, segments.targets, strict=True)
+        peer_nll = [peer.evaluate(inputs, targets) for inputs, targets in pairs]
+        difference = float(np.abs(np.ravel(scores.nll) - np.ravel(peer_nll)).max())
         require(
-            worst <= TOLERANCE,
+            difference <= TOLERANCE,
             f"the peer's losses must be ours to {TOLERANCE:g} nats, got a difference of "
-            f"{worst:.2g}. The two do not compute the same function, so nothing was timed.",
+            f"{difference:.2g}. The two do not compute the same function, so nothing was timed.",
         )
-        print(f"largest difference of a token's loss{each.label}: {worst:.1e} nats")
-        each.fill_memory()
+        print(f"largest difference of a token's loss{peer.label}: {difference:.1e} nats")
+        peer.fill_memory()
     print()
     return peers

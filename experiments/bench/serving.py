@@ -42,25 +42,33 @@ def run(plan: Plan, job: cli.Job) -> None:
     check_can_generate(config)
     built = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
     params = built.init_params()
-    params = timing.with_every_tail(params) if config.model.cutoffs else params
+    if config.model.cutoffs:
+        params = timing.with_every_tail(params)
     timing.print_head(built)
-    steps = [Step(built, batch_size=rows) for rows in (plan.rows, 1)]
-    weights = steps[0].prepare_params(params)
-    many, one = tasks = [_task(built, step, weights) for step in steps]
-    timing.time_in_turns(tasks, warmup=1, calls=plan.calls)
-    rows = ([str(step.batch_size), *task.cells] for step, task in zip(steps, tasks, strict=True))
-    timing.print_table("rows | tokens/s | slowest | fastest", rows)
-    print(
-        f"\n{plan.rows} rows: {many.speedup(one):.2f} times the throughput of one request at a time"
+
+    batched = Step(built, batch_size=plan.rows)
+    single = Step(built, batch_size=1)
+    prepared = batched.prepare_params(params)
+    batched_task = _task(built, batched, prepared)
+    single_task = _task(built, single, prepared)
+    timing.time_in_turns([batched_task, single_task], warmup=1, calls=plan.calls)
+    timing.print_table(
+        "rows | tokens/s | slowest | fastest",
+        [[str(plan.rows), *batched_task.cells], ["1", *single_task.cells]],
     )
+    speedup = batched_task.speedup(single_task)
+    print(f"\n{plan.rows} rows: {speedup:.2f} times the throughput of one request at a time")
 
 
-def _task(built: Built, step: Step, weights: PreparedParams) -> Task:
+def _task(built: Built, step: Step, prepared: PreparedParams) -> Task:
     """Returns the task of sampling K tokens of every row."""
     rows = Rows.idle(step.batch_size)
-    rows.position[:], rows.steps[:] = 2 * step.capacity, step.block
+    # Positions at which every memory is full.
+    rows.position[:] = 2 * step.capacity
+    rows.steps[:] = step.block
     rows.last[:] = np.arange(step.batch_size) % built.model.vocab_size
-    call = timing.repeated(functools.partial(step.write, weights), step.init_cache(weights), rows)
+    cache = step.init_cache(prepared)
+    call = timing.repeated(functools.partial(step.write, prepared), cache, rows)
     return Task("serving", step.batch_size * step.block, call)
 
 

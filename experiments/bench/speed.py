@@ -102,14 +102,14 @@ class Plan(cli.Plan):
         Also raises it for a peer without its code.
         """
         super().validate()
-        name = f"with --peer={self.peer}, tasks" if self.peer else "tasks"
-        timing.check_names(name, self.chosen_tasks, PEERS_TASKS[self.peer])
+        setting_name = f"with --peer={self.peer}, tasks" if self.peer else "tasks"
+        timing.check_names(setting_name, self.chosen_tasks, PEERS_TASKS[self.peer])
         has_both_or_neither = (self.peer is Peer.ORIGINAL) == bool(self.peer_path)
-        wrong = (
+        require(
+            has_both_or_neither,
             f"--peer=original and --peer_path require each other, got {self.peer} and "
-            f"{self.peer_path}"
+            f"{self.peer_path}. Pass both or neither.",
         )
-        require(has_both_or_neither, f"{wrong}. Pass both or neither.")
 
 
 def run(plan: Plan, job: cli.Job) -> None:
@@ -117,54 +117,57 @@ def run(plan: Plan, job: cli.Job) -> None:
 
     Raises `UserError` if one is impossible, or the peer's losses differ.
     """
-    config = peers.with_peer_compat(job.config()) if plan.peer else job.config()
+    config = job.config()
+    if plan.peer:
+        config = peers.with_peer_compat(config)
     if "generation" in plan.chosen_tasks:
         check_can_generate(config)
     built = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
     timing.print_head(built)
     models = peers.checked_peers(built, plan.peer_path) if plan.peer else []
-    found: list[Task] = []
-    timing.print_table(
-        _COLUMNS_WITH_PEER if models else _COLUMNS, _rows(plan, built, models, found)
-    )
-    if jax.default_backend() == "cpu":
-        return
-    print()
+    timed: list[Task] = []
+    columns = _COLUMNS_WITH_PEER if models else _COLUMNS
+    timing.print_table(columns, _rows(plan, built, models, timed))
+    if jax.default_backend() != "cpu":
+        print()
+        _print_utilization(timed, n_device=built.mesh.size)
+
+
+def _print_utilization(timed: Sequence[Task], *, n_device: int) -> None:
+    """Prints the operations per second and device of the tasks that have them."""
     peak = flops.device_peak(environment.device_kind())
-    for task in found:
-        if task.flops_per_token:
-            achieved = task.flops_per_token * statistics.median(task.rates) / built.mesh.size
-            share = f", {achieved / peak:.1%} of its peak in bfloat16 (MFU)" if peak else ""
-            operations = f"{task.flops_per_token / 1e6:,.1f} million operations per token"
-            print(f"{task.name}: {operations}, {achieved / 1e12:.1f} TFLOP/s per device{share}")
+    for task in timed:
+        if not task.flops_per_token:
+            continue
+        achieved = task.flops_per_token * statistics.median(task.rates) / n_device
+        fraction = f", {achieved / peak:.1%} of its peak in bfloat16 (MFU)" if peak else ""
+        print(
+            f"{task.name}: {task.flops_per_token / 1e6:,.1f} million operations per token, "
+            f"{achieved / 1e12:.1f} TFLOP/s per device{fraction}"
+        )
 
 
 def _rows(
-    plan: Plan, built: Built, models: Sequence[TorchModel], found: list[Task]
+    plan: Plan, built: Built, models: Sequence[TorchModel], timed: list[Task]
 ) -> Iterator[list[str]]:
-    """Times the tasks and yields their rows, one for each peer; appends our tasks to `found`."""
+    """Times the tasks and yields their rows, one for each peer; appends our tasks to `timed`."""
     for name in plan.chosen_tasks:
         if name == DYNAMIC:
             yield from _dynamic_rows(plan, built)
             continue
         for task in tasks(name, built):
-            theirs = [model.task(name, task, built) for model in models]
-            timing.time_in_turns([task, *theirs], warmup=plan.warmup, calls=plan.calls)
-            found.append(task)
+            peer_tasks = [model.task(name, task, built) for model in models]
+            timing.time_in_turns([task, *peer_tasks], warmup=plan.warmup, calls=plan.calls)
+            timed.append(task)
             lengths = task.lengths
             sizes = [f"{lengths.batch_size} x {lengths.segment_len}", str(lengths.mem_len)]
-            if not theirs:
+            if not peer_tasks:
                 yield [task.name, *sizes, *task.cells]
-            for other in theirs:
-                ratios = task.speedups(other)
-                summary = statistics.median(ratios), min(ratios), max(ratios)
-                yield [
-                    other.name,
-                    *sizes,
-                    task.cells[0],
-                    other.cells[0],
-                    *(f"{ratio:.2f}" for ratio in summary),
-                ]
+            for peer_task in peer_tasks:
+                ratios = task.speedups(peer_task)
+                summary = (statistics.median(ratios), min(ratios), max(ratios))
+                medians = [task.cells[0], peer_task.cells[0]]
+                yield [peer_task.name, *sizes, *medians, *(f"{ratio:.2f}" for ratio in summary)]
 
 
 def _dynamic_rows(plan: Plan, built: Built) -> Iterator[list[str]]:
@@ -198,17 +201,19 @@ def training(built: Built) -> Task:
 
     Tokens that are read again (stride) do not count.
     """
-    config, train = built.config, built.config.train
+    config = built.config
+    train = config.train
     cost = flops.of_step(config, vocab_size=built.model.vocab_size, n_device=built.mesh.size)
     compilation = built.compile_step()
     segments = timing.random_segments(built, train)
     call = timing.repeated(compilation.program, built.init_state(), segments)
     return Task(
         "training",
-        cost.tokens * train.segments_per_call,
-        call,
-        train,
-        cost.flops and cost.flops / cost.tokens,
+        tokens=cost.tokens * train.segments_per_call,
+        call=call,
+        lengths=train,
+        # None if the FLOPs are not known.
+        flops_per_token=cost.flops and cost.flops / cost.tokens,
         program=compilation.executable,
     )
 
@@ -220,16 +225,17 @@ def evaluation(built: Built) -> Task:
     """
     lengths = built.config.eval
     check_streams(lengths)
-    weights = built.prepare_params(built.init_params())
-    memory = built.init_memory(weights)
+    prepared = built.prepare_params(built.init_params())
+    # A full memory that is not reset. Arithmetic on the arrays keeps their shardings.
+    memory = built.init_memory(prepared)
     memory = memory.replace(valid=memory.valid * 0 + lengths.mem_len)
     segments = timing.random_segments(built, lengths)
     segments = segments._replace(reset=segments.reset & False)
     eval_step: Any = built.eval_step  # It is jitted, which its type does not show.
-    step = eval_step.lower(weights, memory, segments).compile()
+    step = eval_step.lower(prepared, memory, segments).compile()
     tokens = lengths.batch_size * lengths.segment_len * SEGMENTS_PER_CALL
     per_token = flops.of_inference(built.config.model, lengths, vocab_size=built.model.vocab_size)
-    call = timing.repeated(functools.partial(step, weights), memory, segments)
+    call = timing.repeated(functools.partial(step, prepared), memory, segments)
     return Task("evaluation", tokens, call, lengths, per_token, program=step)
 
 
@@ -284,7 +290,11 @@ def generation(built: Built, *, every_tail: bool = False) -> Task:
     lengths = built.config.eval
     how = built.config.generate
     vocab_size = built.model.vocab_size
-    params = timing.with_every_tail(built.init_params()) if every_tail else built.init_params()
+    params = built.init_params()
+    name = "generation"
+    if every_tail:
+        params = timing.with_every_tail(params)
+        name += ", every tail read"
     generator = built.generator(built.prepare_params(params))
     cache, *_ = generator.read(timing.draw_tokens(vocab_size, lengths.mem_len + 1), how)
     rows, sampling = generation_arguments(how)
@@ -294,7 +304,6 @@ def generation(built: Built, *, every_tail: bool = False) -> Task:
     call = timing.repeated(functools.partial(decode, generator.for_tokens), cache, rows)
     single = dataclasses.replace(lengths, batch_size=how.samples, segment_len=1)
     per_token = flops.of_inference(built.config.model, single, vocab_size=vocab_size)
-    name = "generation, every tail read" if every_tail else "generation"
     return Task(name, how.samples * BLOCK, call, single, per_token, program=decode)
 
 

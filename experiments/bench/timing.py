@@ -18,7 +18,9 @@ from txl_jax.recurrence import Segments
 from txl_jax.runs.build import Built
 from txl_jax.runtime import environment
 
-SHIFT, EXPONENT = 2.7, 1.1
+# Of the law of Zipf and Mandelbrot, as in `draw_tokens`.
+SHIFT = 2.7
+EXPONENT = 1.1
 _TAIL_BIAS = 12.0  # Added to the logits of tails: more than a head of 20,000 words has together.
 
 
@@ -43,14 +45,13 @@ class Task:
     @property
     def cells(self) -> list[str]:
         """The median, the slowest and the fastest rate, for a table."""
-        return [
-            f"{rate:,.4g}"
-            for rate in (statistics.median(self.rates), min(self.rates), max(self.rates))
-        ]
+        summary = (statistics.median(self.rates), min(self.rates), max(self.rates))
+        return [f"{rate:,.4g}" for rate in summary]
 
     def speedups(self, other: "Task") -> list[float]:
         """Returns this throughput divided by the other's, for each pair of calls."""
-        return [own / theirs for own, theirs in zip(self.rates, other.rates, strict=True)]
+        pairs = zip(self.rates, other.rates, strict=True)
+        return [rate / other_rate for rate, other_rate in pairs]
 
     def speedup(self, other: "Task") -> float:
         """Returns the median of `speedups`."""
@@ -90,20 +91,24 @@ def draw_tokens(vocab_size: int, n_tokens: int) -> np.ndarray:
     They are as frequent as words, by the law of Zipf and Mandelbrot:
     p(rank) ~ 1 / (rank + SHIFT)^EXPONENT.
     """
-    weights = (np.arange(1, vocab_size + 1) + SHIFT) ** -EXPONENT
-    sampled = np.random.default_rng(0).choice(vocab_size, size=n_tokens, p=weights / weights.sum())
-    return sampled.astype(np.int32)
+    frequency = (np.arange(1, vocab_size + 1) + SHIFT) ** -EXPONENT
+    probability = frequency / frequency.sum()
+    tokens = np.random.default_rng(0).choice(vocab_size, size=n_tokens, p=probability)
+    return tokens.astype(np.int32)
 
 
 def random_segments(built: Built, lengths: TrainConfig | EvalConfig) -> Segments:
     """Returns S segments of random tokens on the devices."""
-    make_reader: Any = evaluation_segments
-    per_call = SEGMENTS_PER_CALL
+    make_reader: Any
     if isinstance(lengths, TrainConfig):
-        make_reader, per_call = training_segments, lengths.segments_per_call
-    tokens = draw_tokens(
-        built.model.vocab_size, lengths.batch_size * lengths.segment_len * per_call + 1
-    )
+        make_reader = training_segments
+        per_call = lengths.segments_per_call
+    else:
+        make_reader = evaluation_segments
+        per_call = SEGMENTS_PER_CALL
+    n_tokens = lengths.batch_size * lengths.segment_len * per_call
+    # The last target is one token after the last input.
+    tokens = draw_tokens(built.model.vocab_size, n_tokens + 1)
     reader = make_reader(tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len)
     return built.place(reader.segments(0, per_call))
 
@@ -119,7 +124,9 @@ def with_every_tail(params: Any) -> Any:
 
 def vocab_size_of(corpus: CorpusName) -> int:
     """Returns the vocabulary size of a published corpus, or 256 (bytes) for your own text."""
-    return CORPORA[corpus].vocab_size if corpus in CORPORA else 256
+    if corpus not in CORPORA:
+        return 256
+    return CORPORA[corpus].vocab_size
 
 
 def machine() -> str:
@@ -150,8 +157,8 @@ def print_table(columns: str, rows: Iterable[Sequence[str]]) -> None:
         print(line, flush=True)
 
 
-def check_names(setting: str, given: Collection[str], known: Sequence[str]) -> None:
+def check_names(setting: str, names: Collection[str], known: Sequence[str]) -> None:
     """Raises `UserError` if a setting is empty, or has a name that is not known."""
-    for name in given or [""]:
+    for name in names or [""]:
         near = config_tree.did_you_mean(name, known)
         require(name in known, f"{setting} must be of {', '.join(known)}, got {name!r}{near}")
