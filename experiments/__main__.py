@@ -17,24 +17,23 @@ HEADINGS = {
 
 def programs(folder: str) -> dict[str, str]:
     """Returns the commands in a directory by name, with the first lines of their docstrings."""
-    found = {}
+    summaries = {}
     for path in sorted((ROOT / folder).glob("*.py")):
         text = path.read_text()
         if path.stem != "__main__" and '__name__ == "__main__"' in text:
             docstring = ast.get_docstring(ast.parse(text)) or ""
-            found[f"{folder}/{path.stem}".replace("/", ".")] = docstring.partition("\n")[0]
-    return found
+            name = f"{folder}/{path.stem}".replace("/", ".")
+            summaries[name] = docstring.partition("\n")[0]
+    return summaries
 
 
 def main() -> None:
     """Prints the commands."""
     lines = ["python -m NAME --help lists the flags of a command."]
     for folder, heading in HEADINGS.items():
-        lines += [
-            "",
-            f"{heading}:",
-            *(f"  {name}\n      {text}" for name, text in programs(folder).items()),
-        ]
+        lines += ["", f"{heading}:"]
+        for name, summary in programs(folder).items():
+            lines.append(f"  {name}\n      {summary}")
     # The list is the whole output: `| head` may end this process, and its text may be in any
     # encoding.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)

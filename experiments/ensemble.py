@@ -67,25 +67,29 @@ def run(plan: Plan, job: cli.Job) -> int | None:
     """Trains the members, or splits one off."""
     if plan.mode is Mode.SPLIT:
         if len(plan.ensemble_member) != 1 or plan.to is None:
-            found = f"{len(plan.ensemble_member)} members and --to={plan.to or ''}"
-            raise UserError(f"--mode=split needs one --ensemble_member and --to=PATH, got {found}")
+            raise UserError(
+                "--mode=split needs one --ensemble_member and --to=PATH, got "
+                f"{len(plan.ensemble_member)} members and --to={plan.to or ''}"
+            )
         ensemble.split_off(plan.workdir, plan.ensemble_member[0], plan.to)
         return 0
-    with Run.open(plan.workdir) as run:
-        members = [_parse_member(text) for text in plan.ensemble_member] or [
-            dict(each) for each in run.members
-        ]
-        sinks_and_profile = plan.watch(run)
-        config = job.config(run)
+
+    with Run.open(plan.workdir) as opened:
+        members = [_parse_member(text) for text in plan.ensemble_member]
+        if not members:
+            # A resumed ensemble has the members that it began with.
+            members = [dict(member) for member in opened.members]
+        sinks_and_profile = plan.watch(opened)
+        config = job.config(opened)
         # Before a text is read, which may take minutes.
         ensemble.member_configs(config, members)
-        run.compare(config, [ensemble.in_order(member) for member in members])
-        corpus = job.corpus(config, run)
+        opened.compare(config, [ensemble.in_order(member) for member in members])
+        corpus = job.corpus(config, opened)
         with job.stop:
             outcome = train_run(
                 config,
                 corpus,
-                run,
+                opened,
                 members=members,
                 stop_requested=lambda: job.stop,
                 **sinks_and_profile,
@@ -98,15 +102,17 @@ def _parse_member(text: str) -> dict[str, float]:
 
     Raises `UserError` if it is not a list of names with numbers.
     """
-    found: dict[str, float] = {}
+    member: dict[str, float] = {}
     for word in text.split():
         name, _, value = word.removeprefix("--").partition("=")
         try:
-            found[name] = int(value) if name == "seed" else float(value)
+            member[name] = int(value) if name == "seed" else float(value)
         except ValueError:
-            wanted = 'names with numbers, such as "seed=2 optimizer.learning_rate=0.001"'
-            raise UserError(f"--ensemble_member must be {wanted}, got {text!r}") from None
-    return found
+            raise UserError(
+                "--ensemble_member must be names with numbers, such as "
+                f'"seed=2 optimizer.learning_rate=0.001", got {text!r}'
+            ) from None
+    return member
 
 
 if __name__ == "__main__":

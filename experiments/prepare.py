@@ -23,7 +23,8 @@ def run(_plan: cli.TextPlan, job: cli.Job) -> None:
     if not {"corpus", "data.corpus"} & job.places.keys():
         known = ", ".join(sorted(set(CorpusName) - {CorpusName.PYTHON_STDLIB}))
         raise UserError(f"--corpus is required. Pass --corpus=NAME, one of {known}.")
-    config, start = job.config(), time.monotonic()
+    config = job.config()
+    start = time.monotonic()
     corpus = job.corpus(config)
     print(f"{'text':<12}{corpus.description}")
     print(f"{'sha256':<12}{corpus.digest}")

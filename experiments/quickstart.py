@@ -282,14 +282,14 @@ def run(plan: Plan, job: cli.Job) -> int | None:
             f"--workdir must be a local directory, which also stores the text, got {plan.workdir}"
         )
     prepared = os.path.join(plan.workdir, "prepared")
-    with Run.open(plan.workdir) as run:
-        config = plan.keep_steps(job.config(run), job, run)
-        run.compare(config)
+    with Run.open(plan.workdir) as opened:
+        config = plan.keep_steps(job.config(opened), job, opened)
+        opened.compare(config)
         corpus = read_corpus(config.data, data_dir="", cache_dir=prepared)
-        config, timed_step = plan.fit_steps(config, corpus, job, run)
+        config, timed_step = plan.fit_steps(config, corpus, job, opened)
         with job.stop:
             outcome = train_run(
-                config, corpus, run, compiled_step=timed_step, stop_requested=lambda: job.stop
+                config, corpus, opened, compiled_step=timed_step, stop_requested=lambda: job.stop
             )
     if not outcome.finished or outcome.results is None:
         return None

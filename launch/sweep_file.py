@@ -307,8 +307,12 @@ class Sweep:
         The first group is omitted where the name is unique without it.
         """
         ends = {name: name.partition(".")[2] or name for name in self.names}
-        counts = list(ends.values())
-        return {name: end if counts.count(end) == 1 else name for name, end in ends.items()}
+        all_ends = list(ends.values())
+        short = {}
+        for name, end in ends.items():
+            is_unique = all_ends.count(end) == 1
+            short[name] = end if is_unique else name
+        return short
 
     def _has(self, values: Mapping[str, Any]) -> bool:
         """Returns whether a run's recorded values are this file's, not an earlier version's."""

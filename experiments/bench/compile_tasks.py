@@ -49,35 +49,35 @@ def _compile_training(built: Built) -> Any:
 def _compile_evaluation(built: Built) -> Any:
     lengths = built.config.eval
     evaluation: Any = built  # Its functions are jitted, which their types do not show.
-    weights = _prepared_weights(built)
+    prepared = _prepared_weights(built)
     check_streams(lengths)
-    memory = _abstract_result(evaluation.init_memory, weights)
+    memory = _abstract_result(evaluation.init_memory, prepared)
     segments = built.abstract_segments(lengths)
-    return evaluation.eval_step.lower(weights, memory, segments).compile()
+    return evaluation.eval_step.lower(prepared, memory, segments).compile()
 
 
 def _compile_generation(built: Built) -> Any:
     mem_len = built.config.eval.mem_len
     generate = built.config.generate
-    weights = _prepared_weights(built)
+    prepared = _prepared_weights(built)
     check_can_generate(built.config)
 
-    def for_tokens(weights: Any) -> Any:
-        return weights.for_generation(mem_len=mem_len).for_single_tokens(mem_len=mem_len)
+    def for_tokens(prepared: Any) -> Any:
+        return prepared.for_generation(mem_len=mem_len).for_single_tokens(mem_len=mem_len)
 
-    def start(weights: Any) -> Any:
-        memory = built.scorer.init_memory(weights)
+    def start(prepared: Any) -> Any:
+        memory = built.scorer.init_memory(prepared)
         row = jax.tree.map(lambda array: array[:1] if array.ndim else array, memory)
         return cache_lib.repeat_rows(cache_lib.unrotate(row), generate.samples)
 
-    tokens = _abstract_result(jax.jit(for_tokens), weights)
-    cache = _abstract_result(jax.jit(start), weights)
+    tokens = _abstract_result(jax.jit(for_tokens), prepared)
+    cache = _abstract_result(jax.jit(start), prepared)
     decode = built.jit(decode_block, static_argnames=("sampling", "count"), donate_argnums=1)
     return decode.lower(tokens, cache, *generation_arguments(generate), count=BLOCK).compile()
 
 
 def _prepared_weights(built: Built) -> Any:
-    """Returns the shapes and shardings of the weights that inference uses."""
+    """Returns the shapes and shardings of the prepared parameters that inference uses."""
     functions: Any = built  # Its functions are jitted, which their types do not show.
     return _abstract_result(functions.prepare_params, built.abstract_state.params)
 

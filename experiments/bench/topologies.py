@@ -104,7 +104,8 @@ def _parse_slices(name: str) -> Topology | None:
     slices = _SLICES.fullmatch(name)
     if not slices or slices[2] not in CHIPS:
         return None
-    generation, shape = slices[2], slices[3]
+    generation = slices[2]
+    shape = slices[3]
     num_slices = int(slices[1] or 1)
     chips = [int(length) for length in shape.split("x")]
     sizes = CHIPS[generation].sizes

@@ -253,8 +253,8 @@ def train_and_score(
             path = os.path.join(plan.out, f"{row.name}-seed{seed}")
             print(f"\n=== {row.name}, seed {seed} ===")
             row_settings = row_config(config, row, seed)
-            with Run.open(path) as run:
-                outcome = train_run(row_settings, corpus, run, stop_requested=stop_requested)
+            with Run.open(path) as opened:
+                outcome = train_run(row_settings, corpus, opened, stop_requested=stop_requested)
             if not outcome.finished:
                 raise Interrupted(f"{row.name}, seed {seed}")
 

@@ -77,15 +77,26 @@ def score_lengths(
     """
     configs = at_lengths(config, plan.lengths, stride=plan.stride)
     _, step, params = load_to_score(config, corpus, trained, log=say)
-    vocabulary, tokens = corpus.vocabulary, getattr(corpus, plan.split)
-    table, found, rows = f"{trained.outputs}/context_length.csv", {}, []
+    vocabulary = corpus.vocabulary
+    tokens = getattr(corpus, plan.split)
+
+    table = f"{trained.outputs}/context_length.csv"
+    scores: dict[int, Totals] = {}
+    rows: list[dict[str, Any]] = []
     for length, changed in configs.items():
-        name, began = f"{plan.split} at attention length {length:,}", time.monotonic()
-        options: dict[str, Any] = {"name": name, "log": print, "stop_requested": stop_requested}
+        began = time.monotonic()
         built = build_for(changed, vocabulary)
-        totals, line = score_with_line(built, params, tokens, vocabulary=vocabulary, **options)
+        totals, line = score_with_line(
+            built,
+            params,
+            tokens,
+            name=f"{plan.split} at attention length {length:,}",
+            vocabulary=vocabulary,
+            log=print,
+            stop_requested=stop_requested,
+        )
         print(line)
-        found[length] = totals
+        scores[length] = totals
         seconds = time.monotonic() - began  # With compilation.
         rows.append(
             {"attention_length": length, **as_record(totals, vocabulary), "seconds": seconds}
@@ -94,26 +105,25 @@ def score_lengths(
             lambda: storage.write(table, csv_file(list(rows[0]), rows))
         )
     print(f"results   {table}")
-    if not distributed.broadcast_from_primary(plots.can_draw):
-        return found
-    picture = f"{trained.outputs}/context_length.png"
-    how = (
-        "streaming with a memory"
-        if plan.stride is None
-        else f"sliding windows, stride {plan.stride:,}"
-    )
-    title = f"{corpus.name} ({plan.split}), step {step:,}, {how}"
-    values = {
-        str(plan.split): {
-            length: totals.value(vocabulary.measure) for length, totals in found.items()
-        }
-    }
-    xlabel, ylabel = "attention length (tokens)", plots.UNITS[vocabulary.measure]
-    distributed.broadcast_from_primary(
-        lambda: plots.curves(values, picture, title=title, xlabel=xlabel, ylabel=ylabel, log_x=True)
-    )
-    print(f"picture   {picture}")
-    return found
+
+    if distributed.broadcast_from_primary(plots.can_draw):
+        how = "streaming with a memory"
+        if plan.stride is not None:
+            how = f"sliding windows, stride {plan.stride:,}"
+        picture = f"{trained.outputs}/context_length.png"
+        values = {length: totals.value(vocabulary.measure) for length, totals in scores.items()}
+        distributed.broadcast_from_primary(
+            lambda: plots.curves(
+                {str(plan.split): values},
+                picture,
+                title=f"{corpus.name} ({plan.split}), step {step:,}, {how}",
+                xlabel="attention length (tokens)",
+                ylabel=plots.UNITS[vocabulary.measure],
+                log_x=True,
+            )
+        )
+        print(f"picture   {picture}")
+    return scores
 
 
 def at_lengths(
@@ -129,41 +139,39 @@ def at_lengths(
         f"the attention lengths must be numbers of tokens, each at least 1, got {list(lengths)}",
     )
     recurrent = is_recurrent(config)
-    needed = (
-        "set for a model without memory: 1, the published protocol, or more scored "
-        "tokens per window"
-    )
     if recurrent:
         needed = "none, because a model with a memory reads each token once"
+    else:
+        needed = (
+            "set for a model without memory: 1, the published protocol, or more scored "
+            "tokens per window"
+        )
     require((stride is None) == recurrent, f"the stride must be {needed}, got {stride}")
     require(
         stride is None or 1 <= stride <= min(lengths),
         "the stride must be at least 1 and at most the shortest attention length, or tokens would "
         f"be skipped, got stride {stride} and length {min(lengths)}",
     )
-    changed = {}
+    configs = {}
     for length in sorted(set(lengths)):
         if stride is None:
-            segment_len = min(config.eval.segment_len, length)
             changes = {
-                "mem_len": length,
-                "same_length": True,
-                "segment_len": segment_len,
-                "stride": None,
+                "eval.mem_len": length,
+                "eval.same_length": True,
+                "eval.segment_len": min(config.eval.segment_len, length),
+                "eval.stride": None,
             }
         else:
             changes = {
-                "mem_len": 0,
-                "same_length": False,
-                "segment_len": length,
-                "stride": stride,
-                "warmup_tokens": 0,
+                "eval.mem_len": 0,
+                "eval.same_length": False,
+                "eval.segment_len": length,
+                "eval.stride": stride,
+                "eval.warmup_tokens": 0,
             }
-        changed[length] = config_tree.replace(
-            config, {f"eval.{name}": value for name, value in changes.items()}
-        )
-        changed[length].validate()
-    return changed
+        configs[length] = config_tree.replace(config, changes)
+        configs[length].validate()
+    return configs
 
 
 def is_recurrent(config: ExperimentConfig) -> bool:

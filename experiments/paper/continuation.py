@@ -84,33 +84,50 @@ def write(
         )
     built, step, params = load_to_score(config, corpus, trained, log=say)
     generator = built.generator(built.prepare_params(params))
-    how, facts = config.generate, environment.describe()
-    sampled = "from all tokens" if how.top_k is None else f"with top-k, k = {how.top_k}"
-    sampled += (
-        f", temperature {how.temperature:g}, seed {how.seed}, with a memory of "
-        f"{config.eval.mem_len:,}"
-    )
-    lines = [f"# Continuations of {corpus.description} ({plan.split})\n"]
-    lines += [f"Step {step:,}; sampled {sampled}; {facts['device']}, {facts['date']}.\n"]
-
-    def add(what: str, ids: np.ndarray) -> None:
-        lines.append(f"### {what} ({len(ids):,} tokens)\n\n{quoted(corpus, ids)}\n")
-
+    lines = _head(config, corpus, plan, step)
     for start in plan.starts:
-        known, own = np.split(tokens[start : start + context + length], [context])
-        blocks = list(generator.tokens(known, config.generate, stop_requested=stop_requested))
+        end = start + context
+        prompt = tokens[start:end]
+        blocks = list(generator.tokens(prompt, config.generate, stop_requested=stop_requested))
         if stop_requested():
             raise Interrupted(f"the continuation of token {start:,}")
-        written = np.concatenate(blocks, axis=1)
+        samples = np.concatenate(blocks, axis=1)
+
         lines.append(f"## From token {start:,}\n")
-        add("Context", known)
-        for number, row in enumerate(written, start=1):
-            add("The model's continuation" + (f" {number}" if len(written) > 1 else ""), row)
-        add("The text's own", own)
-        print(f"written   from token {start:,}: {len(written)} x {length:,} tokens")
+        lines.append(_part("Context", corpus, prompt))
+        for number, sample in enumerate(samples, start=1):
+            title = "The model's continuation"
+            if len(samples) > 1:
+                title += f" {number}"
+            lines.append(_part(title, corpus, sample))
+        lines.append(_part("The text's own", corpus, tokens[end : end + length]))
+        print(f"written   from token {start:,}: {len(samples)} x {length:,} tokens")
+
     path = plan.out or os.path.join(trained.outputs, "continuation.md")
     distributed.broadcast_from_primary(lambda: storage.write(path, "\n".join(lines).encode()))
     print(f"results   {path}")
+
+
+def _head(config: ExperimentConfig, corpus: Corpus, plan: Plan, step: int) -> list[str]:
+    """Returns the first lines of the file, which say how the model samples."""
+    settings = config.generate
+    sampled = "from all tokens"
+    if settings.top_k is not None:
+        sampled = f"with top-k, k = {settings.top_k}"
+    facts = environment.describe()
+    sampling = (
+        f"sampled {sampled}, temperature {settings.temperature:g}, seed {settings.seed}, with a "
+        f"memory of {config.eval.mem_len:,}"
+    )
+    return [
+        f"# Continuations of {corpus.description} ({plan.split})\n",
+        f"Step {step:,}; {sampling}; {facts['device']}, {facts['date']}.\n",
+    ]
+
+
+def _part(title: str, corpus: Corpus, ids: np.ndarray) -> str:
+    """Returns tokens below a heading."""
+    return f"### {title} ({len(ids):,} tokens)\n\n{quoted(corpus, ids)}\n"
 
 
 def quoted(corpus: Corpus, ids: np.ndarray) -> str:
@@ -119,10 +136,13 @@ def quoted(corpus: Corpus, ids: np.ndarray) -> str:
     Long lines are broken.
     """
     text = corpus.vocabulary.decode(ids).decode(errors="replace")
-    wrap = textwrap.TextWrapper(
+    wrapper = textwrap.TextWrapper(
         100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False
     )
-    lines = (part for line in text.splitlines() for part in wrap.wrap(line) or [""])
+    lines = []
+    for line in text.splitlines():
+        # An empty line stays a line.
+        lines += wrapper.wrap(line) or [""]
     return textwrap.indent("\n".join(lines), "    ")
 
 

@@ -144,12 +144,12 @@ def compare(
         len(getattr(corpus, plan.split)), longest=plan.contexts[-1], stride=plan.stride
     )
     # An error in the last run is found before the first takes its hours.
-    for run in runs.values():
-        load_to_score(run.config, corpus, run, log=lambda line: None)
+    for trained in runs.values():
+        load_to_score(trained.config, corpus, trained, log=lambda line: None)
 
     by_model = []
-    for name, run in runs.items():
-        by_model.append(_losses_of(name, run, corpus, scored, plan, stop_requested))
+    for name, trained in runs.items():
+        by_model.append(_losses_of(name, trained, corpus, scored, plan, stop_requested))
     losses = {}
     for context in plan.contexts:
         losses[context] = np.stack([losses_of_model[context] for losses_of_model in by_model])
@@ -164,7 +164,7 @@ def compare(
 
 def _losses_of(
     name: str,
-    run: Run,
+    trained: Run,
     corpus: Corpus,
     scored: np.ndarray,
     plan: Plan,
@@ -174,16 +174,16 @@ def _losses_of(
 
     Each length is a file, so that a stopped command resumes.
     """
-    built, step, params = load_to_score(run.config, corpus, run, log=say)
+    built, step, params = load_to_score(trained.config, corpus, trained, log=say)
     measure = corpus.vocabulary.measure
     folder = os.path.join(plan.out, "losses", name)
     identity = {
-        "workdir": run.path,
+        "workdir": trained.path,
         "step": int(step),
         "text": corpus.digest,
         "split": plan.split,
-        "clamp_len": run.config.eval.clamp_len,
-        "temperature": run.config.eval.temperature,
+        "clamp_len": trained.config.eval.clamp_len,
+        "temperature": trained.config.eval.temperature,
         "first": int(scored[0]),
         "stride": plan.stride,
     }

@@ -18,6 +18,7 @@ scored. On a CPU a call of the sliding window takes seconds: --calls and --lengt
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 
 import jax
 
@@ -54,36 +55,48 @@ class Plan(cli.Plan):
     def validate(self) -> None:
         """Raises `UserError` if lengths are empty, or a setting is out of range."""
         super().validate()
-        given = ",".join(map(str, self.lengths))
-        are_lengths = self.lengths and min(self.lengths) >= 1
-        require(are_lengths, f"lengths must be attention lengths, such as 800,1800, got {given!r}")
+        text = ",".join(map(str, self.lengths))
+        require(
+            self.lengths and min(self.lengths) >= 1,
+            f"lengths must be attention lengths, such as 800,1800, got {text!r}",
+        )
 
 
 def run(plan: Plan, job: cli.Job) -> None:
     """Times both sides at each length. Prints a Markdown table row by row."""
     config = job.config()
-    for side in (
-        sliding_window_config(config),
-        *(our_config(config, length) for length in plan.lengths),
-    ):
+    sides = [sliding_window_config(config)]
+    sides += [our_config(config, length) for length in plan.lengths]
+    for side in sides:
         side.validate()
         side.model.validate_vocabulary(VOCABULARY)
-    model, eval_config = config.model, config.eval
-    clamp = f"distances clamped at {eval_config.clamp_len}" if eval_config.clamp_len else "no clamp"
+
+    model = config.model
+    eval_config = config.eval
+    clamp = "no clamp"
+    if eval_config.clamp_len:
+        clamp = f"distances clamped at {eval_config.clamp_len}"
     print(
         f"{machine()}\n{model.n_layer} layers of width {model.d_model}, {model.n_head} heads x "
         f"{model.d_head}, inner width {model.d_inner}, {model.dtype}, vocabulary {VOCABULARY}; "
         f"ours reads {SEGMENTS_PER_CALL} segments of {eval_config.segment_len} tokens "
         f"a call, {clamp}\n"
     )
+    print_table(_COLUMNS, (_row(config, length, plan.calls) for length in plan.lengths))
 
-    def row(length: int) -> list[str]:
-        sides = measure(config, vocab_size=VOCABULARY, attention_len=length, calls=plan.calls)
-        times = [each(side) for side in sides for each in (statistics.median, max, min)]
-        ratio, published = times[0] / times[3], f"{PAPER[length]:,}" if length in PAPER else ""
-        return [f"{length:,}", *(f"{seconds:.3g}" for seconds in times), f"{ratio:,.0f}", published]
 
-    print_table(_COLUMNS, map(row, plan.lengths))
+def _row(config: ExperimentConfig, length: int, calls: int) -> list[str]:
+    """Times both sides at one attention length, and returns the row of the table."""
+    window, ours = measure(config, vocab_size=VOCABULARY, attention_len=length, calls=calls)
+    ratio = statistics.median(window) / statistics.median(ours)
+    published = f"{PAPER[length]:,}" if length in PAPER else ""
+    return [f"{length:,}", *_cells(window), *_cells(ours), f"{ratio:,.0f}", published]
+
+
+def _cells(seconds: Sequence[float]) -> list[str]:
+    """Returns the median, the slowest and the fastest time."""
+    summary = (statistics.median(seconds), max(seconds), min(seconds))
+    return [f"{value:.3g}" for value in summary]
 
 
 def measure(

@@ -285,9 +285,9 @@ def _mismatch(file: _File, expected: Mapping[str, str]) -> str | None:
     """Returns a clause about what a file was made for instead, or None if it can be used."""
     differences = []
     for name, value in expected.items():
-        found = file.metadata.get(name, "missing")
-        if found != value:
-            differences.append(f"{name} is {found[:_MOST_SHOWN]} instead of {value[:_MOST_SHOWN]}")
+        stored = file.metadata.get(name, "missing")
+        if stored != value:
+            differences.append(f"{name} is {stored[:_MOST_SHOWN]} instead of {value[:_MOST_SHOWN]}")
     if not differences:
         return None
     return f"{file.path} was made with other weights, text or settings: {', '.join(differences)}"

@@ -91,14 +91,14 @@ def _forward(
     scores_HxBxLxK = jnp.where(visible_1xBxLxK, scores_HxBxLxK, constants.hidden)
 
     highest = jnp.max(scores_HxBxLxK, axis=-1, keepdims=True)
-    weights = jnp.exp(scores_HxBxLxK - highest)
+    numerators = jnp.exp(scores_HxBxLxK - highest)
     if visibility.lengths is not None:  # A query may see no key.
-        weights = jnp.where(visible_1xBxLxK, weights, constants.zero)
+        numerators = jnp.where(visible_1xBxLxK, numerators, constants.zero)
     # The sum is at least 1 where a key is seen.
-    total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1)
+    total = jnp.maximum(jnp.sum(numerators, axis=-1, keepdims=True), 1)
 
-    # Without the barrier XLA stores the weights in float32 for both passes.
-    probabilities = jax.lax.optimization_barrier((weights / total).astype(value.dtype))
+    # Without the barrier XLA stores the numerators in float32 for both passes.
+    probabilities = jax.lax.optimization_barrier((numerators / total).astype(value.dtype))
     probabilities = mark_as_saved(probabilities, PROBABILITIES)
     dropped = _drop(probabilities, dropout, zero=constants.zero)
     output = product("hblk,hbke->hble", dropped, value).astype(value.dtype)

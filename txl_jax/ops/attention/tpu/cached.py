@@ -75,28 +75,29 @@ def tpu_cached_attention(
     `problem` describes the arrays. A tile has a multiple of 16 queries up to 128 or a multiple of
     128, and a multiple of 128 slots.
     """
-    query, key, value, ring, position = operands
-    position_query, table, scores = position or (None, None, None)
-    assert position is None or (table is not None and scores is None), (
-        "refused: position scores, or no keys"
-    )
-    sizes, segment_len = CachedSizes.of(problem, tile), problem.segment_len
+    position_query, position_key, position_score = operands.position or (None, None, None)
+    assert position_score is None, "refused: position scores"
+    assert operands.position is None or position_key is not None, "refused: no position keys"
+    sizes = CachedSizes.of(problem, tile)
+    segment_len = problem.segment_len
+
+    # Queries and keys fill whole blocks.
     queries_behind = round_up(segment_len, sizes.query_block) - segment_len
-    keys_behind = sizes.n_own * sizes.own_block - segment_len
+    keys_behind = sizes.n_segment_blocks * sizes.segment_block - segment_len
     arrays = {
-        "query": pad_rows(query, 0, queries_behind),
-        "key": pad_rows(key, 0, keys_behind),
-        "value": pad_rows(value, 0, keys_behind),
+        "query": pad_rows(operands.query, 0, queries_behind),
+        "key": pad_rows(operands.key, 0, keys_behind),
+        "value": pad_rows(operands.value, 0, keys_behind),
     }
-    if table is not None and position_query is not None:
+    if position_key is not None and position_query is not None:
         arrays["position_query"] = pad_rows(position_query, 0, queries_behind)
-        arrays["position_key"] = table[..., -sizes.n_positions :]
+        arrays["position_key"] = position_key[..., -sizes.n_positions :]
     if sizes.capacity:
-        arrays |= {
-            "ring_key": ring[0],
-            "ring_value": ring[1].swapaxes(2, 3) if sizes.value_columns else ring[1],
-        }
-    return _call(arrays, visibility, sizes, interpret=interpret)[:, :, :segment_len]
+        ring_key, ring_value = operands.ring
+        arrays["ring_key"] = ring_key
+        arrays["ring_value"] = ring_value.swapaxes(2, 3) if sizes.value_columns else ring_value
+    out = _call(arrays, visibility, sizes, interpret=interpret)
+    return out[:, :, :segment_len]
 
 
 def _call(
@@ -112,11 +113,14 @@ def _call(
     """
     batch, n_head, padded, width = operands["query"].shape
     specs = _block_specs(sizes)
+    # Memory that lasts over the steps of a block of queries: the largest score so far and the sum
+    # of exp(score - top), both in every lane, and the sum of exp(score - top) * value.
     scratch: dict[str, Any] = {
         "top": pltpu.VMEM((sizes.heads, sizes.query_block, LANES), jnp.float32),
         "total": pltpu.VMEM((sizes.heads, sizes.query_block, LANES), jnp.float32),
         "summed": pltpu.VMEM((sizes.heads, sizes.query_block, width), jnp.float32),
     }
+    # A head's position keys as columns, and with a clamp the score at the largest distance.
     if sizes.n_positions:
         scratch["table"] = pltpu.VMEM(
             (sizes.heads, width, sizes.table_columns), operands["position_key"].dtype
@@ -124,57 +128,72 @@ def _call(
     if sizes.clamped:
         scratch["far"] = pltpu.VMEM((sizes.heads, sizes.query_block, LANES), jnp.float32)
     names = ("valid", "write_index", *operands, "output", *scratch)
-    return pl.pallas_call(
-        functools.partial(_kernel, names=names, sizes=sizes),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(
-                n_head // sizes.heads,
-                batch,
-                padded // sizes.query_block,
-                max(sizes.n_ring, sizes.n_own),
-            ),
-            in_specs=[specs[name] for name in operands],
-            out_specs=specs["query"],
-            scratch_shapes=list(scratch.values()),
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        grid=(
+            n_head // sizes.heads,
+            batch,
+            padded // sizes.query_block,
+            max(sizes.n_ring, sizes.n_segment_blocks),
         ),
+        in_specs=[specs[name] for name in operands],
+        out_specs=specs["query"],
+        scratch_shapes=list(scratch.values()),
+    )
+    vmem_limit = None
+    if sizes.vmem_bytes > DEFAULT_VMEM:
+        vmem_limit = sizes.vmem_bytes + SPARE_VMEM
+    call = pl.pallas_call(
+        functools.partial(_kernel, names=names, sizes=sizes),
+        grid_spec=grid_spec,
         out_shape=jax.ShapeDtypeStruct(operands["query"].shape, operands["value"].dtype),
         # Rows may not be split among cores: the first row of a head makes its table.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=None
-            if sizes.vmem_bytes <= DEFAULT_VMEM
-            else sizes.vmem_bytes + SPARE_VMEM,
+            vmem_limit_bytes=vmem_limit,
         ),
         cost_estimate=_cost(operands, sizes),
         interpret=interpret,
         name="cached_attention",
-    )(visibility.valid, visibility.write_index[None], *operands.values())
+    )
+    return call(visibility.valid, visibility.write_index[None], *operands.values())
 
 
 def _block_specs(sizes: CachedSizes) -> dict[str, pl.BlockSpec]:
     """Returns what each step reads. A block that stays the same is not fetched again."""
-    heads, width, last_ring, last_own = sizes.heads, sizes.width, sizes.n_ring - 1, sizes.n_own - 1
+    heads = sizes.heads
+    width = sizes.width
+    last_ring = sizes.n_ring - 1
+    last_segment = sizes.n_segment_blocks - 1
+
+    # The indices are those of a group of heads, a row, a block of queries and a step.
     queries = pl.BlockSpec(
-        (1, heads, sizes.query_block, width), lambda h, b, a, t, *_: (b, h, a, 0)
+        (1, heads, sizes.query_block, width),
+        lambda head, row, query_block, step, *_: (row, head, query_block, 0),
     )
-    own = pl.BlockSpec(
-        (1, heads, sizes.own_block, width),
-        lambda h, b, a, t, *_: (b, h, jnp.minimum(t, last_own), 0),
+    segment = pl.BlockSpec(
+        (1, heads, sizes.segment_block, width),
+        lambda head, row, query_block, step, *_: (row, head, jnp.minimum(step, last_segment), 0),
     )
-    of_columns, of_rows = (1, heads, width, sizes.ring_block), (1, heads, sizes.ring_block, width)
-    columns = pl.BlockSpec(of_columns, lambda h, b, a, t, *_: (b, h, 0, jnp.minimum(t, last_ring)))
-    rows = pl.BlockSpec(of_rows, lambda h, b, a, t, *_: (b, h, jnp.minimum(t, last_ring), 0))
+    ring_columns = pl.BlockSpec(
+        (1, heads, width, sizes.ring_block),
+        lambda head, row, query_block, step, *_: (row, head, 0, jnp.minimum(step, last_ring)),
+    )
+    ring_rows = pl.BlockSpec(
+        (1, heads, sizes.ring_block, width),
+        lambda head, row, query_block, step, *_: (row, head, jnp.minimum(step, last_ring), 0),
+    )
+    positions = pl.BlockSpec(
+        (heads, width, sizes.n_positions), lambda head, row, query_block, step, *_: (head, 0, 0)
+    )
     return {
         "query": queries,
         "position_query": queries,
-        "position_key": pl.BlockSpec(
-            (heads, width, sizes.n_positions), lambda h, b, a, t, *_: (h, 0, 0)
-        ),
-        "ring_key": columns,
-        "ring_value": columns if sizes.value_columns else rows,
-        "key": own,
-        "value": own,
+        "position_key": positions,
+        "ring_key": ring_columns,
+        "ring_value": ring_columns if sizes.value_columns else ring_rows,
+        "key": segment,
+        "value": segment,
     }
 
 
@@ -184,15 +203,18 @@ def _cost(operands: dict[str, jax.Array], sizes: CachedSizes) -> pl.CostEstimate
     Keys are read once per block of queries.
     """
     batch, n_head, padded, width = operands["query"].shape
-    pairs = batch * n_head * padded * (sizes.capacity + sizes.n_own * sizes.own_block)
-    by_distance = batch * n_head * padded * sizes.n_positions
-    size = {name: array.size * array.dtype.itemsize for name, array in operands.items()}
-    again = padded // sizes.query_block - 1
-    keys = sum(size[name] for name in ("ring_key", "ring_value", "key", "value") if name in size)
+    n_keys = sizes.capacity + sizes.n_segment_blocks * sizes.segment_block
+    pairs = batch * n_head * padded * n_keys
+    pairs_by_distance = batch * n_head * padded * sizes.n_positions
+    num_bytes = {name: array.size * array.dtype.itemsize for name, array in operands.items()}
+    # Each further block of queries reads all keys and values again.
+    blocks_again = padded // sizes.query_block - 1
+    key_bytes = sum(num_bytes.get(name, 0) for name in ("ring_key", "ring_value", "key", "value"))
     return pl.CostEstimate(
-        flops=2 * width * (2 * pairs + by_distance),
+        flops=2 * width * (2 * pairs + pairs_by_distance),
         transcendentals=pairs,
-        bytes_accessed=sum(size.values()) + size["query"] + again * keys,
+        # The output has as many bytes as the queries.
+        bytes_accessed=sum(num_bytes.values()) + num_bytes["query"] + blocks_again * key_bytes,
     )
 
 
@@ -201,32 +223,36 @@ def _kernel(*refs: Any, names: tuple[str, ...], sizes: CachedSizes) -> None:
 
     The queries meet a block of the segment's keys and a block of the ring.
     """
+    # References to the blocks of the arrays and to scratch memory, by name.
     r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
-    row, query_block, step = (pl.program_id(axis) for axis in (1, 2, 3))
+    row = pl.program_id(1)
+    query_block = pl.program_id(2)
+    step = pl.program_id(3)
     first_query = query_block * sizes.query_block
 
     if sizes.n_positions:
-        pl.when((row == 0) & (query_block == 0) & (step == 0))(lambda: _make_table(r, sizes))
+        is_first_of_head = (row == 0) & (query_block == 0) & (step == 0)
+        pl.when(is_first_of_head)(lambda: _make_table(r, sizes))
 
     @pl.when(step == 0)
     def _start() -> None:
         r.top[...] = jnp.full_like(r.top, HIDDEN)
         r.total[...] = jnp.zeros_like(r.total)
         r.summed[...] = jnp.zeros_like(r.summed)
-        if sizes.clamped:  # The columns in front are all the same, so each lane has the number.
+        # The columns in front are all the same, so each lane has the number.
+        if sizes.clamped:
             for head in range(sizes.heads):
                 r.far[head] = dot(r.position_query[0, head], r.table[head, :, :LANES], NN)
 
-    pl.when(step < sizes.n_own)(lambda: _add_own(r, sizes, first_query, step))
+    pl.when(step < sizes.n_segment_blocks)(lambda: _add_segment(r, sizes, first_query, step))
     if sizes.n_ring:
         pl.when(step < sizes.n_ring)(lambda: _add_ring(r, sizes, row, first_query, step))
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _finish() -> None:
         for head in range(sizes.heads):
-            r.output[0, head] = (r.summed[head] / widen(r.total[head], sizes.width)).astype(
-                r.output.dtype
-            )
+            out = r.summed[head] / widen(r.total[head], sizes.width)
+            r.output[0, head] = out.astype(r.output.dtype)
 
 
 def _make_table(r: SimpleNamespace, sizes: CachedSizes) -> None:
@@ -245,22 +271,29 @@ def _make_table(r: SimpleNamespace, sizes: CachedSizes) -> None:
         r.table[head, :, sizes.margin : end] = keys
 
 
-def _add_own(
+def _add_segment(
     r: SimpleNamespace, sizes: CachedSizes, first_query: jax.Array, block: jax.Array
 ) -> None:
     """Adds what the queries see of a block of the segment."""
-    first_key, size = block * sizes.own_block, sizes.own_block
+    first_key = block * sizes.segment_block
     needed = first_key < first_query + sizes.query_block
     if sizes.window is not None:
-        needed &= first_query - (first_key + size - 1) < sizes.window
+        last_key = first_key + sizes.segment_block - 1
+        needed &= first_query - last_key < sizes.window
     # Keys behind the segment's last come after every query, so causality hides them.
-    own = _Block(first_query, sizes.capacity + first_key, size, needed, columns=None)
+    keys = _Keys(
+        first_query=first_query,
+        first_place=sizes.capacity + first_key,
+        size=sizes.segment_block,
+        needed=needed,
+        columns=None,
+    )
     _add(
         r,
         sizes,
-        own,
-        scores=lambda h: dot(r.query[0, h], r.key[0, h], NT),
-        values=lambda h: (r.value[0, h], NN),
+        keys,
+        scores=lambda head: dot(r.query[0, head], r.key[0, head], NT),
+        values=lambda head: (r.value[0, head], NN),
     )
 
 
@@ -271,16 +304,26 @@ def _add_ring(
 
     These are the block's newer slots, its older slots, or both in turn.
     """
-    write_index, size = r.write_index[0], sizes.ring_block
+    write_index = r.write_index[0]
+    size = sizes.ring_block
     first_slot = block * size
     rest = sizes.capacity % size
     if rest:
         # What a block has behind the ring's end may be no number, and 0 times that is none.
         @pl.when(block == sizes.n_ring - 1)
         def _clear() -> None:
-            columns, rows = (slice(None), slice(rest, None)), (slice(rest, None), slice(None))
-            behind = (0, slice(None), *(columns if sizes.value_columns else rows))
+            if sizes.value_columns:
+                behind = (0, slice(None), slice(None), slice(rest, None))
+            else:
+                behind = (0, slice(None), slice(rest, None), slice(None))
             r.ring_value[behind] = jnp.zeros_like(r.ring_value[behind])
+
+    def ring_scores(head: int) -> jax.Array:
+        return dot(r.query[0, head], r.ring_key[0, head].astype(r.query.dtype), NN)
+
+    def ring_values(head: int) -> tuple[jax.Array, Contracted]:
+        contracted = NT if sizes.value_columns else NN
+        return r.ring_value[0, head].astype(r.value.dtype), contracted
 
     def add(is_old: jax.Array) -> None:
         first_place = first_slot - write_index + jnp.where(is_old, 0, sizes.capacity)
@@ -292,31 +335,29 @@ def _add_ring(
         needed = start < stop
         if sizes.window is not None:
             needed &= sizes.capacity + first_query - (first_place + stop - 1) < sizes.window
-        _add(
-            r,
-            sizes,
-            _Block(first_query, first_place, size, needed, columns=(start, stop)),
-            scores=lambda h: dot(r.query[0, h], r.ring_key[0, h].astype(r.query.dtype), NN),
-            values=lambda h: (
-                r.ring_value[0, h].astype(r.value.dtype),
-                NT if sizes.value_columns else NN,
-            ),
-        )
+        keys = _Keys(first_query, first_place, size, needed, columns=(start, stop))
+        _add(r, sizes, keys, scores=ring_scores, values=ring_values)
 
-    has_new, has_old = first_slot < write_index, first_slot + size > write_index
+    # Turn 0 is for the newer slots, turn 1 for the older ones.
+    has_new = first_slot < write_index
+    has_old = first_slot + size > write_index
     # A loop and not two calls, which would double the program.
     lax.fori_loop(
-        jnp.where(has_new, 0, 1), jnp.where(has_old, 2, 1), lambda part, _: add(part == 1), None
+        jnp.where(has_new, 0, 1), jnp.where(has_old, 2, 1), lambda turn, _: add(turn == 1), None
     )
 
 
-class _Block(NamedTuple):
-    """Keys of one visit."""
+class _Keys(NamedTuple):
+    """Keys that a block of queries meets at a time."""
 
-    first_query: jax.Array  # The first query that meets them.
-    first_place: jax.Array  # Place of the first key.
+    # The first query that meets them.
+    first_query: jax.Array
+    # Place of the first key.
+    first_place: jax.Array
+    # Number of keys.
     size: int
-    needed: jax.Array  # Whether some query sees some key.
+    # Whether some query sees some key.
+    needed: jax.Array
     # The keys of the ring that count, from the first up to the second. None for keys of the
     # segment, where a query sees itself and what is before it.
     columns: tuple[jax.Array, jax.Array] | None
@@ -325,12 +366,12 @@ class _Block(NamedTuple):
 def _add(
     r: SimpleNamespace,
     sizes: CachedSizes,
-    block: _Block,
+    keys: _Keys,
     *,
     scores: Callable[[int], jax.Array],
     values: Callable[[int], tuple[jax.Array, Contracted]],
 ) -> None:
-    """Adds a block to the running softmax of each head, with its position scores.
+    """Adds keys to the running softmax of each head, with its position scores.
 
     `scores` computes a head's scores of contents, [n, m]; `values` reads its [m, E] or [E, m], and
     their contraction.
@@ -343,36 +384,37 @@ def _add(
         tiles = [scores(head) for head in heads]
         if position_scores is not None:
             tiles = [tile + position_scores(head) for head, tile in zip(heads, tiles, strict=True)]
-        _update(r, sizes, _mask(sizes, block), tiles, [values(head) for head in heads])
+        _update(r, sizes, _mask(sizes, keys), tiles, [values(head) for head in heads])
 
     if not sizes.n_positions:
-        pl.when(block.needed)(lambda: update(None))
+        pl.when(keys.needed)(lambda: update(None))
         return
-    near = block.needed
+
+    # With a clamp, all keys that are too far away have the same score by distance.
+    near = keys.needed
     if sizes.clamped:
         is_far = (
-            sizes.capacity + block.first_query - (block.first_place + block.size - 1)
+            sizes.capacity + keys.first_query - (keys.first_place + keys.size - 1)
             >= sizes.n_positions - 1
         )
-        near = block.needed & ~is_far
-        pl.when(block.needed & is_far)(lambda: update(lambda head: widen(r.far[head], block.size)))
-    pl.when(near)(lambda: update(lambda head: _position_scores(r, sizes, block, head)))
+        near = keys.needed & ~is_far
+        pl.when(keys.needed & is_far)(lambda: update(lambda head: widen(r.far[head], keys.size)))
+    pl.when(near)(lambda: update(lambda head: _position_scores(r, sizes, keys, head)))
 
 
-def _position_scores(r: SimpleNamespace, sizes: CachedSizes, block: _Block, head: int) -> jax.Array:
+def _position_scores(r: SimpleNamespace, sizes: CachedSizes, keys: _Keys, head: int) -> jax.Array:
     """Computes the position scores of a tile: [n, m]."""
-    parts = []
-    for at in range(0, sizes.query_block, sizes.strip):
+    strips = []
+    for first in range(0, sizes.query_block, sizes.strip):
         # Column of the distance that the strip's last query and first key have, in the table.
-        furthest = sizes.capacity + block.first_query + at + sizes.strip - 1 - block.first_place
+        furthest = sizes.capacity + keys.first_query + first + sizes.strip - 1 - keys.first_place
         column = sizes.margin + sizes.n_positions - 1 - furthest
         rest = column & (LANES - 1)
-        table = r.table[
-            head, :, pl.ds(pl.multiple_of(column - rest, LANES), block.size + 2 * LANES)
-        ]
-        by_distance = dot(r.position_query[0, head, at : at + sizes.strip, :], table, NN)
-        parts.append(skew_from(by_distance, rest))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
+        columns = pl.ds(pl.multiple_of(column - rest, LANES), keys.size + 2 * LANES)
+        table = r.table[head, :, columns]
+        position_query = r.position_query[0, head, first : first + sizes.strip, :]
+        strips.append(skew_from(dot(position_query, table, NN), rest))
+    return strips[0] if len(strips) == 1 else jnp.concatenate(strips, axis=0)
 
 
 def _update(
@@ -387,35 +429,36 @@ def _update(
     A query that has seen no key yet adds nonsense; its first visible key, at the latest itself,
     multiplies that by 0.
     """
+    # Line by line for all heads, as in `_add`.
     scores = [jnp.where(mask, tile, HIDDEN) for tile in scores]
-    tops = [
-        jnp.maximum(r.top[h], jnp.max(tile, axis=1, keepdims=True)) for h, tile in enumerate(scores)
-    ]
-    weights = [
-        jnp.exp(tile - widen(top, tile.shape[1])) for tile, top in zip(scores, tops, strict=True)
-    ]
-    totals = [jnp.sum(tile, axis=1, keepdims=True) for tile in weights]
-    summed = [
-        dot(tile.astype(value.dtype), value, contracted)
-        for tile, (value, contracted) in zip(weights, values, strict=True)
-    ]
-    for h, top in enumerate(tops):
-        shrink = jnp.exp(r.top[h] - top)
-        r.top[h] = top
-        r.total[h] = shrink * r.total[h] + totals[h]
-        r.summed[h] = widen(shrink, sizes.width) * r.summed[h] + summed[h]
+    tops = []
+    for head, tile in enumerate(scores):
+        tops.append(jnp.maximum(r.top[head], jnp.max(tile, axis=1, keepdims=True)))
+    numerators = []
+    for tile, top in zip(scores, tops, strict=True):
+        numerators.append(jnp.exp(tile - widen(top, tile.shape[1])))
+    totals = [jnp.sum(tile, axis=1, keepdims=True) for tile in numerators]
+    summed = []
+    for tile, (value, contracted) in zip(numerators, values, strict=True):
+        summed.append(dot(tile.astype(value.dtype), value, contracted))
+
+    for head, top in enumerate(tops):
+        fade = jnp.exp(r.top[head] - top)
+        r.top[head] = top
+        r.total[head] = fade * r.total[head] + totals[head]
+        r.summed[head] = widen(fade, sizes.width) * r.summed[head] + summed[head]
 
 
-def _mask(sizes: CachedSizes, block: _Block) -> jax.Array:
+def _mask(sizes: CachedSizes, keys: _Keys) -> jax.Array:
     """Returns which pairs are visible, bool [n, m]."""
-    column = lax.broadcasted_iota(jnp.int32, (1, block.size), 1)
+    column = lax.broadcasted_iota(jnp.int32, (1, keys.size), 1)
     # Distance of the block's first query and key, less the distance of a pair.
     less = column - lax.broadcasted_iota(jnp.int32, (sizes.query_block, 1), 0)
-    distance = sizes.capacity + block.first_query - block.first_place
-    if block.columns is None:
+    distance = sizes.capacity + keys.first_query - keys.first_place
+    if keys.columns is None:
         visible = less <= distance
     else:
-        start, stop = block.columns
+        start, stop = keys.columns
         visible = jnp.broadcast_to((column >= start) & (column < stop), less.shape)
     if sizes.window is not None:
         visible &= less > distance - sizes.window

@@ -25,15 +25,20 @@ SPARE_VMEM = 2 * 2**20
 # Bytes that this kernel may take without asking for more.
 DEFAULT_VMEM = 16 * 2**20 - SPARE_VMEM
 
-_FEWEST_PAIRS = 128 * 256  # Below, whole scores are no larger than what else a layer reads.
-_ROWS = 16  # Rows of a vector register of bfloat16.
+# Below, whole scores are no larger than what else a layer reads.
+_FEWEST_PAIRS = 128 * 256
+# Rows of a vector register of bfloat16.
+_ROWS = 16
+# Place of a key that no query sees.
 _NO_KEY = 2**30
 _MIB = 2**20
 # Mosaic has no product of bfloat16 for older ones, and their gather differs.
 _OLDEST_GENERATION = 4
-_DTYPES = "bfloat16", "float32"
+_DTYPES = ("bfloat16", "float32")
+# Size of a head, over a KV cache.
 _WIDEST_CACHED_HEAD = 256
-# Slots. Fewer cost more steps, of about 400 extra instructions each. More reach further.
+# Slots of a block of the ring. Fewer cost more steps, of about 400 extra instructions each. More
+# reach further.
 _LARGEST_BLOCK = 1024
 
 # MiB of a core's VMEM, as jax's `tpu_info` has them, by what it calls the device. Of a choice that
@@ -64,7 +69,7 @@ def refusal(problem: AttentionCall) -> str | None:
 
     The reason includes the limit and the number found.
     """
-    generation, vmem = _generation(problem.device_kind), _vmem(problem.device_kind)
+    generation = _generation(problem.device_kind)
     if generation is not None and generation < _OLDEST_GENERATION:
         return (
             f"the kernels are for TPU v{_OLDEST_GENERATION} and later, but the device is "
@@ -80,12 +85,17 @@ def refusal(problem: AttentionCall) -> str | None:
             f"{problem.segment_len} queries and {problem.n_keys} keys are {pairs} pairs, below "
             f"{_FEWEST_PAIRS}, from which kernels are faster"
         )
-    refused = _cached_refusal(problem, vmem) if problem.cached else _training_refusal(problem, vmem)
-    return refused or _libtpu_refusal()
+    if problem.cached:
+        reason = _cached_refusal(problem)
+    else:
+        reason = _training_refusal(problem)
+    return reason or _libtpu_refusal()
 
 
-def _training_refusal(problem: AttentionCall, vmem: int) -> str | None:
-    if (need := vmem_bytes(problem, default_tile(problem))) > vmem:
+def _training_refusal(problem: AttentionCall) -> str | None:
+    need = vmem_bytes(problem, default_tile(problem))
+    vmem = _vmem(problem.device_kind)
+    if need > vmem:
         return (
             f"{problem.n_keys} keys of size {problem.d_head} need {need / _MIB:.0f} MiB of VMEM "
             f"in the backward kernel, but a core of {problem.device_kind} has {vmem // _MIB}"
@@ -93,13 +103,14 @@ def _training_refusal(problem: AttentionCall, vmem: int) -> str | None:
     return None
 
 
-def _cached_refusal(problem: AttentionCall, vmem: int) -> str | None:
+def _cached_refusal(problem: AttentionCall) -> str | None:
     stored = problem.cache_dtype or problem.dtype
     if stored not in _DTYPES:
         return f"the kernel reads a cache of {' or '.join(_DTYPES)}, but its dtype is {stored}"
     if problem.d_head > _WIDEST_CACHED_HEAD:
         return f"the head size is {problem.d_head}, above {_WIDEST_CACHED_HEAD}"
-    need, most = CachedSizes.of(problem, default_tile(problem)).vmem_bytes, vmem - SPARE_VMEM
+    need = CachedSizes.of(problem, default_tile(problem)).vmem_bytes
+    most = _vmem(problem.device_kind) - SPARE_VMEM
     if need > most:
         return (
             f"{problem.n_positions} position keys of size {problem.d_head} need {need / _MIB:.1f} "
@@ -138,15 +149,21 @@ def default_tile(problem: AttentionCall) -> Tile:
     Over a KV cache a tile has the queries of a segment, and blocks that cut the ring evenly.
     """
     if problem.cached:
-        query = round_up(problem.segment_len, _ROWS) if problem.segment_len <= LANES else 2 * LANES
+        query = 2 * LANES
+        if problem.segment_len <= LANES:
+            query = round_up(problem.segment_len, _ROWS)
         return Tile(query, max(_part(problem.capacity or 0, _LARGEST_BLOCK, LANES), LANES))
-    largest = _LARGEST_TILES if problem.dtype == "bfloat16" else _LARGEST_TILES[2:]
-    length, n_keys = problem.segment_len, problem.n_keys
-    tiles = [Tile(_part(length, query, _ROWS), _part(n_keys, key, LANES)) for query, key in largest]
-    return next(
-        (tile for tile in tiles if vmem_bytes(problem, tile) <= _vmem(problem.device_kind)),
-        tiles[-1],
-    )
+
+    largest_tiles = _LARGEST_TILES if problem.dtype == "bfloat16" else _LARGEST_TILES[2:]
+    for largest in largest_tiles:
+        tile = Tile(
+            query=_part(problem.segment_len, largest.query, _ROWS),
+            key=_part(problem.n_keys, largest.key, LANES),
+        )
+        if vmem_bytes(problem, tile) <= _vmem(problem.device_kind):
+            return tile
+    # None fits. Then the smallest says in `refusal` how much is missing.
+    return tile
 
 
 def _part(size: int, largest: int, step: int) -> int:
@@ -168,12 +185,15 @@ def kernel_of(problem: AttentionCall) -> str:
     if problem.cached:
         return "mosaic_gather"
     generation = _generation(problem.device_kind)
-    return "mosaic_roll" if generation is not None and generation >= 5 else "mosaic_gather"
+    if generation is not None and generation >= 5:
+        return "mosaic_roll"
+    return "mosaic_gather"
 
 
 def _generation(device_kind: str) -> int | None:
-    found = re.match(r"TPU ?v?(\d+)", device_kind)
-    return int(found[1]) if found else None
+    """Returns the generation of a TPU, or None for another device."""
+    name = re.match(r"TPU ?v?(\d+)", device_kind)
+    return int(name[1]) if name else None
 
 
 def _vmem(device_kind: str) -> int:
@@ -187,14 +207,29 @@ def vmem_bytes(problem: AttentionCall, tile: Tile, *, backward: bool = True) -> 
     at K 4096 and 31.9 at K 8192 in bfloat16, 28.6 with 384 x 1536 at K 1536 in float32, where this
     gives 18.4, 32.4 and 29.5.
     """
-    row, itemsize = round_up(problem.d_head, LANES), jnp.dtype(problem.dtype).itemsize
+    # Numbers of a row of E, filled up to whole registers.
+    row = round_up(problem.d_head, LANES)
+    itemsize = jnp.dtype(problem.dtype).itemsize
     n_query, n_key = tile
-    keys = round_up(problem.n_keys, n_key)
-    positions = round_up(problem.segment_len, n_query) + keys + LANES if problem.n_positions else 0
-    blocks = 2 * itemsize * row * (n_query * (4 if backward else 2) + 2 * n_key + positions)
+    n_keys = round_up(problem.n_keys, n_key)
+    n_positions = 0
+    if problem.n_positions:
+        n_positions = round_up(problem.segment_len, n_query) + n_keys + LANES
+
+    # Blocks of inputs and outputs, two of each. Forward: queries and the output, keys and values.
+    # Backward: gradients of queries and output too.
+    n_query_blocks = 4 if backward else 2
+    rows_of_blocks = n_query * n_query_blocks + 2 * n_key + n_positions
+    blocks = 2 * itemsize * row * rows_of_blocks
     scratch = n_query * row * (2 * itemsize + 8) + 2 * n_query * LANES * 4
-    scores = n_query * (n_key + LANES) * 4 * (3 if backward else 2) * (itemsize // 2)
-    sums = row * (keys * 2 * (2 * itemsize + 4) + positions * 2 * 4) if backward else 0
+    # Whole tiles of scores that the compiler keeps.
+    n_scores = 3 if backward else 2
+    scores = n_query * (n_key + LANES) * 4 * n_scores * (itemsize // 2)
+    if not backward:
+        return blocks + scratch + scores
+
+    # Gradients of keys and values, as blocks and in scratch memory, and of position keys.
+    sums = row * (n_keys * 2 * (2 * itemsize + 4) + n_positions * 2 * 4)
     return blocks + scratch + scores + sums
 
 
@@ -296,15 +331,17 @@ class Geometry(AttentionCall):
 
         The range is computed with `numpy`, which is `jax.numpy` if the arguments are traced.
         """
-        # The key at distance 0 from the first query.
+        # The keys at distance 0 from the first and the last query.
         first = self.mem_len + query_tile * self.tile.query
-        last = (
-            self.mem_len + numpy.minimum((query_tile + 1) * self.tile.query, self.segment_len) - 1
-        )
+        query_end = numpy.minimum((query_tile + 1) * self.tile.query, self.segment_len)
+        last = self.mem_len + query_end - 1
         if self.window is not None:
             start = numpy.maximum(start, first - self.window + 1)
-            stop = stop if self.causal else numpy.minimum(stop, last + self.window)
-        return start, numpy.minimum(stop, last + 1) if self.causal else stop
+            if not self.causal:
+                stop = numpy.minimum(stop, last + self.window)
+        if self.causal:
+            stop = numpy.minimum(stop, last + 1)
+        return start, stop
 
     def visible(
         self, query_tile: jax.Array, key_tile: jax.Array, start: jax.Array, stop: jax.Array
@@ -317,14 +354,17 @@ class Geometry(AttentionCall):
         # So that a pair costs one comparison.
         key = jnp.where((key >= start) & (key < stop), key, _NO_KEY)
         rows = lax.broadcasted_iota(jnp.int32, (self.tile.query, 1), 0)
-        own = self.mem_len + query_tile * self.tile.query + rows  # The key at distance 0.
+        # The key at distance 0 from each query.
+        same_place = self.mem_len + query_tile * self.tile.query + rows
         if self.causal:
-            pairs = key <= own
+            pairs = key <= same_place
         elif self.window is not None:
-            pairs = key < own + self.window
+            pairs = key < same_place + self.window
         else:
             return key < _NO_KEY
-        return pairs if self.window is None else pairs & (key > own - self.window)
+        if self.window is None:
+            return pairs
+        return pairs & (key > same_place - self.window)
 
     @functools.cached_property
     def n_tile(self) -> int:
@@ -332,29 +372,43 @@ class Geometry(AttentionCall):
 
         Not by jax, which would compute on the ambient mesh, whose devices may not be attached.
         """
-        ranges = (self._key_range(tile, 0, self.n_keys, np) for tile in range(self.n_query_tile))
         size = self.tile.key
-        return int(
-            sum((stop - 1) // size - start // size + 1 for start, stop in ranges if stop > start)
-        )
+        count = 0
+        for query_tile in range(self.n_query_tile):
+            start, stop = self._key_range(query_tile, 0, self.n_keys, np)
+            if stop > start:
+                count += (stop - 1) // size - start // size + 1
+        return int(count)
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedSizes:
     """Sizes of one call of the kernel over a KV cache, all static, in positions."""
 
-    heads: int  # Heads of a step, which do the same with different numbers.
-    width: int  # E
-    capacity: int  # R
-    query_block: int  # Queries of a tile.
-    ring_block: int  # Slots of a tile.
-    own_block: int  # Keys of the segment of a tile.
-    n_own: int  # Tiles of the segment's keys.
-    n_positions: int  # P, at most R + L, or 0 without position keys.
-    clamped: bool  # Whether some pair is further apart than P - 1.
-    window: int | None  # Maximum keys of a query, or None for no limit.
-    itemsize: int  # Bytes of a number of the segment.
-    cache_itemsize: int  # Of the ring.
+    # Heads of a step, which do the same with different numbers.
+    heads: int
+    # E
+    width: int
+    # R
+    capacity: int
+    # Queries of a tile.
+    query_block: int
+    # Slots of a tile.
+    ring_block: int
+    # Keys of the segment in a tile.
+    segment_block: int
+    # Tiles of the segment's keys.
+    n_segment_blocks: int
+    # P, at most R + L, or 0 without position keys.
+    n_positions: int
+    # Whether some pair is further apart than P - 1.
+    clamped: bool
+    # Maximum keys of a query, or None for no limit.
+    window: int | None
+    # Bytes of a number of the segment.
+    itemsize: int
+    # Bytes of a number of the ring.
+    cache_itemsize: int
 
     @classmethod
     def of(cls, problem: AttentionCall, tile: Tile) -> "CachedSizes":
@@ -366,26 +420,30 @@ class CachedSizes:
         results, which the other head's work fills (TPU v5e, 80 queries and 768 slots of width 64:
         1480 instructions for one head, 2580 for two).
         """
-        segment_len, capacity = problem.segment_len, problem.capacity or 0
+        segment_len = problem.segment_len
+        capacity = problem.capacity or 0
+        # Small blocks of queries are whole registers, larger ones whole strips.
         query_block = min(tile.query, segment_len)
         query_block = round_up(query_block, _ROWS if query_block <= LANES else LANES)
-        own_block = round_up(min(segment_len, tile.key), LANES)
+        segment_block = round_up(min(segment_len, tile.key), LANES)
         sizes = cls(
             heads=1,
             width=problem.d_head,
             capacity=capacity,
             query_block=query_block,
             ring_block=max(round_up(min(tile.key, capacity), LANES), LANES),
-            own_block=own_block,
-            n_own=-(-segment_len // own_block),
+            segment_block=segment_block,
+            n_segment_blocks=-(-segment_len // segment_block),
             n_positions=min(problem.n_positions, capacity + segment_len),
             clamped=0 < problem.n_positions < capacity + segment_len,
             window=problem.window,
             itemsize=jnp.dtype(problem.dtype).itemsize,
             cache_itemsize=jnp.dtype(problem.cache_dtype or problem.dtype).itemsize,
         )
-        two = dataclasses.replace(sizes, heads=2)
-        return two if problem.n_head % 2 == 0 and two.vmem_bytes <= DEFAULT_VMEM else sizes
+        two_heads = dataclasses.replace(sizes, heads=2)
+        if problem.n_head % 2 == 0 and two_heads.vmem_bytes <= DEFAULT_VMEM:
+            return two_heads
+        return sizes
 
     @property
     def n_ring(self) -> int:
@@ -411,7 +469,7 @@ class CachedSizes:
 
         These columns are for distances that only a part of a tile has.
         """
-        return round_up(self.query_block + max(self.ring_block, self.own_block), LANES)
+        return round_up(self.query_block + max(self.ring_block, self.segment_block), LANES)
 
     @property
     def table_columns(self) -> int:
@@ -424,13 +482,19 @@ class CachedSizes:
 
         It includes two of each block that is fetched, and scratch memory.
         """
-        lanes, rows = round_up(self.width, LANES), round_up(self.width, _ROWS)
-        of_queries = (3 * self.query_block + 2 * self.own_block) * lanes * self.itemsize
-        of_ring = (
-            2 * self.ring_block * (rows if self.value_columns else lanes) * self.cache_itemsize
-        )
-        of_positions = rows * round_up(self.n_positions, LANES) * self.itemsize
+        # A head's size, filled up along the lanes and along the rows of registers.
+        lanes = round_up(self.width, LANES)
+        rows = round_up(self.width, _ROWS)
+        query_bytes = (3 * self.query_block + 2 * self.segment_block) * lanes * self.itemsize
+        value_size = rows if self.value_columns else lanes
+        ring_bytes = 2 * self.ring_block * value_size * self.cache_itemsize
+        position_bytes = rows * round_up(self.n_positions, LANES) * self.itemsize
+        fetched = 2 * (query_bytes + ring_bytes + position_bytes)
+
         running = (3 * LANES + lanes) * self.query_block * 4
-        table = rows * self.table_columns * self.itemsize if self.n_positions else 0
-        scores = 3 * self.query_block * (max(self.ring_block, self.own_block) + 2 * LANES) * 4
-        return self.heads * (2 * (of_queries + of_ring + of_positions) + running + table + scores)
+        table = 0
+        if self.n_positions:
+            table = rows * self.table_columns * self.itemsize
+        n_columns = max(self.ring_block, self.segment_block) + 2 * LANES
+        scores = 3 * self.query_block * n_columns * 4
+        return self.heads * (fetched + running + table + scores)

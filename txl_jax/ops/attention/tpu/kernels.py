@@ -37,7 +37,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -88,11 +87,17 @@ def tpu_attention(
         n_drawn_head=None if dropout is None else dropout.n_head,
         interpret=interpret,
     )
-    biases = {name: getattr(operands, name) for name in ("content_bias", "position_bias")}
-    rows = {name: None if bias is None else bias[:, None, :] for name, bias in biases.items()}
-    return _attend(geometry, operands._replace(**rows), _make_scalars(visibility, dropout)).astype(
-        operands.value.dtype
+    operands = operands._replace(
+        content_bias=_as_row(operands.content_bias),
+        position_bias=_as_row(operands.position_bias),
     )
+    out = _attend(geometry, operands, _make_scalars(visibility, dropout))
+    return out.astype(operands.value.dtype)
+
+
+def _as_row(bias: jax.Array | None) -> jax.Array | None:
+    """Gives a bias the shape of its blocks: [H, E] -> [H, 1, E]."""
+    return None if bias is None else bias[:, None, :]
 
 
 # Here `Operands` are also gradients, and in a kernel references to their blocks. Biases are
@@ -100,30 +105,76 @@ def tpu_attention(
 
 
 class _Scalars(NamedTuple):
-    """Numbers that the kernels read from scalar memory. `draws` only with dropout."""
+    """Numbers that the kernels read from scalar memory."""
 
-    start: Any  # int32 [B], first key that the queries of a row may see.
-    stop: Any  # int32 [B], end of these keys.
-    draws: Any  # int32 [4]: seed, threshold, first row, first head.
-    keep: Any  # float32 [2]: 1 - rate, 1 / (1 - rate).
+    # int32 [B], first key that the queries of a row may see.
+    start: Any
+    # int32 [B], end of these keys.
+    stop: Any
+    # int32 [4]: seed, threshold, first row and first head of dropout, or zeros without it.
+    draws: Any
+    # float32 [2]: 1 - rate and 1 / (1 - rate).
+    fractions: Any
+
+    @property
+    def kept_fraction(self) -> Any:
+        """1 - rate."""
+        return self.fractions[0]
+
+    @property
+    def inverse_fraction(self) -> Any:
+        """1 / (1 - rate)."""
+        return self.fractions[1]
 
 
 def _make_scalars(visibility: Visibility, dropout: ProbabilityDropout | None) -> _Scalars:
     start, stop = visibility.key_range()
     if dropout is None:
-        return _Scalars(start, stop, jnp.zeros(4, jnp.int32), jnp.ones(2, jnp.float32))
-    words = (jnp.asarray(dropout.seed).astype(jnp.uint32), dropout.threshold())
-    seed, threshold = (lax.bitcast_convert_type(word, jnp.int32) for word in words)
-    first_row, first_head = (
-        jnp.asarray(first, jnp.int32) for first in (dropout.first_row, dropout.first_head)
-    )
-    keep = 1 - jnp.asarray(dropout.rate, jnp.float32)
+        return _Scalars(
+            start, stop, draws=jnp.zeros(4, jnp.int32), fractions=jnp.ones(2, jnp.float32)
+        )
+    seed = jnp.asarray(dropout.seed).astype(jnp.uint32)
+    threshold = dropout.threshold()
+    draws = [
+        # The unsigned words keep their bits.
+        lax.bitcast_convert_type(seed, jnp.int32),
+        lax.bitcast_convert_type(threshold, jnp.int32),
+        jnp.asarray(dropout.first_row, jnp.int32),
+        jnp.asarray(dropout.first_head, jnp.int32),
+    ]
+    kept_fraction = 1 - jnp.asarray(dropout.rate, jnp.float32)
     return _Scalars(
         start,
         stop,
-        jnp.stack([seed, threshold, first_row, first_head]),
-        jnp.stack([keep, 1 / keep]),
+        draws=jnp.stack(draws),
+        fractions=jnp.stack([kept_fraction, 1 / kept_fraction]),
     )
+
+
+class _Saved(NamedTuple):
+    """What the forward pass saves for the backward pass."""
+
+    operands: Operands
+    scalars: _Scalars
+    out: jax.Array  # [B, H, L, E]
+    # float32 [B, H, tiles of queries, 1, n], the logarithm of each query's sum. For a query that
+    # sees no key it is so large that its probabilities come out as 0.
+    log_sum: jax.Array
+
+
+class _ForwardScratch(NamedTuple):
+    """Memory of the forward kernel that lasts over the tiles of keys. n is the tile's queries."""
+
+    # [n, E], queries with u, divided by sqrt(E).
+    content_query: Any
+    # [n, E], queries with v, divided by sqrt(E). None without position keys.
+    position_query: Any
+    # float32 [n, 128], the largest score so far, in every lane.
+    top: Any
+    # float32 [n, 128], sums of exp(score - top), each lane its own part.
+    total: Any
+    # float32 [n, E], sum of exp(score - top) * value.
+    weighted: Any
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -131,50 +182,39 @@ def _attend(geometry: Geometry, operands: Operands, scalars: _Scalars) -> jax.Ar
     return _forward(geometry, operands, scalars)[0]
 
 
-def _forward(
-    geometry: Geometry, operands: Operands, scalars: _Scalars
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Returns the attention [B, H, L, E], and the residuals.
-
-    The last residual is the logarithm of each query's sum, [B, H, tiles of queries, 1, n] in
-    float32. A query that sees no key gets zeros, and a logarithm so large that its probabilities
-    come out as 0.
-    """
-    rows, width = geometry.tile.query, geometry.d_head
-    blocks, _, log_sum_block = _make_blocks(geometry)
+def _forward(geometry: Geometry, operands: Operands, scalars: _Scalars) -> tuple[jax.Array, _Saved]:
+    """Returns the attention [B, H, L, E], with zeros for a query that sees no key."""
+    n_query = geometry.tile.query
+    width = geometry.d_head
+    dtype = operands.query.dtype
+    scratch = _ForwardScratch(
+        content_query=pltpu.VMEM((n_query, width), dtype),
+        position_query=pltpu.VMEM((n_query, width), dtype) if geometry.n_positions else None,
+        top=pltpu.VMEM((n_query, LANES), jnp.float32),
+        total=pltpu.VMEM((n_query, LANES), jnp.float32),
+        weighted=pltpu.VMEM((n_query, width), jnp.float32),
+    )
+    blocks = _make_blocks(geometry)
     padded = _pad_operands(geometry, operands)
-    dtype, wide = operands.query.dtype, jnp.float32
-    scratch = {  # Over the tiles of keys.
-        # With u.
-        "content_query": pltpu.VMEM((rows, width), dtype),
-        # With v.
-        "position_query": pltpu.VMEM((rows, width), dtype) if geometry.n_positions else None,
-        # The largest score so far, in every lane.
-        "top": pltpu.VMEM((rows, LANES), wide),
-        # Sums of exp(score - top), each lane its own part.
-        "total": pltpu.VMEM((rows, LANES), wide),
-        # Sum of exp(score - top) * value.
-        "weighted": pltpu.VMEM((rows, width), wide),
-    }
     # A tile of any size is a row.
-    log_sum_shape = (geometry.batch, geometry.n_head, geometry.n_query_tile, 1, rows)
+    log_sum_shape = (geometry.batch, geometry.n_head, geometry.n_query_tile, 1, n_query)
     out, log_sum = _run(
         functools.partial(_forward_kernel, geometry),
         geometry,
         scalars,
         (padded,),
-        in_specs=(_present(blocks, operands),),
-        out_specs=(blocks.query, log_sum_block),
+        in_specs=(_present(blocks.operands, operands),),
+        out_specs=(blocks.operands.query, blocks.log_sum),
         out_shape=(
             jax.ShapeDtypeStruct(padded.query.shape, dtype),
-            jax.ShapeDtypeStruct(log_sum_shape, wide),
+            jax.ShapeDtypeStruct(log_sum_shape, jnp.float32),
         ),
         scratch=scratch,
         backward=False,
     )
     out = mark_as_saved(out[:, :, : geometry.segment_len], OUTPUT)
     log_sum = mark_as_saved(log_sum, LOG_TOTAL)
-    return out, (operands, scalars, out, log_sum)
+    return out, _Saved(operands, scalars, out, log_sum)
 
 
 def _forward_kernel(
@@ -183,9 +223,9 @@ def _forward_kernel(
     operands: Operands,
     out_ref: Any,
     log_sum_ref: Any,
-    scratch: SimpleNamespace,
+    scratch: _ForwardScratch,
 ) -> None:
-    step = _Step(geometry, scalars, *map(pl.program_id, range(4)))
+    step = _current_step(geometry, scalars)
 
     @pl.when(step.key_tile == 0)
     def _begin() -> None:
@@ -195,30 +235,34 @@ def _forward_kernel(
 
     @pl.when(step.is_needed())
     def _add() -> None:
-        # 1s that a row sums before its first visible key fade to 0 then.
         scores = _tile_scores(step, operands, scratch.content_query, scratch.position_query)
         scores = jnp.where(step.visible(), scores, HIDDEN)
-        value, old_top = operands.value[0, 0], scratch.top[...]
+        value = operands.value[0, 0]
+
+        # With a larger top, what was summed before is scaled down. The 1s that a row sums before
+        # its first visible key fade to 0 then.
+        old_top = scratch.top[...]
         top = jnp.maximum(old_top, jnp.max(scores, axis=1, keepdims=True))
-        weights = jnp.exp(scores - widen(top, geometry.tile.key))
+        numerators = jnp.exp(scores - widen(top, geometry.tile.key))
         fade = jnp.exp(old_top - top)
         scratch.top[...] = top
-        scratch.total[...] = fade * scratch.total[...] + _lane_sums(weights)
+        scratch.total[...] = fade * scratch.total[...] + _lane_sums(numerators)
+
+        # Dropout does not change the total.
         if geometry.n_drawn_head is not None:
-            weights = jnp.where(step.kept(), weights, 0)
-        added = dot(weights.astype(value.dtype), value, NN)
+            numerators = jnp.where(step.kept(), numerators, 0)
+        added = dot(numerators.astype(value.dtype), value, NN)
         scratch.weighted[...] = widen(fade, geometry.d_head) * scratch.weighted[...] + added
 
     @pl.when(step.key_tile == geometry.n_key_tile - 1)
     def _end() -> None:
         top = scratch.top[...]
         total = jnp.broadcast_to(jnp.sum(scratch.total[...], axis=1, keepdims=True), top.shape)
-        sees = top > HIDDEN
-        inverse = jnp.where(sees, step.scalars.keep[1] / total, 0)
-        out_ref[0, 0] = (scratch.weighted[...] * widen(inverse, geometry.d_head)).astype(
-            out_ref.dtype
-        )
-        log_sum = jnp.where(sees, top + jnp.log(total), -HIDDEN)
+        sees_any = top > HIDDEN
+        inverse = jnp.where(sees_any, step.scalars.inverse_fraction / total, 0)
+        out = scratch.weighted[...] * widen(inverse, geometry.d_head)
+        out_ref[0, 0] = out.astype(out_ref.dtype)
+        log_sum = jnp.where(sees_any, top + jnp.log(total), -HIDDEN)
         # One number per row: 128 equal ones were most of the temporary memory.
         log_sum_ref[0, 0, 0] = log_sum.T[:1]
 
@@ -231,69 +275,101 @@ class _Residuals(NamedTuple):
     log_sum: Any  # float32 [B, H, tiles of queries, 1, n]
 
 
-def _backward(
-    geometry: Geometry,
-    saved: tuple[Any, ...],
-    gradient: jax.Array,
-) -> tuple[Operands, None]:
+class _BackwardScratch(NamedTuple):
+    """Memory of the backward kernel. n is the tile's queries.
+
+    It lasts over the tiles of keys, the gradients of keys and values over all tiles of a row and
+    head.
+    """
+
+    # float32 [n, E], gradient of the queries through the keys.
+    content_gradient: Any
+    # [n, E], queries with u, divided by sqrt(E).
+    content_query: Any
+    # float32 [padded keys, E].
+    key_gradient: Any
+    # float32 [n, 128], the logarithm of each query's sum, in every lane.
+    log_sum: Any
+    # float32 [n, 128], (1 - rate) do . o, in every lane.
+    out_product: Any
+    # float32 [n, E], gradient of the queries through the position keys, or None without them.
+    position_gradient: Any
+    # [n, E], queries with v, divided by sqrt(E), or None without position keys.
+    position_query: Any
+    # float32 [padded keys, E].
+    value_gradient: Any
+
+
+def _backward(geometry: Geometry, saved: _Saved, gradient: jax.Array) -> tuple[Operands, None]:
     """Returns the gradients of the operands.
 
     The kernel adds up those with [H, ...] in float32 over all rows.
     """
-    operands, scalars, out, log_sum = saved
-    rows, width = geometry.tile.query, geometry.d_head
-    blocks, all_keys, log_sum_block = _make_blocks(geometry)
-    padded = _pad_operands(geometry, operands)
-    dtype, wide = operands.query.dtype, jnp.float32
+    operands = saved.operands
+    n_query = geometry.tile.query
+    width = geometry.d_head
+    dtype = operands.query.dtype
     has_position = geometry.n_positions > 0
-    scratch = {  # Over the tiles of keys, and the last two over all tiles of a row and head.
-        # With u.
-        "content_query": pltpu.VMEM((rows, width), dtype),
-        # With v.
-        "position_query": pltpu.VMEM((rows, width), dtype) if has_position else None,
-        # In every lane.
-        "log_sum": pltpu.VMEM((rows, LANES), wide),
-        # (1 - rate) do . o in every lane.
-        "out_product": pltpu.VMEM((rows, LANES), wide),
-        # Of the queries through the keys.
-        "content_gradient": pltpu.VMEM((rows, width), wide),
-        # Through position keys.
-        "position_gradient": pltpu.VMEM((rows, width), wide) if has_position else None,
-        "key_gradient": pltpu.VMEM((geometry.padded_keys, width), wide),
-        "value_gradient": pltpu.VMEM((geometry.padded_keys, width), wide),
-    }
-    present = _present(Operands(dtype, dtype, dtype, wide, wide, wide), operands)
-    shapes = jax.tree.map(
-        lambda array, kind: jax.ShapeDtypeStruct(array.shape, kind), padded, present
+    scratch = _BackwardScratch(
+        content_gradient=pltpu.VMEM((n_query, width), jnp.float32),
+        content_query=pltpu.VMEM((n_query, width), dtype),
+        key_gradient=pltpu.VMEM((geometry.padded_keys, width), jnp.float32),
+        log_sum=pltpu.VMEM((n_query, LANES), jnp.float32),
+        out_product=pltpu.VMEM((n_query, LANES), jnp.float32),
+        position_gradient=pltpu.VMEM((n_query, width), jnp.float32) if has_position else None,
+        position_query=pltpu.VMEM((n_query, width), dtype) if has_position else None,
+        value_gradient=pltpu.VMEM((geometry.padded_keys, width), jnp.float32),
     )
-    given = _present(blocks, operands)
-    residuals = _Residuals(_pad_queries(geometry, out), _pad_queries(geometry, gradient), log_sum)
+
+    blocks = _make_blocks(geometry)
+    operand_blocks = _present(blocks.operands, operands)
+    padded = _pad_operands(geometry, operands)
+    # Gradients that all rows add to are summed in float32.
+    dtypes = Operands(
+        query=dtype,
+        key=dtype,
+        value=dtype,
+        position_key=jnp.float32,
+        content_bias=jnp.float32,
+        position_bias=jnp.float32,
+    )
+    shapes = jax.tree.map(
+        lambda array, kind: jax.ShapeDtypeStruct(array.shape, kind),
+        padded,
+        _present(dtypes, operands),
+    )
+    residuals = _Residuals(
+        out=_pad_queries(geometry, saved.out),
+        out_gradient=_pad_queries(geometry, gradient),
+        log_sum=saved.log_sum,
+    )
+    residual_blocks = _Residuals(
+        out=blocks.operands.query, out_gradient=blocks.operands.query, log_sum=blocks.log_sum
+    )
     gradients = _run(
         functools.partial(_backward_kernel, geometry),
         geometry,
-        scalars,
+        saved.scalars,
         (padded, residuals),
-        in_specs=(given, _Residuals(blocks.query, blocks.query, log_sum_block)),
-        out_specs=given._replace(key=all_keys, value=all_keys),
+        in_specs=(operand_blocks, residual_blocks),
+        out_specs=operand_blocks._replace(key=blocks.all_keys, value=blocks.all_keys),
         out_shape=shapes,
         scratch=scratch,
         backward=True,
     )
 
-    inverse_keep = scalars.keep[1]
+    inverse_fraction = saved.scalars.inverse_fraction
 
     def finish(gradient: jax.Array | None, array: jax.Array | None) -> jax.Array | None:
-        return (
-            None
-            if gradient is None or array is None
-            else (gradient * inverse_keep).astype(array.dtype)
-        )
+        if gradient is None or array is None:
+            return None
+        return (gradient * inverse_fraction).astype(array.dtype)
 
     position_key = gradients.position_key
     if position_key is not None:
         before, _ = geometry.position_padding
         position_key = position_key[:, before : before + geometry.n_positions]
-    of_operands = Operands(
+    unpadded = Operands(
         query=gradients.query[:, :, : geometry.segment_len],
         key=gradients.key[:, :, : geometry.n_keys],
         value=gradients.value[:, :, : geometry.n_keys],
@@ -301,7 +377,7 @@ def _backward(
         content_bias=finish(gradients.content_bias, operands.content_bias),
         position_bias=finish(gradients.position_bias, operands.position_bias),
     )
-    return of_operands, None
+    return unpadded, None
 
 
 _attend.defvjp(_forward, _backward)
@@ -312,19 +388,22 @@ def _backward_kernel(
 ) -> None:
     *outputs, scratch = rest
     gradients = Operands(*outputs)
-    step = _Step(geometry, scalars, *map(pl.program_id, range(4)))
+    step = _current_step(geometry, scalars)
     _begin_backward(step, operands, residuals, gradients, scratch)
 
     @pl.when(step.is_needed())
     def _add() -> None:
         score_gradient = _score_gradient(step, operands, residuals, scratch)
-        keys, narrow = step.keys(), score_gradient.astype(operands.key.dtype)
+        keys = step.keys()
+        narrow = score_gradient.astype(operands.key.dtype)
         scratch.key_gradient[keys, :] += dot(narrow, scratch.content_query[...], TN)
         scratch.content_gradient[...] += dot(narrow, operands.key[0, 0], NN)
         if not geometry.n_positions:
             return
-        for rows, at in strips(geometry.tile.query):
-            positions = step.positions(at, geometry.tile.key + LANES)
+
+        # Moved back to their distances, the scores' gradients go to position keys.
+        for rows, column in strips(geometry.tile.query):
+            positions = step.positions(column, geometry.tile.key + LANES)
             by_distance = unskew(score_gradient[rows]).astype(operands.query.dtype)
             scratch.position_gradient[rows, :] += dot(
                 by_distance, operands.position_key[0, positions, :], NN
@@ -341,7 +420,7 @@ def _begin_backward(
     operands: Operands,
     residuals: _Residuals,
     gradients: Operands,
-    scratch: SimpleNamespace,
+    scratch: _BackwardScratch,
 ) -> None:
     """Sets sums to 0 where they begin, and prepares a tile of queries."""
     first_keys = step.key_tile == 0
@@ -361,15 +440,14 @@ def _begin_backward(
         _clear(scratch.content_gradient, scratch.position_gradient)
         row = residuals.log_sum[0, 0, 0]
         scratch.log_sum[...] = jnp.broadcast_to(row, (LANES, row.shape[1])).T
-        product = residuals.out[0, 0].astype(jnp.float32) * residuals.out_gradient[0, 0].astype(
-            jnp.float32
-        )
-        sums = jnp.sum(product, axis=1, keepdims=True) * step.scalars.keep[0]
+        out = residuals.out[0, 0].astype(jnp.float32)
+        product = out * residuals.out_gradient[0, 0].astype(jnp.float32)
+        sums = jnp.sum(product, axis=1, keepdims=True) * step.scalars.kept_fraction
         scratch.out_product[...] = jnp.broadcast_to(sums, scratch.out_product.shape)
 
 
 def _score_gradient(
-    step: "_Step", operands: Operands, residuals: _Residuals, scratch: SimpleNamespace
+    step: "_Step", operands: Operands, residuals: _Residuals, scratch: _BackwardScratch
 ) -> jax.Array:
     """Returns the scores' gradient times 1 - rate, [n, m] in float32.
 
@@ -380,7 +458,10 @@ def _score_gradient(
     probabilities = jnp.exp(scores - widen(scratch.log_sum[...], n_key))
     probabilities = jnp.where(step.visible(), probabilities, 0)
     out_gradient = residuals.out_gradient[0, 0]
-    kept_gradient, kept_probabilities = dot(out_gradient, operands.value[0, 0], NT), probabilities
+
+    # Gradients of the probabilities, and what multiplies the values, after dropout.
+    kept_gradient = dot(out_gradient, operands.value[0, 0], NT)
+    kept_probabilities = probabilities
     if step.geometry.n_drawn_head is not None:
         kept = step.kept()
         kept_gradient = jnp.where(kept, kept_gradient, 0)
@@ -391,15 +472,16 @@ def _score_gradient(
     return probabilities * (kept_gradient - widen(scratch.out_product[...], n_key))
 
 
-def _end_backward(step: "_Step", gradients: Operands, scratch: SimpleNamespace) -> None:
+def _end_backward(step: "_Step", gradients: Operands, scratch: _BackwardScratch) -> None:
     """Writes the sums of a tile of queries, and after the last one the sums of keys and values."""
     geometry = step.geometry
     last_keys = step.key_tile == geometry.n_key_tile - 1
-    inverse_keep = step.scalars.keep[1]
+    inverse_fraction = step.scalars.inverse_fraction
 
     @pl.when(last_keys)
     def _() -> None:
-        content, scale = scratch.content_gradient[...], geometry.scale
+        scale = geometry.scale
+        content = scratch.content_gradient[...]
         both = content
         if gradients.content_bias is not None:
             gradients.content_bias[0] += jnp.sum(content, axis=0, keepdims=True) * scale
@@ -408,14 +490,14 @@ def _end_backward(step: "_Step", gradients: Operands, scratch: SimpleNamespace) 
             both = content + position
             if gradients.position_bias is not None:
                 gradients.position_bias[0] += jnp.sum(position, axis=0, keepdims=True) * scale
-        gradients.query[0, 0] = (both * (inverse_keep * scale)).astype(gradients.query.dtype)
+        gradients.query[0, 0] = (both * (inverse_fraction * scale)).astype(gradients.query.dtype)
 
     @pl.when(last_keys & (step.query_tile == geometry.n_query_tile - 1))
     def _() -> None:
-        gradients.key[0, 0] = (scratch.key_gradient[...] * inverse_keep).astype(gradients.key.dtype)
-        gradients.value[0, 0] = (scratch.value_gradient[...] * inverse_keep).astype(
-            gradients.value.dtype
-        )
+        key_gradient = scratch.key_gradient[...] * inverse_fraction
+        gradients.key[0, 0] = key_gradient.astype(gradients.key.dtype)
+        value_gradient = scratch.value_gradient[...] * inverse_fraction
+        gradients.value[0, 0] = value_gradient.astype(gradients.value.dtype)
 
 
 def _clear(*references: Any) -> None:
@@ -451,7 +533,7 @@ class _Step(NamedTuple):
     def kept(self) -> jax.Array:
         """Returns which probabilities dropout keeps: bool [n, m]."""
         assert self.geometry.n_drawn_head is not None  # For mypy.
-        seed, threshold, first_row, first_head = (self.scalars.draws[at] for at in range(4))
+        seed, threshold, first_row, first_head = (self.scalars.draws[place] for place in range(4))
         row_head = (first_row + self.row) * self.geometry.n_drawn_head + first_head + self.head
         n_query, n_key = self.geometry.tile
         query = self.query_tile * n_query + lax.broadcasted_iota(jnp.int32, (n_query, 1), 0)
@@ -463,26 +545,44 @@ class _Step(NamedTuple):
         size = self.geometry.tile.key
         return pl.ds(pl.multiple_of(self.key_tile * size, size), size)
 
-    def positions(self, at: int, size: int) -> Any:
+    def positions(self, column: int, size: int) -> Any:
         """Returns `size` rows of the position keys or their gradient.
 
-        The rows begin `at` rows behind the tile's first one.
+        The rows begin `column` rows behind the tile's first one.
         """
         n_query, n_key = self.geometry.tile
         # The row of the tile's last query and first key.
         first = (
             self.geometry.padded_queries - (self.query_tile + 1) * n_query + self.key_tile * n_key
         )
-        divisor = math.gcd(strip_rows(n_query), n_key)  # Of every row at which a strip begins.
-        return pl.ds(pl.multiple_of(first + at, divisor), size)
+        # It divides every row at which a strip begins.
+        divisor = math.gcd(strip_rows(n_query), n_key)
+        return pl.ds(pl.multiple_of(first + column, divisor), size)
 
 
-def _make_blocks(geometry: Geometry) -> tuple[Operands, pl.BlockSpec, pl.BlockSpec]:
-    """Returns the parts of the arrays that are in VMEM at a step.
+def _current_step(geometry: Geometry, scalars: _Scalars) -> _Step:
+    """Returns the step of the grid that a kernel is in."""
+    return _Step(
+        geometry,
+        scalars,
+        head=pl.program_id(0),
+        row=pl.program_id(1),
+        query_tile=pl.program_id(2),
+        key_tile=pl.program_id(3),
+    )
 
-    These are the parts of the operands, of the gradients of all keys, and of the log sums.
-    """
-    (n_query, n_key), width = geometry.tile, geometry.d_head
+
+class _Blocks(NamedTuple):
+    """The parts of the arrays that are in VMEM at a step."""
+
+    operands: Operands
+    all_keys: pl.BlockSpec  # All keys or values of a row and head.
+    log_sum: pl.BlockSpec
+
+
+def _make_blocks(geometry: Geometry) -> _Blocks:
+    n_query, n_key = geometry.tile
+    width = geometry.d_head
 
     # A step that is skipped names the keys of its nearest needed one, which fetches nothing.
     def key_block(
@@ -503,23 +603,36 @@ def _make_blocks(geometry: Geometry) -> tuple[Operands, pl.BlockSpec, pl.BlockSp
     log_sum = pl.BlockSpec(
         (1, 1, 1, 1, n_query), lambda head, row, query_tile, *_: (row, head, query_tile, 0, 0)
     )
-    return Operands(query, key, key, positions, bias, bias), all_keys, log_sum
-
-
-def _present(of_all: Operands, operands: Operands) -> Operands:
-    """Returns what belongs to the operands that are not None."""
-    return Operands(
-        *(None if array is None else part for array, part in zip(operands, of_all, strict=True))
+    operands = Operands(
+        query=query,
+        key=key,
+        value=key,
+        position_key=positions,
+        content_bias=bias,
+        position_bias=bias,
     )
+    return _Blocks(operands, all_keys, log_sum)
+
+
+def _present(parts: Operands, operands: Operands) -> Operands:
+    """Returns the parts that belong to operands, and None where an operand is None."""
+    absent = {
+        name: None for name, array in zip(Operands._fields, operands, strict=True) if array is None
+    }
+    return parts._replace(**absent)
 
 
 def _pad_operands(geometry: Geometry, operands: Operands) -> Operands:
-    query, key, value, position_key, *biases = operands
-    query, behind = _pad_queries(geometry, query), geometry.padded_keys - geometry.n_keys
+    query = _pad_queries(geometry, operands.query)
+    position_key = operands.position_key
     if position_key is not None:
         position_key = pad_rows(position_key, *geometry.position_padding)
-    return Operands(
-        query, pad_rows(key, 0, behind), pad_rows(value, 0, behind), position_key, *biases
+    behind = geometry.padded_keys - geometry.n_keys
+    return operands._replace(
+        query=query,
+        key=pad_rows(operands.key, 0, behind),
+        value=pad_rows(operands.value, 0, behind),
+        position_key=position_key,
     )
 
 
@@ -530,11 +643,9 @@ def _pad_queries(geometry: Geometry, array: jax.Array) -> jax.Array:
 
 def pad_rows(array: jax.Array, before: int, behind: int) -> jax.Array:
     """Adds rows of zeros: [.., n, E] -> [.., before + n + behind, E]."""
-    return (
-        jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(before, behind), (0, 0)])
-        if before or behind
-        else array
-    )
+    if not before and not behind:
+        return array
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(before, behind), (0, 0)])
 
 
 def _run(
@@ -546,41 +657,45 @@ def _run(
     in_specs: Any,
     out_specs: Any,
     out_shape: Any,
-    scratch: dict[str, Any],
+    scratch: Any,
     backward: bool,
 ) -> Any:
     """Runs a kernel, called with scalars, inputs, outputs and scratch memory, over the grid.
 
-    Returns its outputs.
+    `scratch` has the shapes of the scratch memory by name. Returns the kernel's outputs.
 
     Heads come first, so that position keys are fetched once per head and their gradient adds up
     over all rows.
     """
 
     def function(*refs: Any) -> None:
-        *arrays, of_scratch = refs[len(scalars) :]
-        kernel(_Scalars(*refs[: len(scalars)]), *arrays, SimpleNamespace(**of_scratch))
+        n_scalars = len(scalars)
+        kernel(_Scalars(*refs[:n_scalars]), *refs[n_scalars:])
 
     arrays = jax.tree.leaves((inputs, out_shape))
     need = vmem_bytes(geometry, geometry.tile, backward=backward)
-    return pl.pallas_call(
+    direction = "backward" if backward else "forward"
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=len(scalars),
+        grid=(geometry.n_head, geometry.batch, geometry.n_query_tile, geometry.n_key_tile),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        scratch_shapes=(scratch,),
+    )
+    compiler_params = pltpu.CompilerParams(
+        dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
+        vmem_limit_bytes=None if need < _DEFAULT_VMEM else need + need // 2,
+    )
+    call = pl.pallas_call(
         function,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(geometry.n_head, geometry.batch, geometry.n_query_tile, geometry.n_key_tile),
-            in_specs=in_specs,
-            out_specs=out_specs,
-            scratch_shapes=(scratch,),
-        ),
+        grid_spec=grid_spec,
         out_shape=out_shape,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=None if need < _DEFAULT_VMEM else need + need // 2,
-        ),
+        compiler_params=compiler_params,
         cost_estimate=_cost(geometry, arrays, backward=backward),
         interpret=geometry.interpret,
-        name=f"relative_attention_{'backward' if backward else 'forward'}",
-    )(*scalars, *inputs)
+        name=f"relative_attention_{direction}",
+    )
+    return call(*scalars, *inputs)
 
 
 def _cost(geometry: Geometry, arrays: list[Any], *, backward: bool) -> pl.CostEstimate:
@@ -592,17 +707,27 @@ def _cost(geometry: Geometry, arrays: list[Any], *, backward: bool) -> pl.CostEs
     that reads them. The compiler adds its own copies of inputs from HBM to VMEM, so that its sum is
     too large rather than too small.
     """
-    rows, n_query, n_key = geometry.batch * geometry.n_head, *geometry.tile
+    n_query, n_key = geometry.tile
+    rows = geometry.batch * geometry.n_head
     pairs = rows * geometry.n_tile * n_query * n_key
-    # Of 2 n m E operations for each tile.
-    n_product, n_position_product = (5, 3) if backward else (2, 1)
-    by_distance = n_position_product * (1 + LANES / n_key) if geometry.n_positions else 0
-    once = sum(array.size * array.dtype.itemsize for array in arrays)
-    again = max(geometry.n_tile - geometry.n_key_tile, 0) if geometry.n_key_tile > 1 else 0
+
+    # Products of 2 n m E operations for each tile, with the keys and with the position keys.
+    n_products = 5 if backward else 2
+    n_position_products = 3 if backward else 1
+    products = float(n_products)
+    if geometry.n_positions:
+        products += n_position_products * (1 + LANES / n_key)
+
+    # Tiles of keys and values that are read again. A single tile stays where it is.
+    tiles_again = 0
+    if geometry.n_key_tile > 1:
+        tiles_again = max(geometry.n_tile - geometry.n_key_tile, 0)
+    bytes_once = sum(array.size * array.dtype.itemsize for array in arrays)
+    bytes_of_tile = n_key * geometry.d_head * arrays[0].dtype.itemsize
     return pl.CostEstimate(
-        flops=int(2 * pairs * geometry.d_head * (n_product + by_distance)),
+        flops=int(2 * pairs * geometry.d_head * products),
         transcendentals=pairs,
-        bytes_accessed=once + 2 * rows * again * n_key * geometry.d_head * arrays[0].dtype.itemsize,
+        bytes_accessed=bytes_once + 2 * rows * tiles_again * bytes_of_tile,
     )
 
 
@@ -617,14 +742,17 @@ def _bias_queries(
     Because of this, no score has to be divided.
     """
     query = operands.query[0, 0]
-    for target, bias in (
+    targets = (
         (content_query, operands.content_bias),
         (position_query, operands.position_bias),
-    ):
-        if target is not None:
-            wide = query.astype(jnp.float32)
-            wide = wide if bias is None else wide + bias[0].astype(jnp.float32)
-            target[...] = (wide * scale).astype(target.dtype)
+    )
+    for target, bias in targets:
+        if target is None:
+            continue
+        wide = query.astype(jnp.float32)
+        if bias is not None:
+            wide = wide + bias[0].astype(jnp.float32)
+        target[...] = (wide * scale).astype(target.dtype)
 
 
 def _tile_scores(
@@ -634,13 +762,14 @@ def _tile_scores(
     scores = dot(content_query[...], operands.key[0, 0], NT)
     if position_query is None:
         return scores
-    query, parts = position_query[...], []
-    for rows, at in strips(query.shape[0]):
-        position_key = operands.position_key[
-            0, step.positions(at, step.geometry.tile.key + LANES), :
-        ]
-        parts.append(skew(dot(query[rows], position_key, NT), step.geometry.rotate))
-    return scores + (parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0))
+    query = position_query[...]
+    by_key = []
+    for rows, column in strips(query.shape[0]):
+        positions = step.positions(column, step.geometry.tile.key + LANES)
+        position_key = operands.position_key[0, positions, :]
+        by_distance = dot(query[rows], position_key, NT)
+        by_key.append(skew(by_distance, step.geometry.rotate))
+    return scores + (by_key[0] if len(by_key) == 1 else jnp.concatenate(by_key, axis=0))
 
 
 def strips(n_query: int) -> list[tuple[slice, int]]:
@@ -649,7 +778,9 @@ def strips(n_query: int) -> list[tuple[slice, int]]:
     Columns are by distance. The strip's first column is this column of the tile.
     """
     rows = strip_rows(n_query)
-    return [(slice(at, at + rows), n_query - rows - at) for at in range(0, n_query, rows)]
+    return [
+        (slice(first, first + rows), n_query - rows - first) for first in range(0, n_query, rows)
+    ]
 
 
 def dot(left: jax.Array, right: jax.Array, contracted: Contracted) -> jax.Array:
@@ -675,7 +806,9 @@ def widen(rows: jax.Array, width: int) -> jax.Array:
     """
     if width > LANES:
         rows = jnp.tile(rows, (1, math.ceil(width / LANES)))
-    return rows if rows.shape[1] == width else rows[:, :width]
+    if rows.shape[1] == width:
+        return rows
+    return rows[:, :width]
 
 
 def _lane_sums(array: jax.Array) -> jax.Array:
@@ -684,8 +817,8 @@ def _lane_sums(array: jax.Array) -> jax.Array:
     The lanes themselves wait for the end.
     """
     total = array[:, :LANES]
-    for at in range(LANES, array.shape[1], LANES):
-        total = total + array[:, at : at + LANES]
+    for first in range(LANES, array.shape[1], LANES):
+        total = total + array[:, first : first + LANES]
     return total
 
 
@@ -700,13 +833,15 @@ def skew(by_distance: jax.Array, rotate: bool) -> jax.Array:
     n_query, width = by_distance.shape
     if rotate:
         # Row x turns right by W - n + 1 + x, that is left by n - 1 - x.
-        return pltpu.roll(by_distance, width - n_query + 1, 1, stride=1, stride_axis=0)[
-            :, : width - LANES
-        ]
+        turned = pltpu.roll(by_distance, width - n_query + 1, 1, stride=1, stride_axis=0)
+        return turned[:, : width - LANES]
+
+    # Within each register, and then from the register itself or its right neighbour.
     column = _lane(n_query) + _shift(n_query)
-    lane, is_near = column & (LANES - 1), column < LANES
-    turned = [_gather(block, lane) for block in _blocks(by_distance)]
-    return _join([jnp.where(is_near, near, far) for near, far in itertools.pairwise(turned)])
+    lane = column & (LANES - 1)
+    is_near = column < LANES
+    blocks = [_gather(block, lane) for block in _blocks(by_distance)]
+    return _join([jnp.where(is_near, near, far) for near, far in itertools.pairwise(blocks)])
 
 
 def skew_from(by_distance: jax.Array, first: jax.Array) -> jax.Array:
@@ -716,12 +851,14 @@ def skew_from(by_distance: jax.Array, first: jax.Array) -> jax.Array:
     """
     n_query = by_distance.shape[0]
     column = _lane(n_query) + _shift(n_query) + first
-    lane, is_near, is_far = column & (LANES - 1), column < LANES, column >= 2 * LANES
-    turned = [_gather(block, lane) for block in _blocks(by_distance)]
-    triples = zip(turned, turned[1:], turned[2:], strict=False)
-    return _join(
-        [jnp.where(is_near, near, jnp.where(is_far, far, middle)) for near, middle, far in triples]
-    )
+    lane = column & (LANES - 1)
+    is_near = column < LANES
+    is_far = column >= 2 * LANES
+    blocks = [_gather(block, lane) for block in _blocks(by_distance)]
+    moved = []
+    for near, middle, far in zip(blocks, blocks[1:], blocks[2:], strict=False):
+        moved.append(jnp.where(is_near, near, jnp.where(is_far, far, middle)))
+    return _join(moved)
 
 
 def unskew(scores: jax.Array) -> jax.Array:
@@ -731,10 +868,11 @@ def unskew(scores: jax.Array) -> jax.Array:
     """
     n_query = scores.shape[0]
     column = _lane(n_query) - _shift(n_query)
-    lane, is_near = column & (LANES - 1), column >= 0
+    lane = column & (LANES - 1)
+    is_near = column >= 0
     none = jnp.zeros((n_query, LANES), scores.dtype)
-    turned = [none, *(_gather(block, lane) for block in _blocks(scores)), none]
-    return _join([jnp.where(is_near, near, far) for far, near in itertools.pairwise(turned)])
+    blocks = [none, *(_gather(block, lane) for block in _blocks(scores)), none]
+    return _join([jnp.where(is_near, near, far) for far, near in itertools.pairwise(blocks)])
 
 
 def _lane(n_query: int) -> jax.Array:
@@ -753,7 +891,7 @@ def _gather(block: jax.Array, lane: jax.Array) -> jax.Array:
 
 
 def _blocks(array: jax.Array) -> list[jax.Array]:
-    return [array[:, at : at + LANES] for at in range(0, array.shape[1], LANES)]
+    return [array[:, first : first + LANES] for first in range(0, array.shape[1], LANES)]
 
 
 def _join(blocks: list[jax.Array]) -> jax.Array:
