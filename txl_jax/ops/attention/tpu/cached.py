@@ -32,7 +32,6 @@ blocks are such.
 
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -113,14 +112,12 @@ def _call(
     """
     batch, n_head, padded, width = operands["query"].shape
     specs = _block_specs(sizes)
-    # Memory that lasts over the steps of a block of queries: the largest score so far and the sum
-    # of exp(score - top), both in every lane, and the sum of exp(score - top) * value.
+    # Memory that lasts over the steps of a block of queries. `_Refs` says what it is for.
     scratch: dict[str, Any] = {
         "top": pltpu.VMEM((sizes.heads, sizes.query_block, LANES), jnp.float32),
         "total": pltpu.VMEM((sizes.heads, sizes.query_block, LANES), jnp.float32),
         "summed": pltpu.VMEM((sizes.heads, sizes.query_block, width), jnp.float32),
     }
-    # A head's position keys as columns, and with a clamp the score at the largest distance.
     if sizes.n_positions:
         scratch["table"] = pltpu.VMEM(
             (sizes.heads, width, sizes.table_columns), operands["position_key"].dtype
@@ -218,13 +215,37 @@ def _cost(operands: dict[str, jax.Array], sizes: CachedSizes) -> pl.CostEstimate
     )
 
 
-def _kernel(*refs: Any, names: tuple[str, ...], sizes: CachedSizes) -> None:
+class _Refs(NamedTuple):
+    """References to scalars, to the blocks of a step, and to scratch memory.
+
+    n are the queries of a block, m its keys or slots, and h the heads of a step.
+    """
+
+    valid: Any  # int32 [B], filled slots of each row.
+    write_index: Any  # int32 [1]
+    query: Any  # [1, h, n, E], with u added and divided by sqrt(E).
+    key: Any  # [1, h, m, E], of the segment.
+    value: Any  # [1, h, m, E], of the segment.
+    output: Any  # [1, h, n, E]
+    top: Any  # float32 [h, n, 128], the largest score so far, in every lane.
+    total: Any  # float32 [h, n, 128], sum of exp(score - top), in every lane.
+    summed: Any  # float32 [h, n, E], sum of exp(score - top) * value.
+    ring_key: Any = None  # [1, h, E, m], or None without slots, as for `ring_value`.
+    ring_value: Any = None  # [1, h, m, E], or [1, h, E, m] for `value_columns`.
+    position_query: Any = None  # [1, h, n, E], or None without position keys, as for the next two.
+    position_key: Any = None  # [h, E, P]
+    table: Any = None  # [h, E, columns], a head's position keys with margins (`_make_table`).
+    far: Any = (
+        None  # float32 [h, n, 128], the scores at the largest distance, or None without clamp.
+    )
+
+
+def _kernel(*references: Any, names: tuple[str, ...], sizes: CachedSizes) -> None:
     """Runs one step of the kernel for a block of queries.
 
     The queries meet a block of the segment's keys and a block of the ring.
     """
-    # References to the blocks of the arrays and to scratch memory, by name.
-    r = SimpleNamespace(**dict(zip(names, refs, strict=True)))
+    refs = _Refs(**dict(zip(names, references, strict=True)))
     row = pl.program_id(1)
     query_block = pl.program_id(2)
     step = pl.program_id(3)
@@ -232,30 +253,30 @@ def _kernel(*refs: Any, names: tuple[str, ...], sizes: CachedSizes) -> None:
 
     if sizes.n_positions:
         is_first_of_head = (row == 0) & (query_block == 0) & (step == 0)
-        pl.when(is_first_of_head)(lambda: _make_table(r, sizes))
+        pl.when(is_first_of_head)(lambda: _make_table(refs, sizes))
 
     @pl.when(step == 0)
     def _start() -> None:
-        r.top[...] = jnp.full_like(r.top, HIDDEN)
-        r.total[...] = jnp.zeros_like(r.total)
-        r.summed[...] = jnp.zeros_like(r.summed)
+        refs.top[...] = jnp.full_like(refs.top, HIDDEN)
+        refs.total[...] = jnp.zeros_like(refs.total)
+        refs.summed[...] = jnp.zeros_like(refs.summed)
         # The columns in front are all the same, so each lane has the number.
         if sizes.clamped:
             for head in range(sizes.heads):
-                r.far[head] = dot(r.position_query[0, head], r.table[head, :, :LANES], NN)
+                refs.far[head] = dot(refs.position_query[0, head], refs.table[head, :, :LANES], NN)
 
-    pl.when(step < sizes.n_segment_blocks)(lambda: _add_segment(r, sizes, first_query, step))
+    pl.when(step < sizes.n_segment_blocks)(lambda: _add_segment(refs, sizes, first_query, step))
     if sizes.n_ring:
-        pl.when(step < sizes.n_ring)(lambda: _add_ring(r, sizes, row, first_query, step))
+        pl.when(step < sizes.n_ring)(lambda: _add_ring(refs, sizes, row, first_query, step))
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _finish() -> None:
         for head in range(sizes.heads):
-            out = r.summed[head] / widen(r.total[head], sizes.width)
-            r.output[0, head] = out.astype(r.output.dtype)
+            out = refs.summed[head] / widen(refs.total[head], sizes.width)
+            refs.output[0, head] = out.astype(refs.output.dtype)
 
 
-def _make_table(r: SimpleNamespace, sizes: CachedSizes) -> None:
+def _make_table(refs: _Refs, sizes: CachedSizes) -> None:
     """Copies a head's position keys into the table.
 
     The key of the largest distance is repeated in front of them, and zeros are behind them.
@@ -263,17 +284,17 @@ def _make_table(r: SimpleNamespace, sizes: CachedSizes) -> None:
     end = sizes.margin + sizes.n_positions
     whole = end // LANES * LANES
     for head in range(sizes.heads):
-        keys = r.position_key[head]
+        keys = refs.position_key[head]
         # Through float32: Mosaic broadcasts no lane of a packed type.
         largest = jnp.broadcast_to(keys[:, :1].astype(jnp.float32), (sizes.width, sizes.margin))
-        r.table[head, :, : sizes.margin] = largest.astype(keys.dtype)
-        r.table[head, :, whole:] = jnp.zeros((sizes.width, sizes.table_columns - whole), keys.dtype)
-        r.table[head, :, sizes.margin : end] = keys
+        refs.table[head, :, : sizes.margin] = largest.astype(keys.dtype)
+        refs.table[head, :, whole:] = jnp.zeros(
+            (sizes.width, sizes.table_columns - whole), keys.dtype
+        )
+        refs.table[head, :, sizes.margin : end] = keys
 
 
-def _add_segment(
-    r: SimpleNamespace, sizes: CachedSizes, first_query: jax.Array, block: jax.Array
-) -> None:
+def _add_segment(refs: _Refs, sizes: CachedSizes, first_query: jax.Array, block: jax.Array) -> None:
     """Adds what the queries see of a block of the segment."""
     first_key = block * sizes.segment_block
     needed = first_key < first_query + sizes.query_block
@@ -289,22 +310,22 @@ def _add_segment(
         columns=None,
     )
     _add(
-        r,
+        refs,
         sizes,
         keys,
-        scores=lambda head: dot(r.query[0, head], r.key[0, head], NT),
-        values=lambda head: (r.value[0, head], NN),
+        scores=lambda head: dot(refs.query[0, head], refs.key[0, head], NT),
+        values=lambda head: (refs.value[0, head], NN),
     )
 
 
 def _add_ring(
-    r: SimpleNamespace, sizes: CachedSizes, row: jax.Array, first_query: jax.Array, block: jax.Array
+    refs: _Refs, sizes: CachedSizes, row: jax.Array, first_query: jax.Array, block: jax.Array
 ) -> None:
     """Adds the slots of a ring block that the queries attend to.
 
     These are the block's newer slots, its older slots, or both in turn.
     """
-    write_index = r.write_index[0]
+    write_index = refs.write_index[0]
     size = sizes.ring_block
     first_slot = block * size
     rest = sizes.capacity % size
@@ -316,27 +337,27 @@ def _add_ring(
                 behind = (0, slice(None), slice(None), slice(rest, None))
             else:
                 behind = (0, slice(None), slice(rest, None), slice(None))
-            r.ring_value[behind] = jnp.zeros_like(r.ring_value[behind])
+            refs.ring_value[behind] = jnp.zeros_like(refs.ring_value[behind])
 
     def ring_scores(head: int) -> jax.Array:
-        return dot(r.query[0, head], r.ring_key[0, head].astype(r.query.dtype), NN)
+        return dot(refs.query[0, head], refs.ring_key[0, head].astype(refs.query.dtype), NN)
 
     def ring_values(head: int) -> tuple[jax.Array, Contracted]:
         contracted = NT if sizes.value_columns else NN
-        return r.ring_value[0, head].astype(r.value.dtype), contracted
+        return refs.ring_value[0, head].astype(refs.value.dtype), contracted
 
     def add(is_old: jax.Array) -> None:
         first_place = first_slot - write_index + jnp.where(is_old, 0, sizes.capacity)
         start = jnp.maximum(
             jnp.where(is_old, write_index - first_slot, 0),
-            sizes.capacity - r.valid[row] - first_place,
+            sizes.capacity - refs.valid[row] - first_place,
         )
         stop = jnp.minimum(jnp.where(is_old, sizes.capacity, write_index) - first_slot, size)
         needed = start < stop
         if sizes.window is not None:
             needed &= sizes.capacity + first_query - (first_place + stop - 1) < sizes.window
         keys = _Keys(first_query, first_place, size, needed, columns=(start, stop))
-        _add(r, sizes, keys, scores=ring_scores, values=ring_values)
+        _add(refs, sizes, keys, scores=ring_scores, values=ring_values)
 
     # Turn 0 is for the newer slots, turn 1 for the older ones.
     has_new = first_slot < write_index
@@ -364,7 +385,7 @@ class _Keys(NamedTuple):
 
 
 def _add(
-    r: SimpleNamespace,
+    refs: _Refs,
     sizes: CachedSizes,
     keys: _Keys,
     *,
@@ -384,7 +405,7 @@ def _add(
         tiles = [scores(head) for head in heads]
         if position_scores is not None:
             tiles = [tile + position_scores(head) for head, tile in zip(heads, tiles, strict=True)]
-        _update(r, sizes, _mask(sizes, keys), tiles, [values(head) for head in heads])
+        _update(refs, sizes, _mask(sizes, keys), tiles, [values(head) for head in heads])
 
     if not sizes.n_positions:
         pl.when(keys.needed)(lambda: update(None))
@@ -398,11 +419,11 @@ def _add(
             >= sizes.n_positions - 1
         )
         near = keys.needed & ~is_far
-        pl.when(keys.needed & is_far)(lambda: update(lambda head: widen(r.far[head], keys.size)))
-    pl.when(near)(lambda: update(lambda head: _position_scores(r, sizes, keys, head)))
+        pl.when(keys.needed & is_far)(lambda: update(lambda head: widen(refs.far[head], keys.size)))
+    pl.when(near)(lambda: update(lambda head: _position_scores(refs, sizes, keys, head)))
 
 
-def _position_scores(r: SimpleNamespace, sizes: CachedSizes, keys: _Keys, head: int) -> jax.Array:
+def _position_scores(refs: _Refs, sizes: CachedSizes, keys: _Keys, head: int) -> jax.Array:
     """Computes the position scores of a tile: [n, m]."""
     strips = []
     for first in range(0, sizes.query_block, sizes.strip):
@@ -411,14 +432,14 @@ def _position_scores(r: SimpleNamespace, sizes: CachedSizes, keys: _Keys, head: 
         column = sizes.margin + sizes.n_positions - 1 - furthest
         rest = column & (LANES - 1)
         columns = pl.ds(pl.multiple_of(column - rest, LANES), keys.size + 2 * LANES)
-        table = r.table[head, :, columns]
-        position_query = r.position_query[0, head, first : first + sizes.strip, :]
+        table = refs.table[head, :, columns]
+        position_query = refs.position_query[0, head, first : first + sizes.strip, :]
         strips.append(skew_from(dot(position_query, table, NN), rest))
     return strips[0] if len(strips) == 1 else jnp.concatenate(strips, axis=0)
 
 
 def _update(
-    r: SimpleNamespace,
+    refs: _Refs,
     sizes: CachedSizes,
     mask: jax.Array,
     scores: list[jax.Array],
@@ -433,7 +454,7 @@ def _update(
     scores = [jnp.where(mask, tile, HIDDEN) for tile in scores]
     tops = []
     for head, tile in enumerate(scores):
-        tops.append(jnp.maximum(r.top[head], jnp.max(tile, axis=1, keepdims=True)))
+        tops.append(jnp.maximum(refs.top[head], jnp.max(tile, axis=1, keepdims=True)))
     numerators = []
     for tile, top in zip(scores, tops, strict=True):
         numerators.append(jnp.exp(tile - widen(top, tile.shape[1])))
@@ -443,10 +464,10 @@ def _update(
         summed.append(dot(tile.astype(value.dtype), value, contracted))
 
     for head, top in enumerate(tops):
-        fade = jnp.exp(r.top[head] - top)
-        r.top[head] = top
-        r.total[head] = fade * r.total[head] + totals[head]
-        r.summed[head] = widen(fade, sizes.width) * r.summed[head] + summed[head]
+        fade = jnp.exp(refs.top[head] - top)
+        refs.top[head] = top
+        refs.total[head] = fade * refs.total[head] + totals[head]
+        refs.summed[head] = widen(fade, sizes.width) * refs.summed[head] + summed[head]
 
 
 def _mask(sizes: CachedSizes, keys: _Keys) -> jax.Array:

@@ -278,8 +278,8 @@ class _Residuals(NamedTuple):
 class _BackwardScratch(NamedTuple):
     """Memory of the backward kernel. n is the tile's queries.
 
-    It lasts over the tiles of keys, the gradients of keys and values over all tiles of a row and
-    head.
+    It lasts over the tiles of keys. The gradients of keys and values last over all tiles of a row
+    and head.
     """
 
     # float32 [n, E], gradient of the queries through the keys.
