@@ -290,8 +290,8 @@ def make_case(
     else:
         call = evaluation_call(config, mesh)
         mem_len = config.eval.mem_len
-    sizes = vars(call) | {"cache_dtype": None}
-    return Case(**sizes, config=name, mem_len=mem_len)
+    fields = vars(call) | {"cache_dtype": None}
+    return Case(**fields, config=name, mem_len=mem_len)
 
 
 def find_implementation(path: str, problem: AttentionCall) -> Implementation:
@@ -303,7 +303,7 @@ def find_implementation(path: str, problem: AttentionCall) -> Implementation:
         problem = dataclasses.replace(problem, platform="tpu", device_kind="")
         kernel = geometry.kernel_of(problem)
         return Implementation("fused", kernel, geometry.default_tile(problem), interpret=True)
-    candidates = (path,)
+    candidates: tuple[str, ...] = (path,)
     if path == PLAIN:
         candidates = ("fused", "stored" if problem.platform == "gpu" else "tiled")
     for name in candidates:
