@@ -103,7 +103,9 @@ class Run:
             )
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
-        return results if is_same and has_ended else None
+        if not is_same or not has_ended:
+            return None
+        return results
 
     def note(self, state: str | None = None, seconds: float = 0.0) -> None:
         """Records in sweep.json how the last process ended, and the seconds of all processes.

@@ -97,7 +97,9 @@ def tpu_attention(
 
 def _as_row(bias: jax.Array | None) -> jax.Array | None:
     """Gives a bias the shape of its blocks: [H, E] -> [H, 1, E]."""
-    return None if bias is None else bias[:, None, :]
+    if bias is None:
+        return None
+    return bias[:, None, :]
 
 
 # Here `Operands` are also gradients, and in a kernel references to their blocks. Biases are
