@@ -249,7 +249,7 @@ def start_use(seen, plan, changed):
         return call
 
     for name in ("evaluate_splits", "score_tokens"):
-        seen.replace(train_command.score, name, note(name))
+        seen.replace(train_command.score_splits, name, note(name))
     seen.run(types.SimpleNamespace(run=train_command._train), plan, changed)
     return seen.found | used
 
@@ -257,9 +257,9 @@ def start_use(seen, plan, changed):
 def start_documents(seen, plan, changed):
     seen.keep(train_command, "open_weights", TrainedModel())
     seen.replace(train_command, "_note_unread", lambda *given: None)
-    seen.keep(train_command.score, "open_input", contextlib.nullcontext("file"))
-    seen.keep(train_command.score, "documents")
-    seen.keep(train_command.score, "score_documents")
+    seen.keep(train_command.score_input, "open_input", contextlib.nullcontext("file"))
+    seen.keep(train_command.score_input, "documents")
+    seen.keep(train_command.score_input, "score_documents")
     seen.run(types.SimpleNamespace(run=train_command._train), plan, changed)
     return seen.without("score_documents.write")
 
