@@ -21,6 +21,8 @@ STEP = 2
 MEMBERS = [{"seed": 1}, {"seed": 2}]
 TOTALS = [{"nats": 3.0, "tokens": 2.0, "grad_norm": 0.5, "updates": 1}]
 TOTALS += [{"nats": 5.0, "tokens": 4.0, "grad_norm": 1.5, "updates": 1}]
+# Notes of a checkpoint, one of them of a later version.
+NOTES = {"evaluation_pending": False, "steps": 10, "changes": [], "unknown": 1}
 
 
 def drawn_state(built, factor):
@@ -62,9 +64,9 @@ def save(folder, text, built, members=()):
     run = runs.record(folder, *text, members)
     names = Members(run.member_names)
     states = [drawn_state(built, number + 1) for number in range(len(names))]
-    notes = {"running_totals": names.to_json(TOTALS[: len(names)]), "evaluation_pending": False}
+    notes = NOTES | {"running_totals": names.to_json(TOTALS[: len(names)])}
     with Checkpointer(run.latest, keep=1, log=print) as latest:
-        latest.save(STEP, jax.device_put(names.stack(states)), notes | {"steps": 10, "changes": []})
+        latest.save(STEP, jax.device_put(names.stack(states)), notes)
     return run, states if members else states[0]
 
 
@@ -96,7 +98,7 @@ def test_a_member_that_is_split_off_takes_its_state_along(ensemble, built, tmp_p
     step, state, notes = load_state(built, Run.read(target), log=print)
     assert step == STEP
     tiny_run.assert_equal(state, states[1])
-    assert notes["running_totals"] == TOTALS[1]
+    assert notes == NOTES | {"running_totals": TOTALS[1]}
     renamed = [path for what, path in events if what == "rename"]
     assert METRICS in renamed
     # A split that is killed leaves no run.

@@ -10,7 +10,6 @@ The runs differ in seed, learning rate or dropout. `train_run` trains them.
   `split_off` makes it a separate run.
 """
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -24,7 +23,6 @@ from txl_jax.config import ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.errors import UserError
 from txl_jax.runs.build import Built, build_for, shardings_of
-from txl_jax.runs.checkpoints import TrainNotes
 from txl_jax.runs.run import RESULTS, MemberSettings, Run, member_name, read_results
 from txl_jax.runs.trained import load_state
 from txl_jax.runtime import storage
@@ -173,11 +171,11 @@ def _copy_latest(source: Run, member: str, target: Run) -> int:
     restored = load_state(built, source, log=say)
     if restored is None:
         raise UserError(f"{source.path} has no checkpoint yet. Train it first.")
-    step, state, values = restored
-    notes = TrainNotes.of_json(values)
-    notes = dataclasses.replace(notes, running_totals=notes.running_totals[member])
+    step, state, notes = restored
+    # All other notes (`TrainNotes`) are the same, also those that only a later version knows.
+    notes["running_totals"] = notes["running_totals"][member]
     with Checkpointer(target.latest, keep=1, log=say) as latest:
-        latest.save(step, state, notes.to_json())
+        latest.save(step, state, notes)
     return step
 
 
