@@ -1,5 +1,5 @@
-"""Tests the engine without HTTP: many jobs against each alone, stop strings, jobs that are ended,
-old sessions.
+"""Tests the engine without HTTP: many completions against each by itself, stop strings,
+completions that are ended, old sessions.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ def begin(made, session=None):
     return made.store.begin((session or made.store.create("me")).name, "me")
 
 
-def test_many_jobs_get_what_each_gets_alone(made):
+def test_many_completions_get_what_each_gets_alone(made):
     given = [*choices(14)]
     together = [submit(made, choice)[1] for choice in given]
     found = [content(result.wait()) for result in together]
@@ -134,12 +134,12 @@ def test_what_fails_in_one_row_ends_its_request_alone(made, place, monkeypatch, 
     session = made.store.create("me")
     run(made, Prompt(ids(5), 1), begin(made, session))
     state, prompt = session.state, Prompt(ids(300, seed=2), 20)
-    job, [result, *_] = submit_all(made, prompt, begin(made, session), start=False)
+    completion, [result, *_] = submit_all(made, prompt, begin(made, session), start=False)
     if place == "sink":
-        job.sink = broken(job.sink, call=1)
+        completion.sink = broken(completion.sink, call=1)
     else:
         monkeypatch.setattr(made.step, place, broken(getattr(made.step, place), call=1))
-    made.submit([job])
+    made.submit([completion])
     refused(500, result.wait)
     assert "a bug" in caplog.text and session.state is state and not session.busy
     assert content(beside.wait()) == alone and made.num_busy == made.num_waiting == 0
@@ -193,13 +193,13 @@ def test_a_stop_string_ends_text_and_memory(made):
     assert more == run(made, Prompt(whole, 6, temperature=0.0)).tokens()
 
 
-def test_a_late_job_leaves_its_session(made):
+def test_a_late_completion_leaves_its_session(made):
     session = begin(made)
     refused(504, submit(made, Prompt(ids(30), 4000), session, seconds=0.05)[1].wait)
     assert session.state is EMPTY and not session.busy
 
 
-def test_too_many_jobs_are_refused_and_the_end_is_answered():
+def test_too_many_completions_are_refused_and_the_end_is_answered():
     with engine(limits=ServerLimits(waiting=2)) as made:
         # However long one waits.
         refused(400, made.submit, [Completion(Prompt(ids(5), 1, n=7), print, 0)])

@@ -70,7 +70,7 @@ class Result:
         return event
 
     def wait(self) -> "Result":
-        """Itself when the job has ended; raises the error that ended it."""
+        """Itself when the completion has ended; raises the error that ended it."""
         while not self.pieces or self.pieces[-1].end is None:
             event = self.next()
             if isinstance(event, RequestError):
@@ -98,10 +98,10 @@ class Result:
 def submit_all(
     made: Engine, prompt: Prompt, session: Session | None = None, *, seconds=SECONDS, start=True
 ):
-    """The job of a prompt, and the result of each sample to wait for."""
+    """The completion of a prompt, and the result of each sample to wait for."""
     results = [Result() for _ in range(prompt.n)]
     state = session.state if session else EMPTY
-    job = Completion(
+    completion = Completion(
         prompt,
         lambda sample, event: results[sample].sink(event),
         time.monotonic() + seconds,
@@ -109,15 +109,15 @@ def submit_all(
         state,
     )
     if start:
-        made.submit([job])
-    return job, results
+        made.submit([completion])
+    return completion, results
 
 
 def submit(
     made: Engine, prompt: Prompt, session: Session | None = None, **options: Any
 ) -> tuple[Completion, Result]:
-    job, [result] = submit_all(made, prompt, session, **options)
-    return job, result
+    completion, [result] = submit_all(made, prompt, session, **options)
+    return completion, result
 
 
 def run(made: Engine, prompt: Prompt, session: Session | None = None) -> Result:
