@@ -271,7 +271,7 @@ class _Start(NamedTuple):
 
     step: int  # Updates done.
     state: TrainState  # The state after them, with a leading member axis in an ensemble.
-    notes: TrainNotes  # The notes of the checkpoint, or those of a run without one.
+    notes: TrainNotes  # The notes of the checkpoint, or their defaults without one.
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -64,7 +64,7 @@ def replace_appended(path: AnyPath, texts: Sequence[str]) -> None:
 
 
 def _parts(path: str) -> list[_TextPart]:
-    """Returns the parts of a text in their order. A local text has none."""
+    """Returns the parts of a text in their order. The list is empty for a local text."""
     if not is_remote(path):
         return []
     parts = []
@@ -180,7 +180,7 @@ class RemoteTexts:
             upload.result()
 
     def close(self) -> None:
-        """Uploads what is left, and ends the thread."""
+        """Uploads the remaining lines, and ends the thread."""
         try:
             self._upload_all()
         finally:

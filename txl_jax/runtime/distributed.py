@@ -85,7 +85,7 @@ def run_on_all(act: Callable[[], T]) -> T:
 
 
 def first_error(message: str | None) -> str | None:
-    """Gathers each process's error message, or None if it has none.
+    """Gathers each process's error message, or None if it succeeded.
 
     Returns the first, with its process's number, or None if all succeeded.
     """

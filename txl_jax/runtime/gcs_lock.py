@@ -88,7 +88,7 @@ class GcsLock:
 
             unrenewed = max(beat.age, time.monotonic() - began)
             if is_alive is False or unrenewed > STALE_SECONDS:
-                # Of several runs that take over, one deletes the object.
+                # If several runs take over, one of them deletes the object.
                 if self._delete(lock.generation):
                     _remove(self._beat_url(record))
                     notes.append(

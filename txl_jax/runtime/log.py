@@ -128,7 +128,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
           step: The step that the run starts after. Records after it are dropped.
           redone: Kinds of records that are dropped at `step` too.
           header: Lines that are written only to log.txt.
-          opening: Lines that are written before those that wait.
+          opening: Lines that are written before the lines that wait.
         """
         lines = [*opening, *(self._waiting or ())]
         # From now on no line waits.

@@ -252,7 +252,7 @@ def write_new(path: AnyPath, data: bytes) -> None:
     """
     parent = os.path.dirname(path) or "."
     # In a directory that others may write to, a name that can be guessed may be their link to
-    # another file. Of two containers, both processes may have the same number.
+    # another file. Processes in two containers may have the same number.
     temporary = Path(parent, f".{secrets.token_hex(8)}.tmp")
     with writing(path):
         try:

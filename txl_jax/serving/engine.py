@@ -86,8 +86,8 @@ class Piece(NamedTuple):
     text: str
     # int32 [n], the tokens that were read, with `echo`, or written.
     tokens: np.ndarray
-    # Scores of these tokens, or None without logprobs and for a memory's first token, which has
-    # none.
+    # Scores of these tokens, or None without logprobs and for a memory's first token, which
+    # nothing precedes.
     scores: Scores | None
     # Whether the tokens are of the prompt.
     is_prompt: bool = False
@@ -344,7 +344,7 @@ class Engine:
             return not self._stopping
 
     def _completions(self) -> set[Completion]:
-        """Returns those that wait or have rows."""
+        """Returns the completions that wait or have rows."""
         with self._changed:
             return {*self._waiting, *(row.completion for row in self._rows.values())}
 
@@ -446,7 +446,7 @@ class Engine:
         )
         count = len(scores.nats)
         self.counters.read += count
-        # The scores are those of the tokens that follow the ones that were read.
+        # The scores belong to the tokens that follow the ones that were read.
         targets = row.unread[1 : count + 1]
         row.unread = row.unread[count:]
         row.position += count
@@ -496,7 +496,7 @@ class Engine:
     def _pass_on(self, number: int, row: _Row, tokens: np.ndarray, scores: Scores | None) -> None:
         """Passes a row's new tokens on, up to the one that completes a stop string.
 
-        `scores` are those of these tokens, and may have more behind them.
+        `scores` begin with the scores of these tokens. Later entries are ignored.
         """
         if row.prompt.stop:
             # Token by token, to know which one completes a stop string.

@@ -438,7 +438,7 @@ class ChoiceWriter:
                 if not math.isfinite(logprob):
                     continue
                 _, name = self._names.of(token)
-                # Of two tokens with one name, the more likely one comes first and stays.
+                # If two tokens have one name, the more likely one comes first and stays.
                 top.setdefault(name, logprobs[place] if token == generated else logprob)
             tops.append(top)
         return tops
