@@ -69,7 +69,7 @@ class Plan(cli.Plan):
         at_least=1,
         at_most=file_format.MAX_SEGMENT_LEN,
     )
-    # The defaults of these three are those of `experiments.quickstart.LEARNING`.
+    # The same defaults as `experiments.quickstart.LEARNING`.
     learning_rate: float = setting(
         7e-4, "Learning rate of the updates. 0 disables learning.", at_least=0
     )
@@ -175,7 +175,7 @@ def _compress(plan: Plan, job: cli.Job, text: bytes, *, log: Callable[[str], Non
 def _decompress(
     plan: Plan, job: cli.Job, content: bytes, *, name: str, log: Callable[[str], None]
 ) -> bytes:
-    """Returns the text of a compressed file, whose digest was checked."""
+    """Returns the text of a compressed file, after checking the text's SHA-256."""
     # `places` has the flags that were set.
     typed = [flag for flag in CODING_FLAGS if flag in job.places]
     if typed:
@@ -193,8 +193,9 @@ def _decompress(
         cpu_threads.use_cpu(header.coding.threads)
         trained = open_weights(plan.model, member=plan.ensemble_member)
         predictor = Predictor(trained, header.coding, log=log)
-        n_symbol = predictor.vocabulary.size
-        file_format.check_length(header, payload, name=name, n_symbol=n_symbol)
+        # `load` checked the length for the largest vocabulary. This one allows less.
+        vocab_size = predictor.vocabulary.size
+        file_format.check_length(header, payload, name=name, vocab_size=vocab_size)
         _check_weights(predictor, header, name=name, model=plan.model)
         _describe(trained, header.coding, log)
         probe_sha256 = predictor.probe(stop_requested=lambda: job.stop)

@@ -144,11 +144,11 @@ def test_a_text_longer_than_its_bits_allow():
 def test_of_more_symbols_each_takes_more_bits():
     """Of 256 symbols no more than 17.5 million come from 40 bytes."""
     header = dataclasses.replace(HEADER, text_bytes=17_000_000)
-    file_format.check_length(header, PAYLOAD, name="a.txl", n_symbol=256)
+    file_format.check_length(header, PAYLOAD, name="a.txl", vocab_size=256)
     header = dataclasses.replace(HEADER, text_bytes=18_000_000)
     file_format.check_length(header, PAYLOAD, name="a.txl")
     with pytest.raises(UserError, match="cannot be a text of 18,000,000 bytes"):
-        file_format.check_length(header, PAYLOAD, name="a.txl", n_symbol=256)
+        file_format.check_length(header, PAYLOAD, name="a.txl", vocab_size=256)
 
 
 def test_bits_that_are_not_whole_words():

@@ -21,7 +21,8 @@ from txl_jax.metrics import Totals
 
 # Takes how many bytes are done, and their summed losses. It may raise `Interrupted`.
 Progress = Callable[[float, Totals], None]
-# Takes the integer probabilities [n_active, V] of the next symbols, and returns them [n_active].
+# Takes the integer probabilities [n_active, V] of the next symbols, and returns these symbols
+# [n_active]. The encoder takes them from the text and writes them. The decoder reads them.
 _Coder = Callable[[np.ndarray], np.ndarray]
 
 
@@ -102,8 +103,7 @@ def _code(streams: _Streams, predictor: Predictor, code: _Coder, progress: Progr
     state = predictor.start()
     # Nothing precedes the first symbol of a stream, so all are equally likely.
     log_probabilities = np.full((n_stream, vocab_size), -math.log(vocab_size))
-    # Segments [R, L] so far. They grow with what was really decoded, as the length in a header may
-    # be wrong.
+    # Segments [R, L] so far. Not allocated for the header's length, which may be wrong.
     blocks: list[np.ndarray] = []
     totals = Totals()
 

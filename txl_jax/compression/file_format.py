@@ -216,7 +216,7 @@ def _check_integer(name: str, value: Any, least: int, most: int | None) -> None:
         raise ValueError(f"{name} {value!r:.20}")
 
 
-def check_length(header: Header, payload: bytes, *, name: str, n_symbol: int = 2) -> None:
+def check_length(header: Header, payload: bytes, *, name: str, vocab_size: int = 2) -> None:
     """Raises `UserError` if a payload cannot be a text of the header's length.
 
     Otherwise a small file of a stranger could keep a machine busy for years, and fill its memory.
@@ -227,12 +227,12 @@ def check_length(header: Header, payload: bytes, *, name: str, n_symbol: int = 2
       header: The header.
       payload: The payload.
       name: The file's name, for errors.
-      n_symbol: Number of the model's symbols. Models of bytes have at least two.
+      vocab_size: Number of the model's symbols. Models of bytes have at least two.
     """
     if header.is_stored:
         fits = len(payload) == header.text_bytes
     else:
-        most_bytes = 8 * (len(payload) + _CODER_BYTES) / fewest_bits(n_symbol)
+        most_bytes = 8 * (len(payload) + _CODER_BYTES) / fewest_bits(vocab_size)
         fits = header.text_bytes <= most_bytes and len(payload) % 4 == 0
     if not fits:
         raise UserError(

@@ -141,8 +141,12 @@ class Predictor:
             reset=np.zeros((1, len(tokens)), bool),
         )
         segment = self._built.place(segment)
-        # Dynamic evaluation needs no prepared parameters, and its losses are known already.
+        # The learner runs training's forward pass again, with a memory of its own, and needs no
+        # prepared parameters. The losses are known from the predictions already.
         learner, _losses = self._learner.step(None, state.learner, segment)
+
+        # The next tokens are predicted with the new parameters. The cache keeps the keys and
+        # values that the old ones gave.
         return State(learner, self._prepare(learner.params), state.cache)
 
     def probe(self, *, stop_requested: Callable[[], Any] = lambda: False) -> str:
@@ -158,7 +162,9 @@ class Predictor:
         """
         n_stream = self.coding.streams
         segment_len = self.coding.segment_len
-        # Different tokens in each stream and segment. 257 is prime to every size up to 256.
+        # Squares, so that neighbouring tokens differ. They repeat soon, which does no harm: the
+        # same operations run for each token. Other tokens would give another digest, and files
+        # that exist could not be decoded any more.
         n_token = n_stream * (_PROBE_SEGMENTS * segment_len + 1)
         tokens = (np.arange(n_token) ** 2 * 257 % self.vocabulary.size).reshape(n_stream, -1)
         is_known = np.ones((n_stream, segment_len + 1), bool)
@@ -171,7 +177,9 @@ class Predictor:
                 if stop_requested():
                     raise Interrupted("the probe of this machine's numbers")
                 state, log_probabilities = self.predict(state, segment[:, place])
-                # As the coder gets them: NumPy's exponentials may also differ by processor.
+                # The integers are what the coder gets: NumPy's exponentials, too, may differ by
+                # processor. The logarithms show differences that rounding to integers hides here
+                # and would not hide in a longer text.
                 digest.update(integer_probabilities(log_probabilities).tobytes())
                 digest.update(log_probabilities.tobytes())
             state = self.learn(state, segment, is_known)

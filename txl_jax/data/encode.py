@@ -27,7 +27,8 @@ def token_ids(vocabulary: Vocabulary, document: Document, *, name: str = "") -> 
       name: Name of a text for errors, or "" for its first characters.
 
     Raises:
-      UserError: If the text cannot be encoded, or the document has no ids.
+      UserError: If the text cannot be encoded, or the document is neither a text nor integer ids
+        of the vocabulary. An empty one has 0 ids.
     """
     if isinstance(document, str | bytes):
         text_name = name or f"the text {document[:_SHOWN_CHARACTERS]!r}"

@@ -227,7 +227,7 @@ def text_blocks(files: Iterable[File], *, close_lines: bool) -> Iterator[str]:
             offset += cut
 
         last_text = _decode(rest, file.name, offset)
-        # Only a text that does not end in a newline leaves a rest.
+        # A text leaves a rest exactly if it does not end in a newline (see `_last_border`).
         if close_lines and last_text:
             last_text += "\n"
         yield last_text
@@ -236,11 +236,12 @@ def text_blocks(files: Iterable[File], *, close_lines: bool) -> Iterator[str]:
 def _last_border(block: bytes) -> int:
     """Returns the position at which to cut a block, or 0 if it has no border.
 
-    The position is after the last white space or, in a very long word, before a character.
+    The position is after the last newline, or after other white space that is not at the very end,
+    or, in a very long word, before a character.
     """
     border = block.rfind(b"\n") + 1
-    # Other white space at the very end stays with the next block. So a line without its newline
-    # leaves a rest, by which `text_blocks` knows that it is not closed.
+    # A space at the very end stays with the next block. So a line without its newline leaves a
+    # rest, by which `text_blocks` knows that it is not closed.
     for white in (b" ", b"\t", b"\r"):
         border = max(border, block.rfind(white, 0, -1) + 1)
     if border or len(block) < _LONGEST_WORD:

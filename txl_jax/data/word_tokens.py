@@ -75,7 +75,7 @@ class WordVocabulary(Vocabulary):
         return lengths
 
     def blocks(self, files: Iterable[File]) -> Iterator[np.ndarray]:
-        """Yields the ids of a split, every line ended by its mark.
+        """Yields the ids of a split, every line ended by its mark, if there are marks.
 
         <eos>:     w w <eos> w <eos>           each line and a mark
         one <S>:   <S> w w <S> w <S>           a mark before all, and each line and a mark
@@ -84,7 +84,8 @@ class WordVocabulary(Vocabulary):
         if self.line_mark in (LineMark.S, LineMark.DOUBLE_S):
             yield np.array([self.mark], id_type(self.size))
 
-        # A block of ids is held back until another follows, because the last one may be cut.
+        # A block of ids is held back until another follows, because the last one may lose its last
+        # mark.
         pending = np.empty(0, id_type(self.size))
         for block in text_blocks(files, close_lines=True):
             ids = self._encode(block)

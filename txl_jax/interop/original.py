@@ -105,7 +105,7 @@ class TensorPart(NamedTuple):
 
 
 class PartPair(NamedTuple):
-    """Two parts that have the same numbers."""
+    """Two parts that have the same numbers, in the same order, though perhaps in other shapes."""
 
     released: TensorPart  # In an original tensor.
     ours: TensorPart  # In one of our parameters.
@@ -449,11 +449,13 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[PartPair]:
         our_shape: tuple[int, ...],
         rows: slice | EllipsisType = ...,
     ) -> PartPair:
-        released = TensorPart(f"layers.{layer}.{name}", shape, rows, transposed=len(shape) == 2)
-        ours = TensorPart(f"stack/layers/{path}", (config.n_layer, *our_shape), layer)
+        is_matrix = len(shape) == 2
+        released = TensorPart(f"layers.{layer}.{name}", shape, place=rows, transposed=is_matrix)
+        ours = TensorPart(f"stack/layers/{path}", (config.n_layer, *our_shape), place=layer)
         return PartPair(released, ours)
 
-    # A matrix of the release has the rows of several projections, one after another.
+    # A matrix of the release has the rows of several projections, one after another. Which ones
+    # depends on the encoding: `qkv_net` has queries, keys and values, `r_net` the position keys.
     for net, projections in encoding_of(config).original_projections.items():
         shape = (len(projections) * width_of_heads, d_model)
         for i, projection in enumerate(projections):
@@ -471,6 +473,7 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[PartPair]:
         "attention/output",
         (n_head, d_head, d_model),
     )
+    # CoreNet is a sequence: 0 is the first linear layer and 3 the second, after ReLU and dropout.
     yield pair(
         "pos_ff.CoreNet.0.weight",
         (d_inner, d_model),

@@ -26,7 +26,8 @@ class TrainNotes:
     running_totals: Any = None
     # Whether the evaluation of this step is still to be made, because a stop cut it short.
     evaluation_pending: bool = False
-    # `train.steps` of the start that saved, or None at the first start.
+    # `train.steps` of the run when it saved. None in checkpoints of earlier versions, and before
+    # the first save.
     steps: int | None = None
     # Changes of `train.steps` between starts, each with "step", "name", "old" and "new".
     changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -50,8 +51,9 @@ class RunCheckpoints(contextlib.ExitStack):
 
     def __init__(self, run: Run, members: Members, *, keep: int, log: Callable[[str], None]):
         super().__init__()
-        # The last step that was saved or restored, or None.
+        # The last step whose saving began, or that was restored, or None.
         self.saved_step: int | None = None
+        # Raises if the lock of the run's directory is another run's by now.
         self._confirm = run.confirm
         self._latest = Checkpointer(run.latest, keep=keep, log=log)
         # The best parameters of each member, in the order of the member axis.

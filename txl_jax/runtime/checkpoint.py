@@ -204,8 +204,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """Waits for the commit of a step, and completes the checkpoint.
 
         It opens the arrays, writes the digests, and then deletes steps that are no longer kept.
+        If a process cannot open an array, the step is deleted, and that process raises.
 
-        Runs in the background, in all processes.
+        Runs in the background, in all processes. `links` deletes, when it is closed, the link
+        through which Orbax writes to a directory whose name has wildcards (see `save`).
         """
         with links:
             writer.wait_until_finished()

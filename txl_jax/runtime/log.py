@@ -144,14 +144,16 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         tensorboard = TensorBoard(os.path.join(self._folder, "tensorboard"), first_step=step)
         self._sinks.insert(0, tensorboard)
 
-        # The last callback is called first, and each even if one before it fails. A sink that
-        # fails adds a line, so the texts are closed after the sinks.
+        # The last callback is called first, and each even if one before it fails. Sinks upload
+        # what they have in `_flush`, before they are closed. A sink that fails adds a line, so the
+        # texts are closed after the sinks.
         self._closing.callback(self._forget_texts)
         self._closing.callback(texts.close)
         self._closing.callback(self._call_sinks, "close")
         self._closing.callback(self._flush)
 
-        # Lines contain names and descriptions from files, which may be other people's.
+        # These lines contain names and descriptions from files, which may be other people's.
+        # `print` escapes too, but a newline in a name would begin another line there.
         for line in header:
             self.print(escape_control(line), show=False)
         for line in lines:

@@ -465,12 +465,14 @@ class Engine:
     def _write(self) -> None:
         """Samples up to K tokens of each row that has read its prompt.
 
-        Ends rows that want no more.
+        Rows that want no tokens, because only their prompt is scored, end here.
         """
         rows = Rows.idle(self.step.batch_size)
         writing: dict[int, _Row] = {}
         for number, row in list(self._rows.items()):
-            # A slot of a row that reads must not be overwritten.
+            # The step also runs for rows that still read their prompt. It leaves a token of no use
+            # in the slot of the row's position, which the row's next token overwrites. At position
+            # 0 that could be the slot of a token that the row has read.
             rows.position[number] = row.position
             if row.is_reading:
                 continue
@@ -479,7 +481,8 @@ class Engine:
                 writing[number] = row
             else:
                 with self._failing_alone(row.completion):
-                    self._end(number, row, Piece("", row.unread[:0], None, end="length"))
+                    no_tokens = np.zeros(0, np.int32)
+                    self._end(number, row, Piece("", no_tokens, None, end="length"))
         if not writing:
             return
 

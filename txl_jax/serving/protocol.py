@@ -206,7 +206,8 @@ def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: ServerLimit
     tokens_of_texts = []
     for text in texts:
         tokens = _ids(text, vocabulary)
-        # An empty prompt is the token that texts start after. A session has tokens before it.
+        # An empty prompt is the token that texts start after. In a session it adds nothing to the
+        # tokens before it. `completion` rejects it if the session is empty, too.
         if not len(tokens) and body.session is None:
             tokens = vocabulary.start.astype(np.int32)
         tokens_of_texts.append(tokens)
