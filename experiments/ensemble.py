@@ -31,7 +31,7 @@ from txl_jax.runs.run import Run
 from txl_jax.runs.trainer import train_run
 
 
-class Mode(enum.StrEnum):
+class EnsembleMode(enum.StrEnum):
     """What this command does."""
 
     TRAIN = "train"
@@ -42,7 +42,9 @@ class Mode(enum.StrEnum):
 class Plan(cli.WatchPlan, cli.TextPlan):
     """The directory and the ensemble members."""
 
-    mode: Mode = setting(Mode.TRAIN, "Train all ensemble members, or split one off.")
+    mode: EnsembleMode = setting(
+        EnsembleMode.TRAIN, "Train all ensemble members, or split one off."
+    )
     workdir: str = setting(
         "",
         "Directory for the ensemble's checkpoints, logs and results. Created if missing.",
@@ -60,12 +62,12 @@ class Plan(cli.WatchPlan, cli.TextPlan):
     @property
     def trains(self) -> bool:
         """Whether the ensemble in the workdir is trained."""
-        return self.mode is Mode.TRAIN
+        return self.mode is EnsembleMode.TRAIN
 
 
 def run(plan: Plan, job: cli.Job) -> int | None:
     """Trains the members, or splits one off."""
-    if plan.mode is Mode.SPLIT:
+    if plan.mode is EnsembleMode.SPLIT:
         if len(plan.ensemble_member) != 1 or plan.to is None:
             raise UserError(
                 "--mode=split needs one --ensemble_member and --to=PATH, got "
@@ -79,7 +81,7 @@ def run(plan: Plan, job: cli.Job) -> int | None:
         if not members:
             # A resumed ensemble has the members that it began with.
             members = [dict(member) for member in opened.members]
-        sinks_and_profile = plan.watch(opened)
+        watch_options = plan.watch(opened)
         config = job.config(opened)
         # Before a text is read, which may take minutes.
         ensemble.member_configs(config, members)
@@ -92,7 +94,7 @@ def run(plan: Plan, job: cli.Job) -> int | None:
                 opened,
                 members=members,
                 stop_requested=lambda: job.stop,
-                **sinks_and_profile,
+                **watch_options,
             )
     return 0 if outcome.finished else None
 

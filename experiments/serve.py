@@ -247,6 +247,7 @@ def _engine(plan: Plan, *, num_keys: int) -> Engine:
         cache_dtype=plan.cache_dtype,
     )
     check_can_generate(model.config)
+    # `components` is the model's `Built`.
     step = Step(model.components, batch_size=plan.rows)
 
     row_bytes = step.row_bytes(model.params)

@@ -30,7 +30,7 @@ import sqlalchemy
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
-from launch.sweep_file import DATABASE, LOG, Run, Sweep
+from launch.sweep_file import DATABASE, LOG, Sweep, SweepRun
 from txl_jax.errors import LogError, UserError, first_line, one_line, rephrased
 from txl_jax.runs import run as run_lib
 from txl_jax.runs.run import RESULTS
@@ -98,7 +98,7 @@ class _Storage(optuna.storages.RDBStorage):
 class _Training:
     """A process that trains the run of a trial."""
 
-    def __init__(self, run: Run, trial: optuna.Trial, gpu: str | None):
+    def __init__(self, run: SweepRun, trial: optuna.Trial, gpu: str | None):
         self.run = run
         self.trial = trial
         self.gpu = gpu
@@ -122,16 +122,16 @@ class _Training:
         if sys.platform == "linux":
             command = [sys.executable, "-ISc", _TIED, str(os.getpid()), *command]
         environment = dict(os.environ)
-        place = ""
+        on_gpu = ""
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
-            place = f" on GPU {gpu}"
+            on_gpu = f" on GPU {gpu}"
         # A session of its own: else Ctrl-C would reach it twice, and the second one stops a run
         # without saving.
         self.process = subprocess.Popen(
             command, stdout=self._log, stderr=self._log, env=environment, start_new_session=True
         )
-        _say(f"started   {run.name}{place}")
+        _say(f"started   {run.name}{on_gpu}")
 
     def report(self) -> None:
         """Reports new validation losses, and ends the process if the pruner says so."""
@@ -170,7 +170,7 @@ class _Taken(NamedTuple):
     """A trial that a worker has taken."""
 
     trial: optuna.Trial
-    run: Run | None  # None if another worker trains it, or it cannot be made.
+    run: SweepRun | None  # None if another worker trains it, or it cannot be made.
     failed: str = ""  # Why the run cannot be made, or "".
 
 
@@ -183,22 +183,22 @@ class Worker:
     reached.
     """
 
-    def __init__(self, sweep: Sweep, place: sqlalchemy.URL, gpus: Sequence[str | None]):
+    def __init__(self, sweep: Sweep, url: sqlalchemy.URL, gpus: Sequence[str | None]):
         self.signal_number = 0  # The last signal that arrived, or 0.
         self._sweep = sweep
         self._free_gpus = list(gpus)
         self._was_late = False  # Whether another worker took the place of the last trial first.
         self._is_waiting = False  # Whether it has been said that others' runs are waited for.
         self._trainings: list[_Training] = []
-        if place.drivername == "sqlite":
-            open(str(place.database), "a").close()  # Its error names the file.
+        if url.drivername == "sqlite":
+            open(str(url.database), "a").close()  # Its error names the file.
         with rephrased(
             "--storage=postgresql:... requires a driver (%s): pip install 'psycopg[binary]'",
             ImportError,
         ):
             # Of workers that start together one makes the tables, and others may fail once.
             self._storage, self._study = self._patiently(
-                functools.partial(_connect, sweep, place), seconds=15
+                functools.partial(_connect, sweep, url), seconds=15
             )
 
         # Trials whose runs are tried again: they failed, or their directory was removed.
@@ -271,10 +271,10 @@ class Worker:
         steps = run_lib.read_results(folder).get("steps")
         if not isinstance(steps, int):  # Another worker has removed the run.
             return []
-        place = shlex.quote(folder)
+        workdir = shlex.quote(folder)
         return [
             (
-                f"next      python -m experiments.{self._sweep.program} --workdir={place} "
+                f"next      python -m experiments.{self._sweep.program} --workdir={workdir} "
                 f"--train.steps={2 * steps}"
             ),
             f"          python -m experiments.report {shlex.quote(self._sweep.out)}",
@@ -421,7 +421,7 @@ class Worker:
           UpdateFinishedTrialError: If another worker has ended the trial before its run was noted
             in it.
         """
-        # The heartbeat is kept, though not by `optimize`.
+        # Optuna warns that heartbeats need its `optimize`. Here `_beat` sends them.
         with warnings.catch_warnings(action="ignore"):
             trial = self._study.ask(self._sweep.space)
         # None if another worker has taken the trial from the queue.
@@ -459,7 +459,7 @@ class Worker:
     def _tell(
         self,
         trial: optuna.Trial,
-        run: Run | None = None,
+        run: SweepRun | None = None,
         *,
         pruned: bool = False,
         failed: str = "",
@@ -482,18 +482,18 @@ class Worker:
             self._study.tell(trial, value, state, skip_if_finished=True)
 
 
-def _connect(sweep: Sweep, place: sqlalchemy.URL) -> tuple[_Storage, optuna.Study]:
+def _connect(sweep: Sweep, url: sqlalchemy.URL) -> tuple[_Storage, optuna.Study]:
     engine: dict[str, Any] = {"poolclass": sqlalchemy.pool.NullPool}
-    if place.drivername == "sqlite":
+    if url.drivername == "sqlite":
         # Optuna takes a URL as text, in which some characters of a path have meanings.
-        url = "sqlite://"
+        url_text = "sqlite://"
         # Writers wait for each other.
-        engine["creator"] = functools.partial(sqlite3.connect, str(place.database), timeout=60)
+        engine["creator"] = functools.partial(sqlite3.connect, str(url.database), timeout=60)
     else:
-        url = str(place)
+        url_text = str(url)
         # A call over a network that was cut ends.
         engine["connect_args"] = {"connect_timeout": 10, "tcp_user_timeout": 60_000}
-    database_storage = _Storage(url, engine, heartbeat_interval=1, grace_period=GRACE_SECONDS)
+    database_storage = _Storage(url_text, engine, heartbeat_interval=1, grace_period=GRACE_SECONDS)
     study = optuna.create_study(
         storage=database_storage,
         study_name=f"{os.path.basename(sweep.out)}-{sweep.digest}",

@@ -114,8 +114,8 @@ def _run(flags: argparse.Namespace) -> int:
         return output.exit_code()
 
     storage.make_folder(sweep.out)
-    place = study.database(flags.storage) if flags.storage else study.database_in(sweep.out)
-    worker = study.Worker(sweep, place, flags.gpus or [None] * flags.jobs)
+    url = study.database(flags.storage) if flags.storage else study.database_in(sweep.out)
+    worker = study.Worker(sweep, url, flags.gpus or [None] * flags.jobs)
     worker.run()
     code = _write_results(sweep)
     print(*worker.report(), sep="\n", flush=True)

@@ -74,7 +74,7 @@ warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class SweepRun:
     """One run of a sweep."""
 
     name: str
@@ -229,7 +229,7 @@ class Sweep:
         runs = self._checked_runs(_points(ranges, samples, seed, has_sampler=has_sampler), texts)
 
         # Runs by name. With a sampler they are drawn while others are trained, so none is known.
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, SweepRun] = {}
         # Values of the runs that are to be trained, by their places in the queue.
         self.queue: dict[str, Mapping[str, Any]] = {}
         if has_sampler:
@@ -241,7 +241,7 @@ class Sweep:
 
     def _checked_runs(
         self, points: Iterable[Mapping[str, Any]], texts: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, Run]:
+    ) -> dict[str, SweepRun]:
         """Makes the run of each point with each combination of texts.
 
         Returns the runs by name. Raises `UserError` if a run is invalid, or two different ones have
@@ -250,7 +250,7 @@ class Sweep:
         combinations = [
             dict(zip(texts, values, strict=True)) for values in itertools.product(*texts.values())
         ]
-        runs: dict[str, Run] = {}
+        runs: dict[str, SweepRun] = {}
         for point in points:
             for combination in combinations:
                 run = self.run({**point, **combination})
@@ -262,10 +262,11 @@ class Sweep:
                 )
         return runs
 
-    def run(self, values: Mapping[str, Any]) -> Run:
+    def run(self, values: Mapping[str, Any]) -> SweepRun:
         """Returns the run with these values. Raises `UserError` as its program would."""
-        only_entry = next(iter(self._entries))
-        settings = dict(self._entries[values.get("runs", only_entry)])
+        # Without `runs` in the values, the file has only one entry.
+        first_entry = next(iter(self._entries))
+        settings = dict(self._entries[values.get("runs", first_entry)])
         entry_name = settings.pop("name", None)
         drawn = self._settings_of(values)
 
@@ -287,7 +288,7 @@ class Sweep:
                 config = config_of(self.program, arguments)
         module = f"experiments.{self.program}"
         command = (sys.executable, "-m", module, *arguments, f"--workdir={folder}")
-        return Run(name, folder, values, settings, command, config)
+        return SweepRun(name, folder, values, settings, command, config)
 
     def _settings_of(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the settings that the grid and the ranges have at these values."""
@@ -326,7 +327,7 @@ class Sweep:
                 return False
         return True
 
-    def known_runs(self) -> list[Run]:
+    def known_runs(self) -> list[SweepRun]:
         """Returns all runs, or with a sampler those that have a directory."""
         if self.runs or not storage.is_dir(self.out):
             return list(self.runs.values())
@@ -478,7 +479,7 @@ def _check_number(numbers: Mapping[str, int], samples: int, *, has_sampler: bool
     )
 
 
-def _refuse_equal(runs: Iterable[Run]) -> None:
+def _refuse_equal(runs: Iterable[SweepRun]) -> None:
     """Raises `UserError` if two runs have the same settings."""
     names: dict[ExperimentConfig, str] = {}
     for run in runs:

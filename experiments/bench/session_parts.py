@@ -40,15 +40,15 @@ _MATMUL_SIZE = 8192
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class ResultTable:
     """A table of the page."""
 
     columns: list[str]
     rows: list[list[str]]
 
-    def titled(self, title: str) -> "Table":
+    def titled(self, title: str) -> "ResultTable":
         """Returns the table with a first column of which each cell is the title."""
-        return Table(["", *self.columns], [[title, *row] for row in self.rows])
+        return ResultTable(["", *self.columns], [[title, *row] for row in self.rows])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +106,10 @@ class Part:
     # Seconds, with compilation, after which the part counts as failed.
     limit: int
     # Measures and returns the tables for the page. It may write files into the directory it gets.
-    measure: Callable[[Sizes, str], list[Table]]
+    measure: Callable[[Sizes, str], list[ResultTable]]
 
 
-def _measure_peaks(sizes: Sizes, out: str) -> list[Table]:
+def _measure_peaks(sizes: Sizes, out: str) -> list[ResultTable]:
     """Measures a large matmul in bfloat16, and a large copy."""
     del out
     size = _MATMUL_SIZE // sizes.divisor
@@ -128,7 +128,7 @@ def _measure_peaks(sizes: Sizes, out: str) -> list[Table]:
     rate = 2 * array.nbytes / seconds
     text = f"copy of {environment.megabytes(array.nbytes)}, read and written"
     rows.append(_peak_row(text, seconds, rate, peaks and peaks.hbm_bytes, "B/s"))
-    return [Table(["what", "time", "rate", "of the data sheet's"], rows)]
+    return [ResultTable(["what", "time", "rate", "of the data sheet's"], rows)]
 
 
 def _peak_row(what: str, seconds: float, rate: float, peak: float | None, unit: str) -> list[str]:
@@ -154,7 +154,7 @@ def _measure_step(
     name: str,
     changes: Mapping[str, Any] | None = None,
     trace: bool = False,
-) -> list[Table]:
+) -> list[ResultTable]:
     """Measures whole updates of a configuration, and where their time goes if `trace`."""
     config = sizes.config(name, changes or {})
     built = _build(config)
@@ -170,7 +170,7 @@ def _measure_step(
     tables = [
         _model_table(built, f"{config.train.batch_size} x {config.train.segment_len}"),
         _time_table(program, seconds, tokens=cost.tokens, model_flops=cost.flops),
-        Table(
+        ResultTable(
             ["compiled in", "peak memory, compiler's", "device's"],
             [[f"{compile_seconds:.0f} s", *_memory_cells(program)]],
         ),
@@ -186,7 +186,7 @@ def _measure_step(
     return tables
 
 
-def _measure_generation(sizes: Sizes, out: str, *, name: str) -> list[Table]:
+def _measure_generation(sizes: Sizes, out: str, *, name: str) -> list[ResultTable]:
     """Measures one sampled token after the other, from a full memory, for one sample."""
     del out
     config = sizes.config(name, {"generate.samples": 1})
@@ -207,7 +207,7 @@ def _measure_generation(sizes: Sizes, out: str, *, name: str) -> list[Table]:
     return tables
 
 
-def _measure_attention(sizes: Sizes, out: str) -> list[Table]:
+def _measure_attention(sizes: Sizes, out: str) -> list[ResultTable]:
     """Measures the paths of attention by `experiments.bench.device`, which writes its own page."""
     command = [sys.executable, "-m", "experiments.bench.device", "--configs=enwik8_24l"]
     command += ["--tasks=training", "--tiles=", "--paths=reference,stored,tiled,fused"]
@@ -216,7 +216,7 @@ def _measure_attention(sizes: Sizes, out: str) -> list[Table]:
     subprocess.run([*command, f"--out={folder}"], check=True)
     with open(os.path.join(folder, "device.csv"), encoding="utf-8", newline="") as file:
         columns, *rows = csv.reader(file)
-    return [Table(columns, rows)]
+    return [ResultTable(columns, rows)]
 
 
 def _build(config: ExperimentConfig) -> Built:
@@ -226,7 +226,7 @@ def _build(config: ExperimentConfig) -> Built:
     return build(config, vocab_size=vocab_size, mesh=mesh)
 
 
-def _model_table(built: Built, sizes: str) -> Table:
+def _model_table(built: Built, sizes: str) -> ResultTable:
     """Describes a model and what decides how fast it is."""
     model = built.model.config
     assert built.attention is not None  # All measured models have attention.
@@ -240,12 +240,12 @@ def _model_table(built: Built, sizes: str) -> Table:
         f"{model.dropout.rate:g}",
         attention,
     ]
-    return Table(columns, [cells])
+    return ResultTable(columns, [cells])
 
 
 def _time_table(
     program: Any, seconds: float, *, tokens: int, model_flops: float | None, steps: int = 1
-) -> Table:
+) -> ResultTable:
     """Compares the measured seconds of a step with what its compiled program needs."""
     # The loop over tokens runs once for each, which the program does not say.
     cost = cost_of(program.as_text(), steps=steps, rounds=steps)
@@ -269,7 +269,7 @@ def _time_table(
         f"{tokens / seconds:,.4g}",
         mfu,
     ]
-    return Table(columns, [cells])
+    return ResultTable(columns, [cells])
 
 
 def _memory_cells(program: Any) -> list[str]:
@@ -297,7 +297,7 @@ def _device_only() -> Any:
     return options
 
 
-def _trace_table(folder: str, text: str, calls: int) -> Table:
+def _trace_table(folder: str, text: str, calls: int) -> ResultTable:
     """Lists the lines of code, or kinds of operations, that take the most time of a traced call."""
     cost = cost_of(text)
     sources = {}
@@ -317,7 +317,9 @@ def _trace_table(folder: str, text: str, calls: int) -> Table:
     rest = sum(share.seconds for _, share in shares[_ROWS_OF_TRACE:])
     if rest:
         rows.append(["all others", _milliseconds(rest / calls), f"{rest / total:.1%}", "", ""])
-    return Table(["line of code, or operation", "time in a call", "share", "events", "bytes"], rows)
+    return ResultTable(
+        ["line of code, or operation", "time in a call", "share", "events", "bytes"], rows
+    )
 
 
 _PEAKS = Part("peaks", "a large matmul and a large copy", 45, _measure_peaks)

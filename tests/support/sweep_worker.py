@@ -86,7 +86,7 @@ optimizer.warmup_steps = 10
 """
 
 
-class Run(sweep_file.Run):
+class Run(sweep_file.SweepRun):
     @property
     def results(self):
         path = Path(self.folder, "results.json")

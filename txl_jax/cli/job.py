@@ -160,7 +160,11 @@ class Job:
 
 
 def _config_over(trained: Run | TrainedModel, places: Mapping[str, str]) -> ExperimentConfig:
-    """Returns the flags applied to a trained model's settings. Raises `UserError` if it changes."""
+    """Returns a trained model's settings with the flags applied.
+
+    Raises:
+      UserError: If the flags change the model or its tokens.
+    """
     config, _ = apply_flags(trained.config, places, is_recorded=True)
     changes = []
     for leaf, before, after in config_tree.differences(trained.config, config):

@@ -131,7 +131,7 @@ def _train(plan: TrainPlan, job: Job) -> int | None:
         print(f"workdir   {workdir} (change with --workdir=PATH)", flush=True)
 
     with Run.open(workdir) as run:
-        sinks_and_profile = plan.watch(run)
+        watch_options = plan.watch(run)
         config = job.config(run)
         # Training reads the whole config except `eval.dynamic`, so this notes only such flags, and
         # flags of the command itself.
@@ -162,7 +162,7 @@ def _train(plan: TrainPlan, job: Job) -> int | None:
                 run,
                 compiled_step=timed_step,
                 stop_requested=lambda: job.stop,
-                **sinks_and_profile,
+                **watch_options,
             )
 
     if not outcome.finished:

@@ -51,7 +51,7 @@ from txl_jax.training.step import TrainState
 _PROBE_SEGMENTS = 2
 
 
-class State(NamedTuple):
+class PredictorState(NamedTuple):
     """What the predictor knows between two calls. A call donates the arrays that it replaces."""
 
     # Parameters, the rule's state and the memory of training's forward pass.
@@ -103,12 +103,14 @@ class Predictor:
         """Returns the SHA-256 of the parameters, in hexadecimal."""
         return digest_of_weights(leaves.from_tree(self._params))
 
-    def start(self) -> State:
+    def start(self) -> PredictorState:
         """Returns the state before the first byte, with copies of the parameters."""
         prepared = self._prepare(self._params)
-        return State(self._learner.start(), prepared, self._init_cache(prepared))
+        return PredictorState(self._learner.start(), prepared, self._init_cache(prepared))
 
-    def predict(self, state: State, tokens: np.ndarray) -> tuple[State, np.ndarray]:
+    def predict(
+        self, state: PredictorState, tokens: np.ndarray
+    ) -> tuple[PredictorState, np.ndarray]:
         """Reads the next token of each stream.
 
         Args:
@@ -122,7 +124,9 @@ class Predictor:
         cache, log_probabilities = self._predict(state.prepared, state.cache, tokens)
         return state._replace(cache=cache), np.asarray(log_probabilities)
 
-    def learn(self, state: State, tokens: np.ndarray, is_known: np.ndarray) -> State:
+    def learn(
+        self, state: PredictorState, tokens: np.ndarray, is_known: np.ndarray
+    ) -> PredictorState:
         """Makes one update from the segment that was read last.
 
         Args:
@@ -147,7 +151,7 @@ class Predictor:
 
         # The next tokens are predicted with the new parameters. The cache keeps the keys and
         # values that the old ones gave.
-        return State(learner, self._prepare(learner.params), state.cache)
+        return PredictorState(learner, self._prepare(learner.params), state.cache)
 
     def probe(self, *, stop_requested: Callable[[], Any] = lambda: False) -> str:
         """Returns the SHA-256 of what the predictor computes for a fixed text, in hexadecimal.

@@ -86,7 +86,7 @@ def read_files(
 ) -> Iterator[tuple[Place, bytes]]:
     """Yields the bytes of files, each block with the file that it comes from.
 
-    An archive is read once for all its files, and no further than needed.
+    An archive is read once for all its files in `pieces`, and no further than needed.
 
     Args:
       pieces: The sizes in bytes of the consecutive pieces to read of each file. Files of one

@@ -223,6 +223,8 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
             metadata=tfds.core.MetadataDict(),
         )
 
+    # tensorflow-datasets calls the next two methods.
+
     def _download_and_prepare(self, dl_manager: Any, download_config: Any = None) -> None:
         super()._download_and_prepare(dl_manager, download_config)
         # All records are written, so all files are counted.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from txl_jax.config.config_tree import require
 
 
-class _Part(NamedTuple):
+class _TokenizerPart(NamedTuple):
     """A part of a tokenizer.json, and of the package's object."""
 
     # Name of the list of steps, if the part is a sequence.
@@ -38,9 +38,9 @@ def _decode(decoder: Any, text: str) -> list[str]:
 
 
 _PARTS = {
-    "normalizer": _Part("normalizers", _normalize),
-    "pre_tokenizer": _Part("pretokenizers", _split),
-    "decoder": _Part("decoders", _decode),
+    "normalizer": _TokenizerPart("normalizers", _normalize),
+    "pre_tokenizer": _TokenizerPart("pretokenizers", _split),
+    "decoder": _TokenizerPart("decoders", _decode),
 }
 # Steps of a part. Published tokenizers have up to ten.
 _MOST_STEPS = 32

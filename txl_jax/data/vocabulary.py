@@ -349,7 +349,7 @@ class TextStream:
     def finish(self) -> str:
         """Returns the text that was held back, when no more tokens come.
 
-        Bytes that are not UTF-8 become U+FFFD.
+        Bytes that are not UTF-8 become U+FFFD, or what `errors` says.
         """
         piece = self._held
         self._held = b""

@@ -14,7 +14,7 @@ call:
 - Rows that read and end together share one index of the ring: a step writes one slice. In the
   server each row has its own index, that is its own position, so that what it computes does not
   depend on when it joined. A row that does nothing stays where it is. It computes all the same, and
-  overwrites its oldest slot: the ring needs M + 1 slots.
+  overwrites its oldest slot: such a ring needs more than M slots (`serving.rows`).
 """
 
 import functools

@@ -87,7 +87,7 @@ class Generator:
         # The functions are the module's, not made here, so that jax compiles them once for all
         # generators of a model.
         self._empty = jit(_init_cache, static_argnums=(1, 2))
-        self._read = jit(decode.prefill, donate_argnums=1)
+        self._prefill_segment = jit(decode.prefill, donate_argnums=1)
         # Both turn the ring of segments into a cache for single tokens: the first all of its rows,
         # the second only rows that are to be copied to such a cache.
         self._unrotate = jit(cache_lib.unrotate)
@@ -250,11 +250,12 @@ class Generator:
         # The ring of segments is read for all rows at once. A row whose last segment was read is
         # copied to the cache of single tokens, before padding is read into it.
         ring = self._empty(self.for_segments, rows, self._eval_config)
+        # Empty, too. `_take` replaces its rows.
         cache = self._unrotate(ring)
         for n_read, tokens in enumerate(segments, start=1):
             if stop_requested():
                 break
-            ring = self._read(self.for_segments, ring, tokens)
+            ring = self._prefill_segment(self.for_segments, ring, tokens)
             is_complete = n_segments == n_read
             if np.any(is_complete):
                 cache = self._take(cache, ring, is_complete)

@@ -128,7 +128,7 @@ class Attention(nn.Module):
             position_bias=terms.position_bias,
             position_score=terms.position_score,
             visibility=context.visibility,
-            dropout=probability_dropout.draw_seed(c.n_head),
+            dropout=probability_dropout.of_probabilities(c.n_head),
             implementation=context.implementation,
         )
         attended_BxHxLxE = _shard_heads(attended_BxHxLxE)

@@ -39,10 +39,10 @@ class Dropout(nn.Module):
             inputs, seed=sample_seed(self), rate=self.rate, mask_shape=mask_shape
         )
 
-    def draw_seed(self, n_head: int) -> ProbabilityDropout | None:
-        """Samples the seed for dropout on the attention probabilities of `n_head` heads.
+    def of_probabilities(self, n_head: int) -> ProbabilityDropout | None:
+        """Returns the dropout of the attention probabilities of `n_head` heads, or None if off.
 
-        Attention applies this dropout.
+        Its seed is sampled here. Attention applies it, as the probabilities are not in memory.
         """
         if not is_on(self.rate) or self.deterministic:
             return None

@@ -44,7 +44,7 @@ class _Gradients(NamedTuple):
     states: jax.Array  # [n, w], summed over the blocks so far, in at least float32.
 
 
-class _Residuals(NamedTuple):
+class _SoftmaxResiduals(NamedTuple):
     """Arrays that the forward pass keeps for the backward pass."""
 
     weights: Weights
@@ -65,13 +65,15 @@ def negative_log_likelihood(weights: Weights, states: jax.Array, labels: jax.Arr
 
 def _forward(
     weights: Weights, states: jax.Array, labels: jax.Array
-) -> tuple[jax.Array, _Residuals]:
+) -> tuple[jax.Array, _SoftmaxResiduals]:
     """Computes `negative_log_likelihood`, and returns what the backward pass needs with it."""
     log_total, label_logit = _totals(weights, states, labels)
-    return log_total - label_logit, _Residuals(weights, states, labels, log_total)
+    return log_total - label_logit, _SoftmaxResiduals(weights, states, labels, log_total)
 
 
-def _backward(residuals: _Residuals, cotangent: jax.Array) -> tuple[Weights, jax.Array, None]:
+def _backward(
+    residuals: _SoftmaxResiduals, cotangent: jax.Array
+) -> tuple[Weights, jax.Array, None]:
     """Returns the gradients of weights and states."""
     # Each row of the table is in one block, so its gradient is complete when it is written, and is
     # written in the table's dtype.
@@ -90,7 +92,7 @@ negative_log_likelihood.defvjp(_forward, _backward)
 class _ChunkedResiduals(NamedTuple):
     """Arrays that the forward pass keeps for the backward pass, with the chunks of positions."""
 
-    all_positions: _Residuals  # Totals are 0 at the positions that are not selected.
+    all_positions: _SoftmaxResiduals  # Totals are 0 at the positions that are not selected.
     # int [chunks, n], the selected positions. An empty slot of the last chunk has T, which is none.
     chunks: jax.Array
     n_chunk: jax.Array  # int [], the chunks that are processed.
@@ -134,7 +136,7 @@ def _selected_forward(
 
     zeros = jnp.zeros(labels.shape, wide_type(states))
     values = jax.lax.fori_loop(0, n_chunk, add_chunk, _Values(zeros, zeros))
-    all_positions = _Residuals(weights, states, labels, values.log_total)
+    all_positions = _SoftmaxResiduals(weights, states, labels, values.log_total)
     return values.nll, _ChunkedResiduals(all_positions, chunks, n_chunk)
 
 
@@ -157,7 +159,7 @@ def _selected_backward(
         # An empty slot has the cotangent 0, and logits that are the biases. With an infinite total
         # its probabilities are 0, as the exponential of a large bias would give inf * 0.
         chunk_total = jnp.take(log_total, positions, mode="fill", fill_value=jnp.inf)
-        chunk = _Residuals(
+        chunk = _SoftmaxResiduals(
             weights,
             take_or_zero(states, positions),
             take_or_zero(labels, positions),
@@ -218,7 +220,7 @@ def _totals(weights: Weights, states: jax.Array, labels: jax.Array) -> tuple[jax
 
 
 def _gradients(
-    residuals: _Residuals, cotangent: jax.Array, of_weights: Weights, *, add: bool
+    residuals: _SoftmaxResiduals, cotangent: jax.Array, of_weights: Weights, *, add: bool
 ) -> _Gradients:
     """Computes the gradients of n positions.
 

@@ -57,7 +57,7 @@ def project_with_one_kernel_gradient(
     return _project_and_join(memory, segment, kernel)
 
 
-class _Residuals(flax.struct.PyTreeNode):
+class _ProjectionResiduals(flax.struct.PyTreeNode):
     """What the backward pass of `project_with_one_kernel_gradient` needs."""
 
     memory: jax.Array  # [B, M, D]
@@ -68,19 +68,19 @@ class _Residuals(flax.struct.PyTreeNode):
     memory_has_gradient: bool = flax.struct.field(pytree_node=False)
 
 
-def _forward(memory: Any, segment: Any, kernel: Any) -> tuple[jax.Array, _Residuals]:
+def _forward(memory: Any, segment: Any, kernel: Any) -> tuple[jax.Array, _ProjectionResiduals]:
     """Returns the projection and the residuals.
 
     The arguments have a `value`, and say by `perturbed` whether a gradient goes into them.
     """
-    residuals = _Residuals(
+    residuals = _ProjectionResiduals(
         memory.value, segment.value, kernel.value, memory_has_gradient=memory.perturbed
     )
     return _project_and_join(memory.value, segment.value, kernel.value), residuals
 
 
 def _backward(
-    residuals: _Residuals, gradient: jax.Array
+    residuals: _ProjectionResiduals, gradient: jax.Array
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Returns the gradients of memory (or None), segment and kernel, from that of [B, H, K, E]."""
     kernel = residuals.kernel

@@ -144,7 +144,7 @@ class Built:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the training state. Nothing is allocated."""
         with use_mesh(self.mesh):
-            boxed = jax.eval_shape(lambda: self.first_state(self._first_params()))
+            boxed = jax.eval_shape(lambda: self.traced_state(self._first_params()))
 
         # Flax boxes each parameter with its logical axes, which its initializer names, and which
         # decide its sharding (`sharding.axes`). The memory has no boxes.
@@ -184,21 +184,21 @@ class Built:
         if warm_state is not None:
             return warm_state(self.init_params())
         make_state = self.jit(
-            lambda: nn.unbox(self.first_state(self._first_params())),
+            lambda: nn.unbox(self.traced_state(self._first_params())),
             out_shardings=shardings_of(self.abstract_state),
         )
         return make_state()
 
     def state_from_params(self, params: Any) -> TrainState:
         """Returns the state before the first update of a training that begins with `params`."""
-        make_state = self.jit(self.first_state, out_shardings=shardings_of(self.abstract_state))
+        make_state = self.jit(self.traced_state, out_shardings=shardings_of(self.abstract_state))
         return make_state(params)
 
     def _first_params(self) -> Any:
         """Returns the initial parameters, in boxes that hold their logical axes."""
         return init_params(self.model, jax.random.key(self.config.seed))
 
-    def first_state(self, params: Any) -> TrainState:
+    def traced_state(self, params: Any) -> TrainState:
         """Returns the state before the first update. It has boxes where `params` have them.
 
         To be called in a jitted function.
@@ -467,7 +467,8 @@ def build(
       vocab_size: V.
       end_token: Id of the token that `data.reset_at` names, or None if it is not set.
       mesh: The devices. None means the config's mesh.
-      recorded: Implementations of attention of an earlier start, chosen again where they can serve.
+      recorded: Implementations of attention of an earlier start, chosen again where they can serve,
+        or on a first start the path that is asked for, such as auto.
       remat: `Run.remat_for`, the choice of an earlier start. None means the config's `model.remat`.
       n_member: Members of the ensemble that is trained, or 1.
       uses: Where attention will run, "training" or "evaluation". On an accelerator it is compared

@@ -73,7 +73,7 @@ class DynamicModel:
         def make_state(params: Any, statistics: Any) -> TrainState:
             # Copies, because the step reuses the memory of the state that it is given. The rule
             # makes a further one of the parameters that it pulls toward.
-            state = self.built.first_state(jax.tree.map(jnp.copy, params))
+            state = self.built.traced_state(jax.tree.map(jnp.copy, params))
             if statistics is None:
                 return state
             return dynamic.with_statistics(state, jax.tree.map(jnp.copy, statistics))

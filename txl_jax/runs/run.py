@@ -591,7 +591,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         contents = self._read_files()
         if contents is None or not self.is_open or _has_other_masks(contents[0]):
             return contents
-        self.claim()
+        self._acquire_lock()
         # Another run may have changed the record before it was locked.
         return self._read_files()
 

@@ -173,6 +173,8 @@ def train_run(
     if profile_steps is not None:
         profiler.check_steps(profile_steps, steps=config.train.steps)
     members = [ensemble.in_order(member) for member in members]
+    # Scripts have compared the settings before they read a text. Now the members are known, and
+    # the steps that --minutes has set.
     run.compare(config, members)
     if distributed.is_multiprocess():
         check_same_text(corpus)
@@ -383,10 +385,10 @@ class Trainer:
         start = _Start(step, state, notes)
 
         self._validation.pending = start.notes.evaluation_pending
-        self._validation.changes = self._changes(start)
+        self._validation.changes = self._changes_of_steps(start)
         return start
 
-    def _changes(self, start: _Start) -> list[dict[str, Any]]:
+    def _changes_of_steps(self, start: _Start) -> list[dict[str, Any]]:
         """Returns the changes of `train.steps` so far.
 
         They are the checkpoint's changes, and the change made by this start, if any.
@@ -667,7 +669,7 @@ def run_updates(
       NonFiniteError: If a loss or gradient norm is not finite.
     """
     # The metrics of the last call, which are not fetched yet.
-    pending: tuple[int, UpdateMetrics] | None = None
+    unreported: tuple[int, UpdateMetrics] | None = None
     step = calls.start
     upcoming = _wait_for_segments(prefetched, step, calls, progress)
     while step < calls.stop:
@@ -675,8 +677,8 @@ def run_updates(
 
         # While the device works: the next segments, and the metrics of the call before.
         upcoming = _wait_for_segments(prefetched, step + calls.step, calls, progress)
-        _report(pending, progress)
-        pending = (step, metrics)
+        _report(unreported, progress)
+        unreported = (step, metrics)
         step += calls.step
 
         is_stopping = False
@@ -685,13 +687,13 @@ def run_updates(
         due = [hook for hook in hooks if step % hook.every == 0 or step == calls.stop]
         if due:
             # The hooks must not see, or save, a state whose metrics are not checked.
-            _report(pending, progress)
-            pending = None
+            _report(unreported, progress)
+            unreported = None
             state, is_stopping = run_hooks(due, step, state, progress)
         # Asked after the hooks: one that was cut short must be repeated at this step.
         if stop_requested() or is_stopping:
             break
-    _report(pending, progress)
+    _report(unreported, progress)
     return step, state
 
 
@@ -705,10 +707,10 @@ def _wait_for_segments(
     return segments
 
 
-def _report(pending: tuple[int, UpdateMetrics] | None, progress: Progress) -> None:
+def _report(unreported: tuple[int, UpdateMetrics] | None, progress: Progress) -> None:
     """Fetches the metrics of a call, if any, and adds them to the progress."""
-    if pending is not None:
-        first_step, metrics = pending
+    if unreported is not None:
+        first_step, metrics = unreported
         progress.add(first_step, jax.device_get(metrics))
 
 

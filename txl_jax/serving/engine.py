@@ -4,6 +4,9 @@ A round of the thread puts waiting texts into free rows, reads segments of promp
 K tokens of all other rows in one call. Work per token in Python is little: a row's new tokens are
 decoded, searched for stop strings and passed on once per call.
 
+A request has a `Completion` for each of its prompts (`serving.completion`), and a completion has n
+samples, which the API calls choices. Each sample takes a row until it ends.
+
 - A prompt is read once, however many texts continue it: the memory after it has a fixed size, and
   is copied into their rows.
 - While rows write, segments are read for `_READ_SECONDS` between two calls, and at least one. So a

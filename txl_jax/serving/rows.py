@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from txl_jax.config import MemoryStart
@@ -228,6 +229,8 @@ class Step:
     def _prepare_params(self, params: Any) -> DecodeParams:
         config = self._built.config.eval
         is_on_cpu = self._built.mesh.devices.flat[0].platform == "cpu"
+        # Positions are prepared for all slots of the ring. How many of them a token attends to
+        # follows from the window and from M.
         prepared = prepare_params(
             params,
             self._model,
@@ -248,7 +251,8 @@ class Step:
             segment_len=min(WIDTHS),
             dtype=memory_dtype(self._model, self._built.config.eval),
         )
-        return cache.replace(write_index=cache.valid * 0, mem_len=self.mem_len)
+        # All slots were memory so far. Only M of them are attended to. Each row has its own index.
+        return cache.replace(write_index=jnp.zeros_like(cache.valid), mem_len=self.mem_len)
 
 
 def _on_host(scores: Scores) -> Scores:

@@ -25,7 +25,7 @@ from experiments.bench.compiled.collectives import Collective, collectives_of
 from experiments.bench.compiled.execution import Execution, Loop, executions
 from experiments.bench.compiled.hlo import Array, Instruction, Program, parse
 from experiments.bench.compiled.kernels import is_kernel, kernel_work
-from experiments.bench.compiled.stacks import Stack, stacks_of
+from experiments.bench.compiled.stacks import FilledArray, stacks_of
 from experiments.bench.compiled.traffic import Traffic, TrafficOf
 from experiments.bench.compiled.work import WorkOf
 
@@ -102,7 +102,7 @@ class ProgramCost:
     # Each collective, and how often it runs in a step.
     collectives: list[tuple[Collective, float]]
     # What loops store for others to read.
-    stacks: list[Stack]
+    stacks: list[FilledArray]
     # Loops whose rounds depend on data, so that their number was assumed.
     assumed_loops: list[Loop]
 
@@ -192,7 +192,7 @@ def cost_of(text: str, *, steps: int = 1, rounds: int = 1) -> ProgramCost:
     traffic = TrafficOf(program)
     operations: list[Operation] = []
     collectives: list[tuple[Collective, float]] = []
-    stacks: list[Stack] = []
+    stacks: list[FilledArray] = []
     assumed_loops: list[Loop] = []
     for run in executions(program, rounds=rounds):
         if isinstance(run, Loop):

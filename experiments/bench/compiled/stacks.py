@@ -15,7 +15,7 @@ _SAME_ELEMENTS = ("bitcast", "copy", "copy-done", "copy-start", "dynamic-update-
 
 
 @dataclasses.dataclass(frozen=True)
-class Stack:
+class FilledArray:
     """An array that a loop fills."""
 
     array: Array
@@ -30,16 +30,16 @@ class Stack:
         return "transpose(" in self.op_name
 
 
-def stacks_of(program: Program, loop: Loop) -> list[Stack]:
+def stacks_of(program: Program, loop: Loop) -> list[FilledArray]:
     """Returns the arrays that a loop fills, [rounds, ...]."""
-    stacks: list[Stack] = []
+    stacks: list[FilledArray] = []
     results = loop.body.root
     if loop.rounds < 2 or results.opcode != "tuple":
         return stacks
     for array, name in zip(loop.line.arrays, results.operands, strict=False):
         is_stacked = len(array.dims) > 1 and array.dims[0] == loop.rounds
         if is_stacked and _is_updated(program, loop.body, loop.body.instructions[name]):
-            stacks.append(Stack(array, loop.line.name, loop.line.op_name))
+            stacks.append(FilledArray(array, loop.line.name, loop.line.op_name))
     return stacks
 
 

@@ -138,7 +138,8 @@ class CachedVisibility:
 
     # int32 [B], how many of the latest slots count.
     valid: jax.Array
-    # int32 [], the oldest slot, which is the next to be overwritten.
+    # int32 [], the oldest slot, which is the next to be overwritten. The server's rows each have
+    # their own, and attend one by one (`inference.forward`).
     write_index: jax.Array
     # L, the queries.
     segment_len: int = flax.struct.field(pytree_node=False)

@@ -269,7 +269,7 @@ def _forward_kernel(
         log_sum_ref[0, 0, 0] = log_sum.T[:1]
 
 
-class _Residuals(NamedTuple):
+class _AttentionResiduals(NamedTuple):
     """Arrays that the backward pass reads besides the operands."""
 
     out: Any  # [B, H, L, E]
@@ -340,12 +340,12 @@ def _backward(geometry: Geometry, saved: _Saved, gradient: jax.Array) -> tuple[O
         padded,
         _present(dtypes, operands),
     )
-    residuals = _Residuals(
+    residuals = _AttentionResiduals(
         out=_pad_queries(geometry, saved.out),
         out_gradient=_pad_queries(geometry, gradient),
         log_sum=saved.log_sum,
     )
-    residual_blocks = _Residuals(
+    residual_blocks = _AttentionResiduals(
         out=blocks.operands.query, out_gradient=blocks.operands.query, log_sum=blocks.log_sum
     )
     gradients = _run(
@@ -386,7 +386,11 @@ _attend.defvjp(_forward, _backward)
 
 
 def _backward_kernel(
-    geometry: Geometry, scalars: _Scalars, operands: Operands, residuals: _Residuals, *rest: Any
+    geometry: Geometry,
+    scalars: _Scalars,
+    operands: Operands,
+    residuals: _AttentionResiduals,
+    *rest: Any,
 ) -> None:
     *outputs, scratch = rest
     gradients = Operands(*outputs)
@@ -420,7 +424,7 @@ def _backward_kernel(
 def _begin_backward(
     step: "_Step",
     operands: Operands,
-    residuals: _Residuals,
+    residuals: _AttentionResiduals,
     gradients: Operands,
     scratch: _BackwardScratch,
 ) -> None:
@@ -449,7 +453,7 @@ def _begin_backward(
 
 
 def _score_gradient(
-    step: "_Step", operands: Operands, residuals: _Residuals, scratch: _BackwardScratch
+    step: "_Step", operands: Operands, residuals: _AttentionResiduals, scratch: _BackwardScratch
 ) -> jax.Array:
     """Returns the scores' gradient times 1 - rate, [n, m] in float32.
 
