@@ -135,17 +135,18 @@ def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
         from txl_jax.serving.middleware import LOOPBACK
 
     num_choices = plan.rows + plan.max_waiting
-    most = most_connections(num_choices)
-    if most < num_choices:
+    max_connections = most_connections(num_choices)
+    if max_connections < num_choices:
         print(
-            f"note      at most {most} connections, because of the limit of open files (ulimit -n)"
+            f"note      at most {max_connections} connections, because of the limit of open files "
+            "(ulimit -n)"
         )
 
     engine = _engine(plan, num_keys=len(keys))
     any_host = plan.host in ("0.0.0.0", "::", "") and not plan.allowed_hosts
     hosts = () if any_host else (*LOOPBACK, plan.host, *plan.allowed_hosts)
     app = make_app(engine, os.path.basename(plan.model), hosts=hosts, keys=sorted(keys))
-    connections = Connections(most, count=app.state.count)
+    connections = Connections(max_connections, count=app.state.count)
 
     loop = asyncio.new_event_loop()
     seconds_to_end = math.ceil(plan.drain_seconds + _SECONDS_TO_LEAVE) + _SECONDS_TO_END
@@ -154,6 +155,8 @@ def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
         http=connections.make,
         ws="none",
         log_level="warning",
+        # asyncio also accepts as many connections at once, in one turn of its loop. The queue gets
+        # its own length in `_make_server`.
         backlog=ACCEPTED_AT_ONCE,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=seconds_to_end,

@@ -158,10 +158,11 @@ def _measure_step(
     """Measures whole updates of a configuration, and where their time goes if `trace`."""
     config = sizes.config(name, changes or {})
     built = _build(config)
+    # With tracing and lowering, which `compilation.seconds` omits.
     start = time.perf_counter()
     compilation = built.compile_step()
     compile_seconds = time.perf_counter() - start
-    program = compilation.executable
+    executable = compilation.executable
 
     segments = timing.random_segments(built, config.train)
     call = timing.repeated(compilation.program, built.init_state(), segments)
@@ -169,10 +170,10 @@ def _measure_step(
     cost = flops.of_step(config, vocab_size=built.model.vocab_size, n_device=built.mesh.size)
     tables = [
         _model_table(built, f"{config.train.batch_size} x {config.train.segment_len}"),
-        _time_table(program, seconds, tokens=cost.tokens, model_flops=cost.flops),
+        _time_table(executable, seconds, tokens=cost.tokens, model_flops=cost.flops),
         ResultTable(
             ["compiled in", "peak memory, compiler's", "device's"],
-            [[f"{compile_seconds:.0f} s", *_memory_cells(program)]],
+            [[f"{compile_seconds:.0f} s", *_memory_cells(executable)]],
         ),
     ]
     if trace:
@@ -180,7 +181,7 @@ def _measure_step(
         with jax.profiler.trace(folder, profiler_options=_device_only()):
             for _ in range(_TRACED_CALLS):
                 call()
-        text = program.as_text()
+        text = executable.as_text()
         assert text is not None, "a compiled program has a text"
         tables.append(_trace_table(folder, text, _TRACED_CALLS))
     return tables

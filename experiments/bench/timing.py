@@ -74,7 +74,7 @@ def time_in_turns(tasks: Sequence[Task], *, warmup: int, calls: int) -> None:
 def repeated(step: Callable[..., Any], state: Any, *arguments: Any) -> Callable[[], None]:
     """Returns the call of a step: (state, *arguments) -> (state, ..).
 
-    Each call begins with the state of the last.
+    Each call begins with the state of the last, and returns when the device is done.
     """
 
     def call() -> None:

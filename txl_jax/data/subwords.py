@@ -172,7 +172,7 @@ class SubwordVocabulary(Vocabulary):
 
     @functools.cached_property
     def _settings(self) -> dict[str, Any]:
-        """The file's settings without those for other uses."""
+        """The file's settings without truncation, padding and dropout."""
         settings = json.loads(self.content)
         # Any JSON may stand in the file. What is read below must be there.
         require(
@@ -183,7 +183,8 @@ class SubwordVocabulary(Vocabulary):
         require(
             isinstance(added, list), f"its added_tokens must be a list, got {type(added).__name__}"
         )
-        # The package drops a token without a text, but others may refer to its id.
+        # The package drops a token without a text. Its id would have no token, and decoding it
+        # would end in a KeyError.
         for token in added:
             has_text = isinstance(token, dict) and token.get("content")
             require(has_text, "its added tokens must each have a text, got one without")

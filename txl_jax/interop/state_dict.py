@@ -194,6 +194,7 @@ def facts_of_module(file: TorchFile) -> dict[str, Any]:
     # A state_dict has no arguments.
     if not isinstance(root, Record):
         return {}
+    # A wrapper, such as DataParallel, comes before the module in it, which replaces it here.
     modules: dict[str, dict[Any, Any]] = {}
     for prefix, attributes in _ModuleWalk(file).modules(root):
         modules[without_wrappers(prefix)] = attributes
@@ -203,6 +204,7 @@ def facts_of_module(file: TorchFile) -> dict[str, Any]:
     facts: dict[str, Any] = {
         name: value for name, value in modules[""].items() if isinstance(value, bool | int | float)
     }
+    # The model itself does not keep these two.
     cutoffs = modules.get("word_emb.", {}).get("cutoffs")
     if isinstance(cutoffs, list):
         facts["cutoffs"] = cutoffs[:-1]  # The last one is V.

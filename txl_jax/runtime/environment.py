@@ -135,7 +135,7 @@ def megabytes(size: float) -> str:
 
 
 def brief_number(number: float) -> str:
-    """Formats a positive number with three digits.
+    """Formats a positive number with three digits, or all of its trillions.
 
     >>> brief_number(0.0517), brief_number(123_456), brief_number(1234.5), brief_number(2.0)
     ('0.0517', '123k', '1.23k', '2')
@@ -147,8 +147,10 @@ def brief_number(number: float) -> str:
             number /= size
             unit = symbol
             break
-    digits = f"{number:.0f}" if number >= 100 else f"{number:.3g}"
-    return digits + unit
+    if number >= 1000:
+        # No unit is above T: 1234T, not 1.23e+03T.
+        return f"{number:.0f}{unit}"
+    return f"{number:.3g}{unit}"
 
 
 def duration(seconds: float) -> str:

@@ -83,9 +83,10 @@ class ShawPositions(PositionEncoding):
         if not self.has_position_score:
             return DecodeTerms(position_keys=PositionKeys(bias=None, key=key, score=None))
 
-        # The terms of the original are divided by sqrt(E) after they are cast.
+        # The terms of the original are divided by sqrt(E) after they are cast. The number per
+        # distance keeps the dtype of the parameters, as in training.
         scale = c.d_head**-0.5
-        score = table["score"].astype(dtype)[distances].T * scale
+        score = table["score"][distances].T * scale
         return DecodeTerms(
             content_bias=table["content"].astype(dtype) * scale,
             position_keys=PositionKeys(bias=None, key=key, score=score),
