@@ -127,6 +127,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
+    """Serves on a bound socket until a signal, and returns the exit code."""
     with rephrased("the server is not installed (%s). Run pip install '.[serve]'.", ImportError):
         import uvicorn
 
@@ -148,6 +149,7 @@ def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
     app = make_app(engine, os.path.basename(plan.model), hosts=hosts, keys=sorted(keys))
     connections = Connections(max_connections, count=app.state.count)
 
+    # The server's handler of signals schedules calls on it. It is used until the process ends.
     loop = asyncio.new_event_loop()
     seconds_to_end = math.ceil(plan.drain_seconds + _SECONDS_TO_LEAVE) + _SECONDS_TO_END
     config = uvicorn.Config(

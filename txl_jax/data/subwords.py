@@ -193,6 +193,7 @@ class SubwordVocabulary(Vocabulary):
         model = dict(settings["model"])
         if "dropout" in model:
             model["dropout"] = None
+        # Templates may stay: texts are encoded without special tokens, so they are not applied.
         return settings | {"truncation": None, "padding": None, "model": model}
 
     @functools.cached_property

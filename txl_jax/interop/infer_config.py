@@ -223,6 +223,7 @@ def _ties(tensors: Leaves, config: ModelConfig, facts: Mapping[str, Any]) -> dic
                 tensors, f"crit.out_projs.{cluster}", first=f"word_emb.emb_projs.{table}"
             )
             tie_projs.append(is_tied)
+    # An empty list is how the config says that no projection is shared.
     if not tie_projs or not any(tie_projs):
         tie_projs = ()
     return {"tie_weight": tie_weight, "tie_projs": tuple(tie_projs)}

@@ -210,6 +210,9 @@ def from_leaves(
     if "softmax/bias" not in leaves:
         raise UserError("parameter softmax/bias is missing. Pass the tree under 'params'.")
     bias = leaves["softmax/bias"]
+    # Its length says how many tokens there are, by which all shapes are checked below.
+    if len(bias.shape) != 1:
+        raise UserError(f"parameter softmax/bias must have the shape [V], got {bias.shape}")
     vocab_size = bias.shape[0]
     pairs = _part_pairs(config, vocab_size, format)
     shapes = {pair.ours.name: pair.ours.shape for pair in pairs}
@@ -285,6 +288,7 @@ def _assembled_leaf(sources: Leaves, copies: list[_Copy]) -> Leaf:
       copies: Parts of them that together fill the leaf.
     """
     shape = copies[0].target.shape
+    # A stacked parameter has one dtype. Tensors of other dtypes are converted to the first one's.
     dtype = sources[copies[0].source.name].dtype
     # Copies by the entry of a stacked parameter, so that reading all layers does not search them
     # for each one.

@@ -210,5 +210,6 @@ def facts_of_module(file: TorchFile) -> dict[str, Any]:
         facts["cutoffs"] = cutoffs[:-1]  # The last one is V.
     attention = modules.get("layers.0.dec_attn.")
     if attention:
+        # None, if it is missing, counts as not recorded.
         facts["pre_lnorm"] = attention.get("pre_lnorm")
     return facts
