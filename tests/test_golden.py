@@ -1,9 +1,8 @@
-"""Tests the model against the original's reference values: losses, hidden states, memories,
-gradients.
+"""Tests that losses, states, memories and gradients are those of the original Transformer-XL.
 
-With every implementation of attention: whole scores and tiles in float64, to 1e-9; kernels,
-interpreted, in float32. A difference here means that the mathematics of the model changed. Read
-tests/golden/README.md first.
+Every implementation of attention is compared with the recorded values: whole scores and tiles in
+float64, to 1e-9, and kernels, interpreted, in float32. A difference here means that the mathematics
+of the model changed. Read tests/golden/README.md first.
 """
 
 import contextlib
@@ -14,7 +13,6 @@ import pathlib
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -42,90 +40,98 @@ from txl_jax.ops.attention.distances import key_distances, sinusoids
 
 FOLDER = pathlib.Path(os.environ.get("TXL_GOLDEN_DIR") or pathlib.Path(__file__).parent / "golden")
 FILES = sorted(FOLDER.glob("*.npz"))
-LENGTHS = ("tgt_len", "ext_len", "mem_len")
-TOLERANCE = {np.float64: 1e-9, np.float32: 2e-5}  # Of the largest entry of each tensor.
-# Tiles that are smaller than the segments, and do not divide them.
+assert FILES, f"no .npz file in {FOLDER}"
+
+TOLERANCE = {np.float64: 1e-9, np.float32: 2e-5}  # Relative to the largest entry of each tensor.
+# Whole scores and tiles, in float64. The tiles are smaller than the segments, and do not divide
+# them.
 EXACT = {
     "reference": Implementation("reference"),
     "tiled": Implementation("tiled", tile=Tile(3, 5)),
+    "stored": Implementation("stored"),
 }
-EXACT["stored"] = Implementation("stored")
 KERNELS = {"tpu": Implementation("fused", "mosaic_roll", Tile(16, 128), interpret=True)}
-# Cases by path that the default tests compute besides all of the reference.
+IMPLEMENTATIONS = EXACT | KERNELS
+# The runs that the default tests compute by each path. With the reference they compute all.
 QUICK = {
     "tiled": ("s06_same_length-empty", "s08_clamp-empty", "s20_odd_heads-empty"),
     "stored": ("s06_same_length-empty", "s17_shaw-empty"),
     "tpu": ("s06_same_length-empty", "s20_odd_heads-empty"),
 }
 ENCODINGS = {0: Encoding.RELATIVE, 1: Encoding.SHAW, 2: Encoding.VASWANI, 3: Encoding.AL_RFOU}
+# Settings with the same name and meaning in the original and here.
+SAME_SETTINGS = (
+    "n_layer",
+    "d_model",
+    "n_head",
+    "d_head",
+    "d_inner",
+    "d_embed",
+    "div_val",
+    "tie_weight",
+    "untie_r",
+)
+
+
+def settings_of(arrays) -> dict:
+    """The settings of a recorded run, by the original's names."""
+    return json.loads(str(arrays["config_json"]))
+
+
+def has_kernels(golden: dict) -> bool:
+    """Whether the kernels compute a run: they have only the relative encoding."""
+    return ENCODINGS[golden["attn_type"]] is Encoding.RELATIVE and golden["ext_len"] == 0
 
 
 def runs_with_paths():
-    """Every run with each path, of kernels those with relative encodings.
+    """Yields every run with each path that computes it.
 
-    All but the quick ones are nightly.
+    Runs that are not among the quick ones of their path are nightly.
     """
     for file in FILES:
-        golden = json.loads(str(np.load(file)["config_json"]))
-        by_kernels = ENCODINGS[golden["attn_type"]] is Encoding.RELATIVE and not golden["ext_len"]
-        for start, path in itertools.product(
-            golden["initial_memory"], EXACT | KERNELS if by_kernels else EXACT
-        ):
+        golden = settings_of(np.load(file))
+        paths = IMPLEMENTATIONS if has_kernels(golden) else EXACT
+        for start, path in itertools.product(golden["initial_memory"], paths):
             name = f"{file.stem}-{start}"
-            marks = (
-                ()
-                if path not in QUICK or name in QUICK[path]
-                else pytest.mark.nightly(part="cases")
-            )
+            marks = ()
+            if path in QUICK and name not in QUICK[path]:
+                marks = pytest.mark.nightly(part="cases")
             yield pytest.param(file, start, path, id=f"{name}-{path}", marks=marks)
-
-
-assert FILES, f"no .npz file in {FOLDER}"
 
 
 @pytest.mark.parametrize(("file", "start", "path"), list(runs_with_paths()))
 def test_golden(file, start, path):
-    """Every segment of a run, and the gradients of one."""
+    """Every segment of a recorded run, and the gradients of one segment, are the original's."""
     arrays = dict(np.load(file))
-    golden = json.loads(str(arrays["config_json"]))
+    golden = settings_of(arrays)
     if golden["ext_len"] > 0:
         pytest.skip(f"ext_len {golden['ext_len']}: no published run uses an extended context")
-    prefix, format = (
-        "" if start == golden["initial_memory"][0] else f"{start}/",
-        Format(golden["library"]),
-    )
+    is_first_start = start == golden["initial_memory"][0]
+    prefix = "" if is_first_start else f"{start}/"
+
     with enable_x64(path in EXACT):
         model, params = load(arrays, golden, start, path)
-        assert original.aliases(model.config, format) == golden["aliases"]
-        for k, found in enumerate(run_segments(params, arrays, golden, model)):
-            check_segment(found, k, arrays, golden, prefix)
+        library = Format(golden["library"])
+        assert original.aliases(model.config, library) == golden["aliases"]
+
+        for k, segment in enumerate(run_segments(params, arrays, golden, model)):
+            check_segment(segment, k, arrays, golden, prefix)
             if k == golden["grad_segment"]:
-                gradients = original.from_flax(found["gradients"], model.config, format=format)
-                expected = under(arrays, f"{prefix}grad/")
-                assert expected.keys() == set(under(arrays, "param/")) - set(
-                    original.aliases(model.config, format)
-                )
-                for name, value in expected.items():
-                    assert_close(gradients[name], value, f"gradient of {name}")
-                for name, value in under(arrays, "buffer/").items():
-                    exact = gradients[name].dtype == np.float64
-                    np.testing.assert_allclose(
-                        gradients[name], value, rtol=1e-15 if exact else 1e-6
-                    )
+                gradients = original.from_flax(segment["gradients"], model.config, format=library)
+                check_gradients(gradients, arrays, golden, prefix)
 
 
-def load(arrays, golden, start, path):
-    implementation, dtype = (
-        (EXACT | KERNELS)[path],
-        DType.FLOAT64 if path in EXACT else DType.FLOAT32,
-    )
-    config, tensors = (
-        config_of(golden, start, dtype),
-        under(arrays, "param/") | under(arrays, "buffer/"),
-    )
+def load(arrays, golden: dict, start: str, path: str):
+    """The model of a recorded run by an implementation of attention, and its parameters."""
+    dtype = DType.FLOAT64 if path in EXACT else DType.FLOAT32
+    config = config_of(golden, start, dtype)
     params = foreign.to_flax(
-        tensors, config, vocab_size=golden["n_token"], format=Format(golden["library"])
+        under(arrays, "param/") | under(arrays, "buffer/"),
+        config,
+        vocab_size=golden["n_token"],
+        format=Format(golden["library"]),
     )
+    implementation = IMPLEMENTATIONS[path]
     model = TransformerXL(
         config, golden["n_token"], attention=AttentionPaths(implementation, implementation)
     )
@@ -133,24 +139,15 @@ def load(arrays, golden, start, path):
 
 
 def config_of(golden: dict, start: str, dtype: DType) -> ModelConfig:
-    same = (
-        "n_layer",
-        "d_model",
-        "n_head",
-        "d_head",
-        "d_inner",
-        "d_embed",
-        "div_val",
-        "tie_weight",
-        "untie_r",
-    )
+    num_positions = None
+    if ENCODINGS[golden["attn_type"]].is_learned:
+        num_positions = golden["built_tgt_len"] + golden["built_ext_len"] + golden["built_mem_len"]
+
     model = ModelConfig(
-        **{name: golden[name] for name in same},
+        **{name: golden[name] for name in SAME_SETTINGS},
         layer_norm=NormPlace.PRE if golden["pre_lnorm"] else NormPlace.POST,
         encoding=ENCODINGS[golden["attn_type"]],
-        num_positions=sum(golden[f"built_{name}"] for name in LENGTHS)
-        if golden["attn_type"] in (1, 3)
-        else None,
+        num_positions=num_positions,
         cutoffs=tuple(golden["cutoffs"]),
         tie_projs=tuple(golden["tie_projs"]),
         dropout=DropoutConfig(rate=0.0),
@@ -167,52 +164,70 @@ def config_of(golden: dict, start: str, dtype: DType) -> ModelConfig:
 
 
 def clamp_len(golden: dict) -> int | None:
-    """The clamp here: the original's tables of Shaw have distances 0 up to one less than with
-    sinusoids.
+    """The clamp of a recorded run as it is counted here.
+
+    The original's tables of Shaw have distances 0 up to one less than with sinusoids.
     """
-    return golden["clamp_len"] - (golden["attn_type"] == 1) if golden["clamp_len"] > 0 else None
+    if golden["clamp_len"] <= 0:
+        return None
+    if ENCODINGS[golden["attn_type"]] is Encoding.SHAW:
+        return golden["clamp_len"] - 1
+    return golden["clamp_len"]
 
 
-def run_segments(params, arrays, golden, model):
-    """Yields nll, hidden, memory after, and gradients of the mean nll, segment after segment.
+def run_segments(params, arrays, golden: dict, model: TransformerXL):
+    """Yields nll, hidden and memory after each segment, and the gradients of one segment's mean
+    nll.
 
     Where we leave the original's absolute positions on purpose (tests/golden/README.md, oddities),
     adapters do here as it does, so that all segments and the gradients can be compared.
     """
     config = model.config
-    absolute = not encoding_of(config).generates_by_token
-    lengths = {
-        "clamp_len": clamp_len(golden),
-        "same_length": golden["same_length"],
-        "deterministic": True,
-    }
+    is_absolute = not encoding_of(config).generates_by_token
+    clamp = clamp_len(golden)
 
     def mean_nll(params, tokens, targets, memory):
         variables = {"params": params}
-        if absolute:
-            memory = with_more_positions(
-                memory, params, config, tokens.shape[1], lengths["clamp_len"]
+        adapter = contextlib.nullcontext()
+        if is_absolute:
+            memory = with_more_positions(memory, params, config, tokens.shape[1], clamp)
+            if config.layer_norm is NormPlace.PRE:
+                adapter = queries_before_the_norm()
+        with adapter:
+            hidden, memory = model.apply(
+                variables,
+                tokens,
+                memory,
+                clamp_len=clamp,
+                same_length=golden["same_length"],
+                deterministic=True,
             )
-        before_the_norm = absolute and config.layer_norm is NormPlace.PRE
-        with queries_before_the_norm() if before_the_norm else contextlib.nullcontext():
-            hidden, memory = model.apply(variables, tokens, memory, **lengths)
         nll = model.apply(variables, hidden, targets, method=model.nll)
         return nll.mean(), {"nll": nll, "hidden": hidden, "memory": memory}
 
-    step = jax.jit(jax.value_and_grad(mean_nll, has_aux=True))
+    read = jax.jit(mean_nll)
+    learn = jax.jit(jax.value_and_grad(mean_nll, has_aux=True))
+    lengths = golden["seg_lens"]
     memory = model.init_memory(batch_size=golden["bsz"], mem_len=golden["mem_len"])
-    for k in range(len(golden["seg_lens"])):
-        tokens, targets = (jnp.asarray(arrays[f"seg{k}/{name}"].T) for name in ("input", "target"))
-        (_, found), gradients = step(params, tokens, targets, memory)
-        memory = found["memory"]
-        yield found | {"gradients": gradients}
+    for k, length in enumerate(lengths):
+        tokens = arrays[f"seg{k}/input"].T
+        targets = arrays[f"seg{k}/target"].T
+        # Segments as long as the one with gradients share its program. For others the gradient
+        # would be compiled in vain.
+        if length == lengths[golden["grad_segment"]]:
+            (_, segment), gradients = learn(params, tokens, targets, memory)
+            segment["gradients"] = jax.device_get(gradients)
+        else:
+            _, segment = read(params, tokens, targets, memory)
+        memory = segment["memory"]
+        yield segment
 
 
 def with_more_positions(
     memory: Memory, params, config: ModelConfig, segment_len: int, clamp_len: int
 ) -> Memory:
-    """Positions added to the stored inputs (of the first layer, or of all), where those of earlier
-    segments stay.
+    """Adds positions to the stored inputs (of the first layer, or of all), where the original keeps
+    the positions of earlier segments.
     """
     _, _, mem_len, d_model = memory.hidden.shape
     distances = key_distances(mem_len + segment_len, clamp_len=config.clamp(clamp_len))[:mem_len]
@@ -242,35 +257,49 @@ def queries_before_the_norm():
         yield
 
 
-def check_segment(found: dict, k: int, arrays: dict, golden: dict, prefix: str) -> None:
-    assert_close(found["nll"].T, arrays[f"{prefix}seg{k}/nll"], f"nll of segment {k}")
-    assert_close(
-        found["hidden"].swapaxes(0, 1),
-        arrays[f"{prefix}seg{k}/hidden"],
-        f"hidden states of segment {k}",
-    )
-    memory = found["memory"]
+def check_segment(segment: dict, k: int, arrays, golden: dict, prefix: str) -> None:
+    """Compares losses, hidden states and memory. The original has time before rows."""
+    nll = np.asarray(segment["nll"]).T
+    hidden = np.asarray(segment["hidden"]).swapaxes(0, 1)
+    assert_close(nll, arrays[f"{prefix}seg{k}/nll"], f"nll of segment {k}")
+    assert_close(hidden, arrays[f"{prefix}seg{k}/hidden"], f"hidden states of segment {k}")
+
+    memory = segment["memory"]
     if golden["mem_len"] == 0:
         assert memory.hidden.size == 0
         return
     expected = arrays[f"{prefix}seg{k}/mems"][: golden["n_layer"]].swapaxes(1, 2)
     n_filled = expected.shape[2]
+    filled = np.asarray(memory.hidden)[:, :, memory.mem_len - n_filled :]
     np.testing.assert_array_equal(memory.valid, np.full(golden["bsz"], n_filled))
-    assert_close(
-        memory.hidden[:, :, memory.mem_len - n_filled :], expected, f"memory after segment {k}"
-    )
+    assert_close(filled, expected, f"memory after segment {k}")
 
 
-def assert_close(found, expected: np.ndarray, what: str) -> None:
-    found = np.asarray(found)
-    assert expected.dtype == np.float64, what
-    assert found.shape == expected.shape, what
-    worst, largest = np.abs(found - expected).max(), np.abs(expected).max()
-    limit = TOLERANCE[found.dtype.type] * largest
-    assert worst <= limit, f"{what}: off by {worst:.2e}, largest entry {largest:.2e}"
+def check_gradients(gradients: dict, arrays, golden: dict, prefix: str) -> None:
+    """Compares the gradient of each of the original's tensors, and what it keeps in buffers."""
+    expected = under(arrays, f"{prefix}grad/")
+    # A tensor that has two names has its gradient under the first.
+    assert expected.keys() == under(arrays, "param/").keys() - golden["aliases"].keys()
+    for name, gradient in expected.items():
+        assert_close(gradients[name], gradient, f"gradient of {name}")
+
+    for name, value in under(arrays, "buffer/").items():
+        rtol = 1e-15 if gradients[name].dtype == np.float64 else 1e-6
+        np.testing.assert_allclose(gradients[name], value, rtol=rtol, err_msg=name)
 
 
-def under(arrays: dict, prefix: str) -> dict:
+def assert_close(values, expected: np.ndarray, name: str) -> None:
+    values = np.asarray(values)
+    assert expected.dtype == np.float64, name
+    assert values.shape == expected.shape, name
+    worst = np.abs(values - expected).max()
+    largest = np.abs(expected).max()
+    limit = TOLERANCE[values.dtype.type] * largest
+    assert worst <= limit, f"{name}: off by {worst:.2e}, largest entry {largest:.2e}"
+
+
+def under(arrays, prefix: str) -> dict:
+    """The arrays whose names start with a prefix, by the rest of their names."""
     return {
         name.removeprefix(prefix): value
         for name, value in arrays.items()
