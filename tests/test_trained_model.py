@@ -1,12 +1,11 @@
-"""Tests many documents and prompts at once against each alone: losses, hidden states, texts; stop
-strings, mistakes.
+"""Tests that many documents and prompts at once have the losses, hidden states and texts that each
+has by itself, and stop strings and callers' mistakes.
 """
 
 import dataclasses
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src import compiler
@@ -27,10 +26,10 @@ class WordPieces(Vocabulary):
     kind = "pieces"
 
     def _encode(self, text):
-        ids, text = [], text.replace("-", "")
+        ids = []
         # "c d" takes the end of a word: a continuation then changes a token before the last.
-        text = text.replace("abc d", "ab|c d")
-        for part in text.split("|"):
+        parts = text.replace("-", "").replace("abc d", "ab|c d").split("|")
+        for part in parts:
             while part:
                 piece = max((piece for piece in self.pieces if part.startswith(piece)), key=len)
                 ids.append(self.pieces.index(piece))
@@ -40,59 +39,67 @@ class WordPieces(Vocabulary):
 
 # L = 5, M = 9: empty, one token, parts of a segment, past the memory.
 LENGTHS = [0, 1, 2, 6, 7, 40, 3, 11, 0, 23, 5]
+# Tokens that have a loss: all but a document's first.
+LOSSES = [0, 0, 1, 5, 6, 39, 2, 10, 0, 22, 4]
 
 
-def assert_alone(model, documents, found, *, tolerance):
-    for tokens, nats in zip(documents, found, strict=True):
-        assert nats.shape == (max(len(tokens) - 1, 0),)
-        np.testing.assert_allclose(
-            nats, tiny_model.alone(model, tokens), rtol=tolerance, atol=tolerance
-        )
-
-
-CHANGES = [
-    {"model__compat__memory_start": "zeros", "model__layer_norm": "pre"},
-    {"eval__same_length": True, "eval__clamp_len": 4},
-    {"model__cutoffs": (3, 7), "model__div_val": 2},
-    {"eval__mem_len": 0, "eval__same_length": False},
-    {"model__network": "lstm"},
-]
-
-
-@pytest.mark.parametrize("changes", full_but(CHANGES[:1], CHANGES), ids=str)
-def test_losses_are_those_of_each_document_alone(changes, x64):
-    """Memories that begin with zeros must be cleared for each document; those that begin masked
-    need not.
-    """
-    model, documents = (
-        tiny_model.make(model__dtype=DType.FLOAT64, **changes),
-        tiny_model.documents(LENGTHS),
+def assert_as_by_itself(model, tokens, nats, *, tolerance):
+    """Compares the losses of a document with its losses when it is read by itself."""
+    expected = tiny_model.alone(model, tokens)
+    assert nats.shape == expected.shape
+    np.testing.assert_allclose(
+        nats, expected, rtol=tolerance, atol=tolerance, err_msg=f"document of {len(tokens)} tokens"
     )
-    found = model.score(documents, per_token=True, batch_size=3)
-    assert_alone(model, documents, found, tolerance=1e-10)
+
+
+# What changes in a model, by the case's name. Memories that begin with zeros must be cleared for
+# each document. Memories that begin masked need not be.
+MODELS = {
+    "zeros, pre-norm": {"model__compat__memory_start": "zeros", "model__layer_norm": "pre"},
+    "same_length, clamp_len": {"eval__same_length": True, "eval__clamp_len": 4},
+    "clusters": {"model__cutoffs": (3, 7), "model__div_val": 2},
+    "no memory": {"eval__mem_len": 0, "eval__same_length": False},
+    "lstm": {"model__network": "lstm"},
+}
+
+
+@pytest.mark.parametrize("name", full_but(["zeros, pre-norm"], MODELS))
+def test_losses_are_those_of_each_document_alone(name, x64):
+    """And their sums are the totals of the documents."""
+    model = tiny_model.make(model__dtype=DType.FLOAT64, **MODELS[name])
+    documents = tiny_model.documents(LENGTHS)
+
+    losses = model.score(documents, per_token=True, batch_size=3)
     totals = model.score(documents, batch_size=3)
-    assert [total.tokens for total in totals] == [max(length - 1, 0) for length in LENGTHS]
-    assert [total.nats for total in totals] == [nats.sum(dtype="float64") for nats in found]
+
+    for tokens, nats in zip(documents, losses, strict=True):
+        assert_as_by_itself(model, tokens, nats, tolerance=1e-10)
+    assert [total.tokens for total in totals] == LOSSES
+    assert [total.nats for total in totals] == [nats.sum(dtype="float64") for nats in losses]
 
 
 def test_texts_and_ids_give_the_same_also_as_the_first_token():
-    model, text = tiny_model.make(), "abba cab\n"
-    [whole] = model.score(["c" + text], per_token=True)
+    model = tiny_model.make()
+    text = "abba cab\n"
     ids = model.encode(text)
-    for first, same in ((4, text), ("c", text.encode()), (b"c", ids), (4, ids.tolist())):
-        found = model.score([same, []], per_token=True, first=first)
-        np.testing.assert_array_equal(found[0], whole)
-        assert [len(nats) for nats in found] == [9, 0]
+    [whole] = model.score(["c" + text], per_token=True)
+
+    for first, document in ((4, text), ("c", text.encode()), (b"c", ids), (4, ids.tolist())):
+        losses, of_nothing = model.score([document, []], per_token=True, first=first)
+        np.testing.assert_array_equal(losses, whole, err_msg=repr((first, document)))
+        assert len(losses) == 9
+        assert len(of_nothing) == 0
 
 
 @pytest.fixture
 def compiled(monkeypatch):
     """The names of the programs that jax is asked to compile."""
-    names, compile_or_get_cached = [], compiler.compile_or_get_cached
+    names = []
+    compile_or_get_cached = compiler.compile_or_get_cached
 
-    def counted(backend, module, *arguments, **named):
+    def counted(backend, module, *arguments, **options):
         names.append(module.operation.attributes["sym_name"].value)
-        return compile_or_get_cached(backend, module, *arguments, **named)
+        return compile_or_get_cached(backend, module, *arguments, **options)
 
     monkeypatch.setattr(compiler, "compile_or_get_cached", counted)
     return names
@@ -103,7 +110,10 @@ def test_one_program_serves_all_lengths_and_numbers(compiled):
     model.score(tiny_model.documents([4]), batch_size=5)
     assert compiled
     compiled.clear()
-    assert len(model.score(tiny_model.documents([70, 1, 33, 0, 2, 9, 4, 5, 6]), batch_size=5)) == 9
+
+    totals = model.score(tiny_model.documents([70, 1, 33, 0, 2, 9, 4, 5, 6]), batch_size=5)
+
+    assert len(totals) == 9
     assert compiled == []
 
 
@@ -113,89 +123,106 @@ def test_one_program_learns_from_all_lengths_and_numbers(compiled):
     model.score(tiny_model.documents([4]), dynamic=rule)
     assert compiled
     compiled.clear()
+
     documents = tiny_model.documents([70, 1, 33, 0, 2, 9])
-    # An equal rule is the same one.
-    again = dataclasses.replace(rule)
-    assert len(model.score(documents, dynamic=again, batch_size=3, per_token=True)) == 6
+    equal_rule = dataclasses.replace(rule)  # An equal rule is the same one.
+    losses = model.score(documents, dynamic=equal_rule, batch_size=3, per_token=True)
+
+    assert len(losses) == 6
     assert compiled == []
 
 
 @pytest.mark.full
 def test_an_endless_stream_is_read_in_order_and_few_documents_ahead():
-    model, given = tiny_model.make(), []
+    model = tiny_model.make()
+    documents = []
 
     def endless():
         # The first keeps a row for long.
         for length in itertools.chain([900], itertools.cycle([3, 8, 0, 17])):
-            given.extend(tiny_model.documents([length], seed=len(given)))
-            yield given[-1]
+            documents.extend(tiny_model.documents([length], seed=len(documents)))
+            yield documents[-1]
 
-    found = list(itertools.islice(model.score_stream(endless(), per_token=True, batch_size=2), 60))
-    assert len(given) <= 60 + 2 * 16
-    assert_alone(model, given[:6], found[:6], tolerance=1e-5)
-    assert [len(nats) for nats in found] == [max(len(tokens) - 1, 0) for tokens in given[:60]]
-    assert next(iter(model.score_stream(["abc"]))).bytes == model.score(["abc"])[0].bytes == 2
+    stream = model.score_stream(endless(), per_token=True, batch_size=2)
+    losses = list(itertools.islice(stream, 60))
+
+    assert len(documents) <= 60 + 2 * 16
+    for tokens, nats in zip(documents[:6], losses[:6], strict=True):
+        assert_as_by_itself(model, tokens, nats, tolerance=1e-5)
+    for number, nats in enumerate(losses):
+        assert len(nats) == max(len(documents[number]) - 1, 0), f"document {number}"
+
+    total = next(iter(model.score_stream(["abc"])))
+    assert total.bytes == model.score(["abc"])[0].bytes == 2
 
 
 @pytest.mark.full
 def test_continuations_are_scored_by_their_logprobs_and_greedily(x64):
     model = tiny_model.make(model__dtype=DType.FLOAT64, model__cutoffs=(3, 7), model__div_val=2)
-    contexts = tiny_model.documents([9, 1, 22, 4])
+    settings = txl_jax.GenerateConfig(temperature=0, length=6)
     pairs = []
-    for ids in contexts:
-        greedy = model.encode(
-            model.generate([ids], txl_jax.GenerateConfig(temperature=0, length=6))[0]
-        )
-        pairs += [(ids, greedy), (ids, np.append(greedy[:-1], (greedy[-1] + 1) % tiny.V))]
-    found = model.score_continuations(pairs, batch_size=3)
-    assert [each.is_greedy for each in found] == [True, False] * 4 and {
-        each.tokens for each in found
-    } == {6}
-    for (context, continuation), each in zip(pairs, found, strict=True):
-        nats = tiny_model.alone(model, np.concatenate([context, continuation]))[len(context) - 1 :]
-        assert len(nats) == 6 and each.logprob == pytest.approx(-nats.sum(), rel=1e-10)
+    for context in tiny_model.documents([9, 1, 22, 4]):
+        greedy = model.encode(model.generate([context], settings)[0])
+        other_end = np.append(greedy[:-1], (greedy[-1] + 1) % tiny.V)
+        pairs.append((context, greedy))
+        pairs.append((context, other_end))
+
+    scores = model.score_continuations(pairs, batch_size=3)
+
+    assert [score.is_greedy for score in scores] == [True, False] * 4
+    assert [score.tokens for score in scores] == [6] * 8
+    for (context, continuation), score in zip(pairs, scores, strict=True):
+        whole = np.concatenate([context, continuation])
+        nats = tiny_model.alone(model, whole)[len(context) - 1 :]
+        assert len(nats) == 6
+        assert score.logprob == pytest.approx(-nats.sum(), rel=1e-10)
 
 
 def test_continuations_without_context_or_tokens():
     model = tiny_model.make()
     text = "abc dab"
-    found = model.score_continuations(
-        [("", text), (text, ""), ("", ""), ("abc", " dab")], first="k"
-    )
-    assert found[0].logprob == pytest.approx(-model.score([text], first="k")[0].nats, rel=1e-6)
-    assert found[1] == found[2] == txl_jax.Continuation(0.0, True, 0)
-    assert found[3].logprob == pytest.approx(
-        -model.score([text], per_token=True)[0][2:].sum(), rel=1e-6
-    )
-    [default] = model.score_continuations([("", text)])
-    assert default == model.score_continuations([("", text)], first="\n")[0]
+    pairs = [("", text), (text, ""), ("", ""), ("abc", " dab")]
+
+    of_text, empty, of_nothing, of_end = model.score_continuations(pairs, first="k")
+    [by_default] = model.score_continuations([("", text)])
+
+    total = model.score([text], first="k")[0]
+    end_nats = model.score([text], per_token=True)[0][2:]
+    assert of_text.logprob == pytest.approx(-total.nats, rel=1e-6)
+    assert empty == of_nothing == txl_jax.Continuation(0.0, True, 0)
+    assert of_end.logprob == pytest.approx(-end_nats.sum(), rel=1e-6)
+    assert by_default == model.score_continuations([("", text)], first="\n")[0]
 
 
 PIECES = WordPieces(("a", "ab", "abc", "b", "bc", "c", "c d", "d", " ", "x"))
-BORDERS = [
-    ("x ab", "c", [9, 8, 2], 1),  # The continuation lengthens the context's last token.
-    ("ab", "c", [2], 1),  # It lengthens the first token, which `first` then precedes.
-    ("abc", " d", [1, 6], 2),  # It changes the last token of two letters too: two tokens differ.
-    ("x a", "bcx", [9, 8, 2, 9], 2),  # A token across the border and another.
-    ("x", "abx", [9, 1, 9], 2),  # The border of two tokens.
-]
+# A context and its continuation, the ids of both, and how many of the last ids are scored.
+BORDERS = {
+    "lengthens the last token": ("x ab", "c", [9, 8, 2], 1),
+    # `first` then precedes it.
+    "lengthens the first token": ("ab", "c", [2], 1),
+    # Two tokens differ.
+    "changes the last token of two letters too": ("abc", " d", [1, 6], 2),
+    "a token across the border and another": ("x a", "bcx", [9, 8, 2, 9], 2),
+    "between two tokens": ("x", "abx", [9, 1, 9], 2),
+}
 
 
-@pytest.mark.parametrize(("context", "continuation", "ids", "count"), BORDERS)
+@pytest.mark.parametrize(("context", "continuation", "ids", "count"), BORDERS.values(), ids=BORDERS)
 def test_a_continuation_is_scored_from_the_first_token_that_differs(
     context, continuation, ids, count
 ):
     model = dataclasses.replace(tiny_model.make(), vocabulary=PIECES)
     assert model.encode(context + continuation).tolist() == ids
-    before = 4 if count == len(ids) else None
-    nats = model.score([ids], per_token=True, first=before)[0][-count:]
-    found, of_ids = model.score_continuations(
-        [(context, continuation), (ids[:-count], ids[-count:])], first=4
-    )
-    assert found == of_ids
-    assert found.tokens == count
-    assert found.logprob == pytest.approx(-nats.sum(), rel=1e-6)
-    assert found.logprob < -0.1
+    all_are_scored = count == len(ids)
+    nats = model.score([ids], per_token=True, first=4 if all_are_scored else None)[0][-count:]
+
+    pairs = [(context, continuation), (ids[:-count], ids[-count:])]
+    of_text, of_ids = model.score_continuations(pairs, first=4)
+
+    assert of_text == of_ids
+    assert of_text.tokens == count
+    assert of_text.logprob == pytest.approx(-nats.sum(), rel=1e-6)
+    assert of_text.logprob < -0.1
 
 
 @pytest.mark.parametrize("pair", [("abc", "-"), ("abc", b"-"), ([2], "-"), ("", "-")], ids=str)
@@ -210,16 +237,16 @@ def test_log_probabilities_name_the_way_inside_jax_and_for_rows_of_other_lengths
     model = tiny_model.make()
     memory = model.init_memory(1)
     tokens = np.array([[1, 2, 3]])
-    for inside in (jax.jit, jax.vmap):
-        with pytest.raises(
-            UserError, match=r"TransformerXL\(model\.config\.model, .*model\.params"
-        ):
-            inside(lambda tokens: model.log_probabilities(tokens, memory)[0])(jnp.asarray(tokens))
+    advice = r"TransformerXL\(model\.config\.model, .*model\.params"
+
+    for transform in (jax.jit, jax.vmap):
+        with pytest.raises(UserError, match=advice):
+            transform(lambda tokens: model.log_probabilities(tokens, memory)[0])(tokens)
     with pytest.raises(UserError, match=r"TransformerXL\("):
         jax.jit(lambda memory: model.log_probabilities(tokens, memory)[0])(memory)
-    for wrong in ([[1, 2], [3]], [1, 2], [[1.0, 2.0]], [["a"]]):
+    for bad_tokens in ([[1, 2], [3]], [1, 2], [[1.0, 2.0]], [["a"]]):
         with pytest.raises(UserError, match=r"\[B, L\].*model\.score.*pad"):
-            model.log_probabilities(wrong, memory)
+            model.log_probabilities(bad_tokens, memory)
 
     @jax.jit
     def shown(params, tokens, memory):
@@ -239,42 +266,54 @@ def test_log_probabilities_name_the_way_inside_jax_and_for_rows_of_other_lengths
 def test_hidden_states_are_those_of_each_document_alone(x64):
     model = tiny_model.make(model__dtype=DType.FLOAT64)
     documents = tiny_model.documents(LENGTHS)
-    found = model.hidden_states(documents, batch_size=3)
     encode = tiny.encoder(model.components.model, same_length=True)
-    for tokens, hidden in zip(documents, found, strict=True):
-        assert hidden.shape == (len(tokens), tiny.D) and hidden.dtype == np.float64
+    variables = {"params": model.params}
+
+    states = model.hidden_states(documents, batch_size=3)
+
+    for tokens, hidden in zip(documents, states, strict=True):
+        assert hidden.shape == (len(tokens), tiny.D)
+        assert hidden.dtype == np.float64
+        if len(tokens) == 0:
+            continue
         # Positions of padding are read after all others.
         padded = np.pad(tokens, (0, -len(tokens) % 5))[None]
-        if segments := [5] * (padded.size // 5):
-            expected = tiny.stream(
-                encode, {"params": model.params}, padded, segments, model.init_memory(1)
-            )
-            np.testing.assert_allclose(hidden, expected[0, : len(tokens)], rtol=1e-10, atol=1e-10)
+        segments = [5] * (padded.size // 5)
+        expected = tiny.stream(encode, variables, padded, segments, model.init_memory(1))
+        np.testing.assert_allclose(
+            hidden,
+            expected[0, : len(tokens)],
+            rtol=1e-10,
+            atol=1e-10,
+            err_msg=f"document of {len(tokens)} tokens",
+        )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("encoding", ["relative", "vaswani"])
 def test_embeddings_take_the_place_of_tokens(encoding):
+    lstm = tiny_model.make(model__network="lstm")
     with pytest.raises(UserError, match=r"model\.network is lstm"):
-        tiny_model.make(model__network="lstm").hidden_states(
-            embeddings=[np.zeros((3, tiny.D), np.float32)]
-        )
+        lstm.hidden_states(embeddings=[np.zeros((3, tiny.D), np.float32)])
+
     model = tiny_model.make(model__encoding=encoding)
     documents = tiny_model.documents([6, 23, 1])
     embeddings = [model.embed(tokens) for tokens in documents]
-    assert [each.shape for each in embeddings] == [(6, tiny.D), (23, tiny.D), (1, tiny.D)]
-    expected = model.hidden_states(documents, batch_size=2)
-    for found, hidden in zip(
-        model.hidden_states(embeddings=embeddings, batch_size=2), expected, strict=True
-    ):
-        np.testing.assert_allclose(found, hidden, rtol=1e-5, atol=1e-6)
-    flax_model, variables = model.components.model, {"params": model.params}
-    both = [
-        flax_model.apply(variables, each[0][None], model.init_memory(1))[0]
-        for each in (documents, embeddings)
-    ]
-    np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-6)
+    shapes = [vectors.shape for vectors in embeddings]
+    assert shapes == [(6, tiny.D), (23, tiny.D), (1, tiny.D)]
     assert model.embed("").shape == (0, tiny.D)
+
+    expected = model.hidden_states(documents, batch_size=2)
+    states = model.hidden_states(embeddings=embeddings, batch_size=2)
+    for of_embeddings, of_tokens in zip(states, expected, strict=True):
+        np.testing.assert_allclose(of_embeddings, of_tokens, rtol=1e-5, atol=1e-6)
+
+    # The module takes either too.
+    module = model.components.model
+    variables = {"params": model.params}
+    of_tokens, _ = module.apply(variables, documents[0][None], model.init_memory(1))
+    of_embeddings, _ = module.apply(variables, embeddings[0][None], model.init_memory(1))
+    np.testing.assert_allclose(of_tokens, of_embeddings, rtol=1e-5, atol=1e-6)
 
 
 PROMPTS = [7, 1, 0, 23, 6, 5, 12]  # The last token of a prompt is not read with its segments.
@@ -285,112 +324,166 @@ def settings(**changes):
     return txl_jax.GenerateConfig(**{"length": LENGTH, "seed": 5, "top_k": None} | changes)
 
 
-def alone(model, prompts, config):
-    """The text after each prompt alone, as --mode=generate writes it."""
-    generator, texts = tiny_run.generator(model.components.model, model.config.eval), []
+def written_alone(generator, model, prompts, config):
+    """The text after each prompt by itself, as --mode=generate writes it."""
+    texts = []
     for prompt in prompts:
-        blocks = generator.tokens(prompt if len(prompt) else model.vocabulary.start, config)
+        start = prompt if len(prompt) else model.vocabulary.start
+        blocks = generator.tokens(start, config)
         texts.append(model.decode(np.concatenate(list(blocks), axis=1)[0]))
     return texts
 
 
-MODELS_AND_DRAWING = [
-    ({}, {}),
-    ({"eval__clamp_len": 4, "eval__same_length": False}, {"temperature": 0.0}),
-    (
-        {"model__compat__memory_start": "zeros", "model__layer_norm": "pre"},
-        {"top_k": 3, "top_p": 0.9},
+# What changes in a model, and the limits of sampling, by the case's name.
+MODELS_AND_SAMPLING = {
+    "usual": ({}, {}),
+    "clamp_len, greedy": (
+        {"eval__clamp_len": 4, "eval__same_length": False},
+        {"temperature": 0.0},
     ),
-    ({"model__cutoffs": (3, 7), "model__div_val": 2}, {}),
-]
+    "zeros, pre-norm, top_k, top_p": (MODELS["zeros, pre-norm"], {"top_k": 3, "top_p": 0.9}),
+    "clusters": (MODELS["clusters"], {}),
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "drawing"), full_but(MODELS_AND_DRAWING[2:3], MODELS_AND_DRAWING), ids=str
-)
-def test_each_prompt_gives_what_it_gives_alone(changes, drawing, x64):
-    model = tiny_model.make(model__dtype=DType.FLOAT64, **changes)
-    prompts, config = tiny_model.documents(PROMPTS), settings(**drawing)
-    found = model.generate(prompts, config, batch_size=4)
-    assert found == alone(model, prompts, config)
-    assert len(set(found)) > 2 and {len(text) for text in found} == {LENGTH}
-    found = model.generate(prompts[:1] * 3, config, seeds=[5, 4, -1])
-    assert [[text] for text in found] == [
-        alone(model, prompts[:1], settings(**drawing, seed=n)) for n in (5, 4, -1)
-    ]
+@pytest.mark.parametrize("name", full_but(["zeros, pre-norm, top_k, top_p"], MODELS_AND_SAMPLING))
+def test_each_prompt_gives_what_it_gives_alone(name, x64):
+    """Also with a seed of its own for each prompt."""
+    changes, limits = MODELS_AND_SAMPLING[name]
+    model = tiny_model.make(model__dtype=DType.FLOAT64, model__n_layer=1, **changes)
+    generator = tiny_run.generator(model.components.model, model.config.eval)
+    prompts = tiny_model.documents(PROMPTS)
+    config = settings(**limits)
+
+    texts = model.generate(prompts, config, batch_size=4)
+    of_seeds = model.generate(prompts[:1] * 3, config, seeds=[5, 4, -1])
+
+    assert texts == written_alone(generator, model, prompts, config)
+    assert len(set(texts)) > 2
+    assert {len(text) for text in texts} == {LENGTH}
+    for seed, text in zip((5, 4, -1), of_seeds, strict=True):
+        of_seed = settings(**limits, seed=seed)
+        assert [text] == written_alone(generator, model, prompts[:1], of_seed), f"seed {seed}"
 
 
 @pytest.mark.full
 def test_few_programs_are_compiled_for_any_number_and_lengths(compiled):
-    """One for each power of two of rows, here 1, 4 and 5, the most; not for lengths of prompts,
-    texts or stops.
+    """One for each power of two of rows, here 1, 4 and 5, the most.
+
+    Lengths of prompts and texts and stop strings compile nothing.
     """
     model = tiny_model.make(eval__mem_len=11)
     for lengths in ([3], [40], [3, 8, 0], [1, 2, 3, 4], [9, 17, 2, 33, 6]):
+        prompts = tiny_model.documents(lengths)
         for length in (2, 30):
-            model.generate(
-                tiny_model.documents(lengths), settings(length=length), stop=["never written"]
-            )
-    assert compiled.count("jit_decode_block") == compiled.count("jit_prefill") == 3
+            model.generate(prompts, settings(length=length), stop=["never written"])
+    assert compiled.count("jit_decode_block") == 3
+    assert compiled.count("jit_prefill") == 3
+
+
+def end_of_text(text, stops):
+    """The place of the first stop string in a text, or the text's length."""
+    places = [text.find(stop) for stop in stops if stop in text]
+    return min(places, default=len(text))
 
 
 def test_stop_strings_end_a_text_wherever_they_are_found():
     model = tiny_model.make()
     prompts = tiny_model.documents([4, 9, 2])
-    whole, pieces = ["", "", ""], list(model.generate_stream(prompts, settings(length=40)))
+    config = settings(length=40)
+    pieces = list(model.generate_stream(prompts, config))
+    whole = ["", "", ""]
     for number, piece in pieces:
         whole[number] += piece
-    assert len(pieces) > 6 and whole == model.generate(prompts, settings(length=40))
+    assert len(pieces) > 6
+    assert whole == model.generate(prompts, config)
+
     stops = (whole[0][17:20], whole[1][3:5], "never written")
-    found = model.generate(prompts, settings(length=40), stop=stops)
-    cuts = [
-        min((text.find(stop) for stop in stops if stop in text), default=len(text))
-        for text in whole
-    ]
-    assert found == [text[:cut] for text, cut in zip(whole, cuts, strict=True)]
-    assert cuts[1] <= 3 and cuts[0] <= 17 and max(cuts) > cuts[1]
-    assert model.generate(prompts, settings(length=40), stop=stops[1])[1] == found[1], (
-        "one string, not its letters"
-    )
-    # After its stop string a row is ended on the device too: the longest text has a million tokens
-    # otherwise.
-    assert model.generate(prompts[:2], settings(length=10**6), stop=list("abcdefghijk \n")) == [
-        "",
-        "",
-    ]
+    texts = model.generate(prompts, config, stop=stops)
+
+    cuts = [end_of_text(text, stops) for text in whole]
+    for number, text in enumerate(texts):
+        assert text == whole[number][: cuts[number]], f"prompt {number}"
+    assert cuts[0] <= 17
+    assert cuts[1] <= 3
+    assert max(cuts) > cuts[1]
+    text = model.generate(prompts, config, stop=stops[1])[1]
+    assert text == texts[1], "one string, not its letters"
+
+
+def test_a_row_ends_on_the_device_too_after_its_stop_string():
+    """Otherwise the longest text would have a million tokens."""
+    model = tiny_model.make()
+    prompts = tiny_model.documents([4, 9, 2])
+    texts = model.generate(prompts, settings(length=10**6), stop=list("abcdefghijk \n"))
+    assert texts == ["", "", ""]
 
 
 def test_a_stream_of_text_holds_back_the_bytes_of_a_character():
-    stream, (first, second) = TextStream(bytes, ["\nend"]), "é".encode()
-    assert [stream.add(bytes([first])), stream.add(bytes([second]))] == ["", "é"]
+    stream = TextStream(bytes, ["\nend"])
+    first, second = "é".encode()
+    assert stream.add(bytes([first])) == ""
+    assert stream.add(bytes([second])) == "é"
     assert stream.add(b"\nen" + bytes([first])) + stream.finish() == "\nen\N{REPLACEMENT CHARACTER}"
 
 
-def test_mistakes_are_refused():
-    for mistake, words in (
-        (lambda model: model.score([[0, 13]]), r"between 0 and 12, got 13"),
-        (lambda model: model.score([[0.5, 1.0]]), "float64"),
-        (lambda model: model.score("one text"), "one text"),
-        (lambda model: model.score(["a"], first="cc"), r"'cc'.*\b2\b"),
-        (lambda model: model.score(["a"], first=99), r"\b99\b"),
-        (lambda model: model.score(["ab"], batch_size=0), "batch_size .* got 0"),
-        (lambda model: model.hidden_states(), "both or neither"),
-        (
-            lambda model: model.hidden_states(embeddings=[np.zeros((3, 5), np.float32)]),
-            rf"{tiny.D}.*\(3, 5\)",
+NARROW = [np.zeros((3, 5), np.float32)]  # Embeddings of another size than the model's.
+
+
+# What a caller does with a model, and words of the error.
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        pytest.param(
+            lambda model: model.score([[0, 13]]), r"between 0 and 12, got 13", id="an unknown id"
         ),
-        (
+        pytest.param(lambda model: model.score([[0.5, 1.0]]), "float64", id="floats as ids"),
+        pytest.param(lambda model: model.score("one text"), "one text", id="a text for a list"),
+        pytest.param(
+            lambda model: model.score(["a"], first="cc"), r"'cc'.*\b2\b", id="two first tokens"
+        ),
+        pytest.param(
+            lambda model: model.score(["a"], first=99), r"\b99\b", id="an unknown first token"
+        ),
+        pytest.param(
+            lambda model: model.score(["ab"], batch_size=0), "batch_size .* got 0", id="no rows"
+        ),
+        pytest.param(lambda model: model.hidden_states(), "both or neither", id="no documents"),
+        pytest.param(
+            lambda model: model.hidden_states(embeddings=NARROW),
+            rf"{tiny.D}.*\(3, 5\)",
+            id="narrow embeddings",
+        ),
+        pytest.param(
             lambda model: model.log_probabilities([[3, 999]], model.init_memory(1)),
             r"between 0 and 12, got 999",
+            id="an unknown id in a segment",
         ),
-        (
+        pytest.param(
             lambda model: model.log_probabilities([[1, 2], [3, 4]], model.init_memory(1)),
             r"2 rows.*1 rows",
+            id="a memory of other rows",
         ),
-        (lambda model: model.generate("a prompt"), "a prompt"),
-        (lambda model: model.generate(["a"], stop=["b", ""]), r"stop must be .* \['b', ''\]"),
-        (lambda model: model.generate(["a"], stop=["b", "\ud800"]), r"stop must be .*surrogates"),
-        (lambda model: model.generate(["a", "b"], seeds=[1]), "2 prompts, got 1"),
-    ):
-        with pytest.raises(UserError, match=words):
-            mistake(tiny_model.make())
+        pytest.param(
+            lambda model: model.generate("a prompt"), "a prompt", id="a prompt for a list"
+        ),
+        pytest.param(
+            lambda model: model.generate(["a"], stop=["b", ""]),
+            r"stop must be .* \['b', ''\]",
+            id="an empty stop string",
+        ),
+        pytest.param(
+            lambda model: model.generate(["a"], stop=["b", "\ud800"]),
+            r"stop must be .*surrogates",
+            id="half a character to stop at",
+        ),
+        pytest.param(
+            lambda model: model.generate(["a", "b"], seeds=[1]),
+            "2 prompts, got 1",
+            id="too few seeds",
+        ),
+    ],
+)
+def test_mistakes_of_callers_are_errors_that_name_them(mistake, words):
+    with pytest.raises(UserError, match=words):
+        mistake(tiny_model.make())
