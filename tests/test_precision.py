@@ -1,13 +1,15 @@
-"""Pins what is computed in 16 bits in a bfloat16 run, path by path, by tracing: all else is in at
-least float32.
+"""Pins by tracing, path by path, what a bfloat16 run computes in 16 bits. The rest is in at least
+float32.
 
 Scores, softmax, layer norms, losses, log probabilities, sums over tokens, gradients of parameters,
 averages and the optimizer are wide. Numbers alone do not show it: in a small model a rounding too
 much stays within each tolerance.
 """
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,15 +62,30 @@ def integers(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
+def bfloat16s(*shape):
+    return jax.ShapeDtypeStruct(shape, BFLOAT16)
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
 # Attention in training. Narrow are the sums q + u and q + v, the products of probabilities with
 # values and with the gradient of the output, and the gradients of arrays that are narrow
 # themselves.
+IMPLEMENTATIONS = {
+    "reference": REFERENCE,
+    "stored": Implementation("stored"),
+    "tiled": Implementation("tiled", tile=Tile(5, 11)),
+    "mosaic_roll": kernel("mosaic_roll"),
+    "mosaic_gather": kernel("mosaic_gather"),
+}
 VALUES = {
-    "reference": (REFERENCE, {"add": 2, "dot_general": 1, ROUNDED: 1}),
-    "stored": (Implementation("stored"), {"add": 2, ROUNDED: 6}),
-    "tiled": (Implementation("tiled", tile=Tile(5, 11)), {"add": 2, "mul": 2, ROUNDED: 6}),
-    "mosaic_roll": (kernel("mosaic_roll"), {ROUNDED: 8}),
-    "mosaic_gather": (kernel("mosaic_gather"), {ROUNDED: 8}),
+    "reference": {"add": 2, "dot_general": 1, ROUNDED: 1},
+    "stored": {"add": 2, ROUNDED: 6},
+    "tiled": {"add": 2, "mul": 2, ROUNDED: 6},
+    "mosaic_roll": {ROUNDED: 8},
+    "mosaic_gather": {ROUNDED: 8},
 }
 GRADIENTS = {
     "reference": {"add": 2, "dot_general": 3, "reduce_sum": 4, "add_any": 1, ROUNDED: 6},
@@ -80,61 +97,72 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize(
-    "name", full_but(["reference", "stored", "tiled", "mosaic_gather"], VALUES)
+    "name", full_but(["reference", "stored", "tiled", "mosaic_gather"], IMPLEMENTATIONS)
 )
 def test_attention_adds_scores_in_float32(name):
-    by, expected = VALUES[name]
+    implementation = IMPLEMENTATIONS[name]
     visibility = Visibility(jnp.asarray([17, 2]), 13, 17)
-    names = NAMES[:6] if by.path == "fused" else NAMES
+    names = NAMES[:6] if implementation.path == "fused" else NAMES
     arrays = draw(visibility, 2, 16, names=names, dtype=BFLOAT16)
 
     def values(arrays):
-        return attention(**arrays, visibility=visibility, implementation=by)
+        return attention(**arrays, visibility=visibility, implementation=implementation)
 
     def gradients(arrays):
-        found, pull_back = jax.vjp(values, arrays)
-        return pull_back(found)
+        outputs, pull_back = jax.vjp(values, arrays)
+        return pull_back(outputs)
 
-    assert narrow(values, arrays) == expected
+    assert narrow(values, arrays) == VALUES[name]
     assert narrow(gradients, arrays) == GRADIENTS[name]
 
 
 # Attention over a cache. No sum and no product is narrow: weights are rounded for the product with
 # the values, and so is the result. Kernels also round what they read from the ring.
+@dataclasses.dataclass(frozen=True)
+class OverCache:
+    """A case of attention over a cache, and what is narrow in it."""
+
+    implementation: Implementation
+    n_query: int
+    ring_dtype: str | None
+    expected: dict[str, int]
+
+
+TILED = Implementation("tiled", tile=Tile(6, 16))
+FUSED = Implementation("fused", "mosaic_gather", Tile(128, 128), interpret=True)
 CACHED = {
-    "reference, a token": (REFERENCE, 1, None, {ROUNDED: 3}),
-    "reference": (REFERENCE, 6, None, {ROUNDED: 3}),
-    "reference, a token, int8": (REFERENCE, 1, "int8", {ROUNDED: 5}),
-    "reference, int8": (REFERENCE, 6, "int8", {ROUNDED: 5}),
-    "tiled": (Implementation("tiled", tile=Tile(6, 16)), 6, None, {ROUNDED: 4}),
-    "fused": (
-        Implementation("fused", "mosaic_gather", Tile(128, 128), interpret=True),
-        6,
-        None,
-        {ROUNDED: 16},
-    ),
+    "reference, a token": OverCache(REFERENCE, 1, None, {ROUNDED: 3}),
+    "reference": OverCache(REFERENCE, 6, None, {ROUNDED: 3}),
+    "reference, a token, int8": OverCache(REFERENCE, 1, "int8", {ROUNDED: 5}),
+    "reference, int8": OverCache(REFERENCE, 6, "int8", {ROUNDED: 5}),
+    "tiled": OverCache(TILED, 6, None, {ROUNDED: 4}),
+    "fused": OverCache(FUSED, 6, None, {ROUNDED: 16}),
 }
 
 
-@pytest.mark.parametrize("name", CACHED)
-def test_attention_over_a_cache_adds_scores_in_float32(name):
-    by, n_query, ring_dtype, expected = CACHED[name]
-    batch, n_head, capacity, width = 2, 4, 40, 5
+@pytest.mark.parametrize("case", CACHED.values(), ids=CACHED)
+def test_attention_over_a_cache_adds_scores_in_float32(case):
+    batch, n_head, capacity, d_head = 2, 4, 40, 5
+    n_query = case.n_query
     n_position = table_length(segment_len=n_query, capacity=capacity, clamp_len=20)
-    query = jnp.ones((batch, n_head, n_query, width), BFLOAT16)
-    ring_key = jnp.ones((batch, n_head, width, capacity), BFLOAT16)
-    ring_value = ring_key.swapaxes(2, 3)
-    if ring_dtype:
-        ring_key = cache_lib.as_cache_dtype(ring_key, jnp.dtype(ring_dtype), axis=2)
-        ring_value = cache_lib.as_cache_dtype(ring_value, jnp.dtype(ring_dtype), axis=3)
-    score = None if by.path == "fused" else jnp.ones((n_head, n_position), BFLOAT16)
-    position = query, jnp.ones((n_head, width, n_position), BFLOAT16), score
     visibility = CachedVisibility(jnp.asarray([40, 20]), jnp.asarray(5), n_query, capacity, None)
-    attend = functools.partial(cached_attention, implementation=by)
-    assert (
-        narrow(attend, query, query, query, (ring_key, ring_value), position, visibility)
-        == expected
-    )
+    attend = functools.partial(cached_attention, implementation=case.implementation)
+
+    query = bfloat16s(batch, n_head, n_query, d_head)
+    ring_key = bfloat16s(batch, n_head, d_head, capacity)
+    ring_value = bfloat16s(batch, n_head, capacity, d_head)
+    if case.ring_dtype is not None:
+        as_stored = functools.partial(cache_lib.as_cache_dtype, dtype=jnp.dtype(case.ring_dtype))
+        ring_key = jax.eval_shape(functools.partial(as_stored, axis=2), ring_key)
+        ring_value = jax.eval_shape(functools.partial(as_stored, axis=3), ring_value)
+    position_key = bfloat16s(n_head, d_head, n_position)
+    position_score = bfloat16s(n_head, n_position)
+    if case.implementation.path == "fused":
+        position_score = None
+
+    rings = ring_key, ring_value
+    position = query, position_key, position_score
+    assert narrow(attend, query, query, query, rings, position, visibility) == case.expected
 
 
 # Inference of two layers. Narrow are the products with matrices, the biases and the residual
@@ -143,32 +171,20 @@ def test_attention_over_a_cache_adds_scores_in_float32(name):
 FORWARD = {"mul": 1, "dot_general": 8, "add": 12, "max": 2, "abs": 1, ROUNDED: 10}
 INT8_WEIGHTS = {"mul": 1, "add": 12, "max": 2, "abs": 1, ROUNDED: 28}
 WITHOUT_BIASES = {"mul": 1, "dot_general": 8, "add": 9, "max": 2, "abs": 1, ROUNDED: 11}
-CLUSTERS = {"cutoffs": (4, 9), "div_val": 2, "d_embed": 8}
-# The model, the dtypes of weights and cache, what is narrow in the forward pass, and in the loss.
-INFERENCE = {
-    "post-norm": ({}, None, None, FORWARD, {}),
-    "pre-norm": ({"layer_norm": NormPlace.PRE}, None, None, FORWARD | {ROUNDED: 11}, {}),
-    "sinusoids": ({"encoding": Encoding.VASWANI}, None, None, WITHOUT_BIASES, {}),
-    # Each cluster's embedding is projected, and so is its state in the softmax.
-    "clusters": (
-        CLUSTERS,
-        None,
-        None,
-        FORWARD | {"dot_general": 11, "add": 14, ROUNDED: 13},
-        {"dot_general": 3},
-    ),
-    "int8 cache": ({}, None, "int8", FORWARD | {ROUNDED: 18}, {}),
-    "int8 weights": ({}, WeightDType.INT8, None, INT8_WEIGHTS, {ROUNDED: 1}),
-    "float32": ({"dtype": DType.FLOAT32}, None, None, {}, {}),
-    "float32, bfloat16 cache": ({"dtype": DType.FLOAT32}, None, "bfloat16", {ROUNDED: 4}, {}),
-    "float32, int8": (
-        {"dtype": DType.FLOAT32},
-        WeightDType.INT8,
-        "int8",
-        {ROUNDED: 18},
-        {ROUNDED: 1},
-    ),
-}
+
+
+@dataclasses.dataclass(frozen=True)
+class Inference:
+    """A model and its dtypes in inference, and what is narrow in the forward pass and the loss."""
+
+    forward: dict[str, int]
+    loss: dict[str, int] = dataclasses.field(default_factory=dict)
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)
+    weight_dtype: WeightDType | None = None
+    cache_dtype: str | None = None
+
+
+FLOAT32 = {"dtype": DType.FLOAT32}
 
 
 def prepared(segment_len, weight_dtype=None, **changes):
@@ -180,76 +196,126 @@ def prepared(segment_len, weight_dtype=None, **changes):
 
 
 def empty_cache(weights, segment_len, dtype=None):
-    sizes = {"batch_size": tiny.B, "mem_len": 8, "segment_len": segment_len}
-    return jax.eval_shape(
-        lambda weights: forward.init_cache(weights, dtype=dtype and jnp.dtype(dtype), **sizes),
-        weights,
-    )
+    """The shapes of a cache, in the model's dtype if none is passed."""
+
+    def init(weights):
+        return forward.init_cache(
+            weights,
+            batch_size=tiny.B,
+            mem_len=8,
+            segment_len=segment_len,
+            dtype=dtype and jnp.dtype(dtype),
+        )
+
+    return jax.eval_shape(init, weights)
 
 
 @pytest.mark.parametrize(
-    "name",
-    full_but(["post-norm", "clusters", "int8 cache", "int8 weights", "float32, int8"], INFERENCE),
+    "case",
+    [
+        pytest.param(Inference(FORWARD), id="post-norm"),
+        pytest.param(
+            Inference(FORWARD | {ROUNDED: 11}, model={"layer_norm": NormPlace.PRE}),
+            id="pre-norm",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            Inference(WITHOUT_BIASES, model={"encoding": Encoding.VASWANI}),
+            id="sinusoids",
+            marks=pytest.mark.full,
+        ),
+        # Each cluster's embedding is projected, and so is its state in the softmax.
+        pytest.param(
+            Inference(
+                FORWARD | {"dot_general": 11, "add": 14, ROUNDED: 13},
+                loss={"dot_general": 3},
+                model={"cutoffs": (4, 9), "div_val": 2, "d_embed": 8},
+            ),
+            id="clusters",
+        ),
+        pytest.param(Inference(FORWARD | {ROUNDED: 18}, cache_dtype="int8"), id="int8 cache"),
+        pytest.param(
+            Inference(INT8_WEIGHTS, loss={ROUNDED: 1}, weight_dtype=WeightDType.INT8),
+            id="int8 weights",
+        ),
+        pytest.param(Inference({}, model=FLOAT32), id="float32", marks=pytest.mark.full),
+        pytest.param(
+            Inference({ROUNDED: 4}, model=FLOAT32, cache_dtype="bfloat16"),
+            id="float32, bfloat16 cache",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            Inference(
+                {ROUNDED: 18},
+                loss={ROUNDED: 1},
+                model=FLOAT32,
+                weight_dtype=WeightDType.INT8,
+                cache_dtype="int8",
+            ),
+            id="float32, int8",
+        ),
+    ],
 )
-def test_inference_computes_losses_and_norms_in_float32(name):
-    changes, weight_dtype, cache_dtype, of_forward, of_loss = INFERENCE[name]
-    weights = prepared(4, weight_dtype, **changes)
-    dtype = jnp.dtype(changes.get("dtype", BFLOAT16))
-    tokens, cache = integers(tiny.B, 4), empty_cache(weights, 4, cache_dtype)
-    assert narrow(forward.forward, weights, tokens, cache) == of_forward
+def test_inference_computes_losses_and_norms_in_float32(case):
+    weights = prepared(4, case.weight_dtype, **case.model)
+    cache = empty_cache(weights, 4, case.cache_dtype)
+    tokens = integers(tiny.B, 4)
+    dtype = jnp.dtype(case.model.get("dtype", BFLOAT16))
     hidden = jax.ShapeDtypeStruct((tiny.B, 4, tiny.D), dtype)
-    assert narrow(forward.nll, weights, hidden, tokens) == of_loss
+
+    assert narrow(forward.forward, weights, tokens, cache) == case.forward
+    assert narrow(forward.nll, weights, hidden, tokens) == case.loss
 
 
 def test_int8_is_summed_in_int32():
     """Rows are split in two of int8.
 
-    In int8 or int16 sums would overflow, in float32 lose their last bits.
+    Sums in int8 or int16 would overflow. Sums in float32 would lose their last bits.
     """
     weights = prepared(4, WeightDType.INT8)
     cache = empty_cache(weights, 4, "int8")
     program = jax.make_jaxpr(forward.forward)(weights, integers(tiny.B, 4), cache)
-    products = [
-        equation for equation in tiny.equations(program) if equation.primitive.name == "dot_general"
-    ]
-    of_int8 = [equation for equation in products if equation.invars[0].aval.dtype == jnp.int8]
+    dtypes_of_sums = []
+    for equation in tiny.equations(program):
+        is_product = equation.primitive.name == "dot_general"
+        if is_product and equation.invars[0].aval.dtype == jnp.int8:
+            dtypes_of_sums.append(equation.outvars[0].aval.dtype.name)
     # In each of two layers four matrices, position keys, and keys and values of the ring.
-    assert len(of_int8) == 2 * 7
-    assert {equation.outvars[0].aval.dtype.name for equation in of_int8} == {"int32"}
+    assert dtypes_of_sums == ["int32"] * 2 * 7
 
 
 LIMITS = {
-    "plain": (1.0, None, 1.0),
-    "greedy": (0.0, None, 1.0),
-    "cold": (0.7, None, 1.0),
-    "all": (0.7, 5, 0.8),
+    "plain": {"temperature": 1.0, "top_k": None, "top_p": 1.0},
+    "greedy": {"temperature": 0.0, "top_k": None, "top_p": 1.0},
+    "cold": {"temperature": 0.7, "top_k": None, "top_p": 1.0},
+    "all": {"temperature": 0.7, "top_k": 5, "top_p": 0.8},
 }
 
 
-@pytest.mark.parametrize("changes", [{}, {"cutoffs": (4, 9)}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"cutoffs": (4, 9)}], ids=["softmax", "clusters"])
 def test_tokens_are_drawn_and_scored_in_float32(changes):
     """Logits, temperature, log probabilities, the sum of top-p and the noise of the draw: from
     narrow hidden states.
     """
     weights = prepared(1, **changes)
-    hidden = jax.ShapeDtypeStruct((tiny.B, tiny.D), BFLOAT16)
+    hidden = bfloat16s(tiny.B, tiny.D)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), tiny.B))
-    for temperature, top_k, top_p in LIMITS.values():
-        limits = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        assert (
-            narrow(functools.partial(sampling.sample, **limits), keys, hidden, weights.clusters)
-            == {}
-        )
-    numbers = jax.ShapeDtypeStruct((tiny.B,), jnp.float32)
 
-    def of_rows(keys, hidden, clusters, temperature, top_p):
+    for name, limits in LIMITS.items():
+        sample = functools.partial(sampling.sample, **limits)
+        assert narrow(sample, keys, hidden, weights.clusters) == {}, name
+
+    def sample_rows(keys, hidden, clusters, temperature, top_p):
         return sampling.sample_rows(keys, hidden, clusters, temperature=temperature, top_p=top_p)
 
-    assert narrow(of_rows, keys, hidden, weights.clusters, numbers, numbers) == {}
+    limits_of_rows = floats(tiny.B), floats(tiny.B)
+    assert narrow(sample_rows, keys, hidden, weights.clusters, *limits_of_rows) == {}
+
     score = functools.partial(decode.score, top=3)
     assert narrow(score, weights, hidden, integers(tiny.B)) == {}
-    found = jax.eval_shape(score, weights, hidden, integers(tiny.B))
-    assert (found.nats.dtype, found.top_logprobs.dtype) == (jnp.float32, jnp.float32)
+    scores = jax.eval_shape(score, weights, hidden, integers(tiny.B))
+    assert scores.nats.dtype == jnp.float32
+    assert scores.top_logprobs.dtype == jnp.float32
 
 
 def test_a_step_of_generation_adds_nothing_in_16_bits():
@@ -263,17 +329,23 @@ def test_a_step_of_generation_adds_nothing_in_16_bits():
     rows = BlockRows(
         integers(tiny.B, 2), integers(tiny.B), integers(tiny.B), keys, integers(), scored
     )
-    numbers = jax.ShapeDtypeStruct((tiny.B,), jnp.float32)
 
     def block(weights, cache, rows, temperature, top_p):
         return decode.decode_block(
             weights, cache, rows, Sampling(temperature, top_p), count=2, top=3
         )
 
-    assert narrow(block, weights, cache, rows, numbers, numbers) == FORWARD
+    assert narrow(block, weights, cache, rows, floats(tiny.B), floats(tiny.B)) == FORWARD
 
 
 # Evaluation
+
+
+NARROW_IN_EVALUATION = {
+    Network.TRANSFORMER_XL: FORWARD,
+    Network.LSTM: {"mul": 7, "dot_general": 4, "add": 12, "logistic": 6, "tanh": 4, ROUNDED: 15},
+    Network.QRNN: {"mul": 1, "dot_general": 2, "add": 2, ROUNDED: 11},
+}
 
 
 @pytest.mark.parametrize("network", full_but([Network.TRANSFORMER_XL], list(Network)))
@@ -291,19 +363,8 @@ def test_evaluation_computes_losses_in_float32(network):
     segments = shapes(made.abstract_segments(made.config.eval))
     _, scores = jax.eval_shape(step, weights, memory, segments)
     assert {leaf.dtype for leaf in scores} == {jnp.dtype(jnp.float32)}
-    of_forward = {
-        Network.TRANSFORMER_XL: FORWARD,
-        Network.LSTM: {
-            "mul": 7,
-            "dot_general": 4,
-            "add": 12,
-            "logistic": 6,
-            "tanh": 4,
-            ROUNDED: 15,
-        },
-        Network.QRNN: {"mul": 1, "dot_general": 2, "add": 2, ROUNDED: 11},
-    }
-    assert narrow(step, weights, memory, segments) == of_forward[network] | {"div": 1}
+    assert narrow(step, weights, memory, segments) == NARROW_IN_EVALUATION[network] | {"div": 1}
+
     window = make_window_step(made.model, clamp_len=None)
     assert jax.eval_shape(window, params, integers(2, 9), integers(2, 3)).dtype == jnp.float32
 
@@ -312,14 +373,16 @@ MANY = 2.0**24  # The next whole number that float32 has is MANY + 2.
 
 
 def test_losses_are_summed_in_double_precision():
-    assert Totals.of(np.full(1 << 20, 0.1, np.float32)).nats == float(np.float32(0.1)) * (1 << 20)
+    tenths = np.full(1 << 20, 0.1, np.float32)
+    assert Totals.of(tenths).nats == float(np.float32(0.1)) * (1 << 20)
+
     nats = np.asarray([[MANY, 1.0, 1.0, 1.0]], np.float32)
     assert Totals.of(nats) == Totals(MANY + 3, 4)
+
     scored = np.asarray([[1, 2, 3, 0]])
     batches = [Windows(scored, scored, scored)] * 3
-    assert evaluate_windows(lambda params, windows, targets: nats, None, batches) == Totals(
-        3 * (MANY + 2), 9
-    )
+    totals = evaluate_windows(lambda params, windows, targets: nats, None, batches)
+    assert totals == Totals(3 * (MANY + 2), 9)
 
 
 def test_totals_of_segments_are_summed_in_double_precision():
@@ -331,8 +394,10 @@ def test_totals_of_segments_are_summed_in_double_precision():
     def step(weights, memory, segments):
         return memory, SegmentLosses(sums, sums, np.zeros(0))
 
-    found = evaluate(step, None, None, reader, segments_per_call=4, place=lambda segments: segments)
-    assert found == Totals(calls * (MANY + 3), calls * (MANY + 3))
+    totals = evaluate(
+        step, None, None, reader, segments_per_call=4, place=lambda segments: segments
+    )
+    assert totals == Totals(calls * (MANY + 3), calls * (MANY + 3))
 
 
 def test_running_totals_of_training_are_summed_in_double_precision():
@@ -359,13 +424,12 @@ def test_the_optimizers_state_and_arithmetic_are_float32(name):
     changes = DECAYED if name is OptimizerName.ADAMW else {}
     made = tiny_run.parts(**AVERAGED, **changes, optimizer__name=name)
     state = shapes(made.abstract_state)
-    kept = jax.tree.leaves((state.params, state.opt_state, state.average))
-    assert {leaf.dtype.name for leaf in kept} == {"float32", "int32"}
+    leaves = jax.tree.leaves((state.params, state.opt_state, state.average))
+    assert {leaf.dtype.name for leaf in leaves} == {"float32", "int32"}
     assert state.memory.hidden.dtype == BFLOAT16
-    assert (
-        narrow(make_optimizer(made.config).update, state.params, state.opt_state, state.params)
-        == {}
-    )
+
+    update = make_optimizer(made.config).update
+    assert narrow(update, state.params, state.opt_state, state.params) == {}
     add = functools.partial(weight_averaging.add, config=made.config.average)
     assert narrow(add, state.average, state.params, state.step) == {}
 
@@ -375,28 +439,26 @@ def test_an_update_computes_in_16_bits_only_what_the_gradient_does():
     averages.
     """
     made = tiny_run.parts(**AVERAGED, **DIVIDED)
-    state, segments = shapes(made.abstract_state), shapes(made.abstract_segments(made.config.train))
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), segments)
+    state = shapes(made.abstract_state)
+    segments = shapes(made.abstract_segments(made.config.train))
+    segment = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), segments)
     key = jax.eval_shape(lambda: jax.random.key(0))
     loss = step_lib._make_loss(made.model, made.config, in_evaluation=False)
-    tokens = jax.ShapeDtypeStruct((), jnp.float32)
-    of_loss = narrow(loss, state.params, state.memory, one, key, tokens)
-    of_gradient = narrow(jax.grad(loss, has_aux=True), state.params, state.memory, one, key, tokens)
+    arguments = state.params, state.memory, segment, key, floats()
+    in_loss = narrow(loss, *arguments)
+    in_gradient = narrow(jax.grad(loss, has_aux=True), *arguments)
+
     step = step_lib.make_train_step(
         made.model, make_optimizer(made.config), made.schedule, made.config
     )
-    assert narrow(step, state, segments) == of_gradient
+    assert narrow(step, state, segments) == in_gradient
     _, metrics = jax.eval_shape(step, state, segments)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(metrics)} == {"float32"}
     # Products with matrices and with probabilities, the residual stream, biases, the ReLU, dropout
     # (`div`).
-    assert set(of_loss) == {"dot_general", "add", "max", "mul", "div", ROUNDED}
-    assert set(of_gradient) == set(of_loss) | {"add_any", "reduce_sum"}
+    assert set(in_loss) == {"dot_general", "add", "max", "mul", "div", ROUNDED}
+    assert set(in_gradient) == set(in_loss) | {"add_any", "reduce_sum"}
 
 
 def test_summed_losses_of_a_segment_are_wide():
-    nll, weights = (
-        jax.ShapeDtypeStruct((3, 7), jnp.float32),
-        jax.ShapeDtypeStruct((3, 7), jnp.float32),
-    )
-    assert narrow(recurrence.weighted_sum, nll, weights) == {}
+    assert narrow(recurrence.weighted_sum, floats(3, 7), floats(3, 7)) == {}
