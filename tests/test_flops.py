@@ -1,5 +1,5 @@
-"""Tests the count of operations against XLA's and the traced program's, the table of devices, units
-that are reported, and the plot of a run.
+"""Tests the FLOPs of a training step and of inference against XLA's count and the traced program's,
+the peaks of devices, the reported units, and plots.
 """
 
 import functools
@@ -38,9 +38,7 @@ from txl_jax.training.step import make_train_step
 @pytest.mark.full
 @pytest.mark.parametrize("encoding", Encoding)
 def test_a_token_costs_what_xla_counts(encoding):
-    """XLA counts softmax and norms too: a few of a hundred where the products are as large as
-    here.
-    """
+    """XLA counts softmax and norms too: a few percent for matmuls as large as here."""
     sizes = {"n_layer": 2, "d_model": 64, "n_head": 2, "d_head": 48, "d_inner": 160}
     table = {"num_positions": 300} if encoding.is_learned else {}
     model = tiny.make(encoding=encoding, **table, **sizes)
@@ -73,29 +71,50 @@ MINIATURE = {
     "train.batch_size": 4,
     "train.segment_len": 6,
     "train.segments_per_call": 1,
+    "train.mem_len": 10,
     "train.grad_accum_steps": 1,
 }
-WITH_MEMORY = {"train.mem_len": 10}
 WITH_TAILS = {"model.cutoffs": (8, 20, 31)}
 VOCAB_SIZE = 41
+
+
+def traced_step(config):
+    """The program of a training step. It is traced and not compiled."""
+    built = build(config, vocab_size=VOCAB_SIZE)
+    step = make_train_step(built.model, built.optimizer, built.schedule, built.config)
+    return jax.make_jaxpr(step)(built.abstract_state, built.abstract_segments(config.train))
 
 
 @pytest.mark.parametrize(
     ("preset", "changes"),
     [
-        ("enwik8_12l", WITH_MEMORY),
-        ("enwik8_24l", WITH_MEMORY | {"train.same_length": True}),
-        ("enwik8_24l", WITH_MEMORY | {"train.grad_accum_steps": 2, "train.clamp_len": 7}),
-        ("enwik8_24l", WITH_MEMORY | {"model.remat": Remat.FULL}),
-        ("enwik8_12l", WITH_MEMORY | {"model.tie_positions": True}),
-        ("enwik8_12l", {"train.mem_len": 0, "train.stride": 2}),
-        ("wt103_base", WITH_MEMORY | WITH_TAILS),
-        ("wt103_large", WITH_MEMORY | WITH_TAILS | {"model.d_embed": 64}),
-        ("wt103_large_nvidia", WITH_MEMORY | WITH_TAILS | {"model.d_embed": 64}),
-        ("enwik8_12l", WITH_MEMORY | {"model.layer_norm": NormPlace.PRE, "model.d_embed": 9}),
-        ("ptb", WITH_MEMORY | {"model.encoding": Encoding.SHAW, "model.num_positions": 12}),
-        ("ptb", {"train.mem_len": 0} | {"model.encoding": Encoding.VASWANI}),
-        ("ptb", WITH_MEMORY | {"model.encoding": Encoding.AL_RFOU, "model.num_positions": 12}),
+        pytest.param("enwik8_12l", {}, id="enwik8_12l"),
+        pytest.param("enwik8_24l", {"train.same_length": True}, id="same_length"),
+        pytest.param(
+            "enwik8_24l",
+            {"train.grad_accum_steps": 2, "train.clamp_len": 7},
+            id="grad_accum_steps, clamp_len",
+        ),
+        pytest.param("enwik8_24l", {"model.remat": Remat.FULL}, id="remat"),
+        pytest.param("enwik8_12l", {"model.tie_positions": True}, id="tie_positions"),
+        pytest.param("enwik8_12l", {"train.mem_len": 0, "train.stride": 2}, id="stride"),
+        pytest.param("wt103_base", WITH_TAILS, id="wt103_base"),
+        pytest.param("wt103_large", WITH_TAILS | {"model.d_embed": 64}, id="wt103_large"),
+        pytest.param(
+            "wt103_large_nvidia", WITH_TAILS | {"model.d_embed": 64}, id="wt103_large_nvidia"
+        ),
+        pytest.param(
+            "enwik8_12l",
+            {"model.layer_norm": NormPlace.PRE, "model.d_embed": 9},
+            id="pre-norm, d_embed",
+        ),
+        pytest.param(
+            "ptb", {"model.encoding": Encoding.SHAW, "model.num_positions": 12}, id="shaw"
+        ),
+        pytest.param("ptb", {"train.mem_len": 0, "model.encoding": Encoding.VASWANI}, id="vaswani"),
+        pytest.param(
+            "ptb", {"model.encoding": Encoding.AL_RFOU, "model.num_positions": 12}, id="al_rfou"
+        ),
     ],
 )
 def test_a_training_step_has_the_matmuls_of_its_program(preset, changes):
@@ -109,9 +128,6 @@ def test_a_training_step_has_the_matmuls_of_its_program(preset, changes):
     config = config_tree.replace(txl_jax.preset(preset), MINIATURE | changes)
     model = config.model
     train = config.train
-    built = build(config, vocab_size=VOCAB_SIZE)
-    step = make_train_step(built.model, built.optimizer, built.schedule, built.config)
-    program = jax.make_jaxpr(step)(built.abstract_state, built.abstract_segments(train))
 
     cost = flops.of_step(config, vocab_size=VOCAB_SIZE, n_device=1)
     # Forward, and the gradients of both operands.
@@ -137,18 +153,15 @@ def test_a_training_step_has_the_matmuls_of_its_program(preset, changes):
         n_position = train.batch_size * train.segment_len
         expected += 3 * 2 * n_position * tail_widths * model.d_model
 
-    assert matmul_flops(program) == expected
+    assert matmul_flops(traced_step(config)) == expected
 
 
 @pytest.mark.parametrize("network", [Network.LSTM, Network.QRNN])
 def test_a_training_step_of_a_recurrent_network_has_the_matmuls_of_its_program(network):
-    changes = WITH_MEMORY | {"model.network": network, "train.mem_len": 1, "model.d_embed": 9}
+    changes = {"model.network": network, "train.mem_len": 1, "model.d_embed": 9}
     config = config_tree.replace(txl_jax.preset("ptb"), MINIATURE | changes)
-    built = build(config, vocab_size=VOCAB_SIZE)
-    step = make_train_step(built.model, built.optimizer, built.schedule, built.config)
-    program = jax.make_jaxpr(step)(built.abstract_state, built.abstract_segments(config.train))
     cost = flops.of_step(config, vocab_size=VOCAB_SIZE, n_device=1)
-    assert matmul_flops(program) == cost.flops
+    assert matmul_flops(traced_step(config)) == cost.flops
 
 
 @pytest.mark.parametrize("same_length", [False, True])
@@ -158,22 +171,27 @@ def test_a_segment_of_inference_has_the_matmuls_of_its_program(same_length):
     """
     batch, segment_len, mem_len = 3, 4, 12
     model = tiny.make(d_embed=9)
-    weights = prepare_params(
-        tiny.variables(model)["params"],
-        model,
+    prepare = functools.partial(
+        prepare_params,
+        model=model,
         segment_len=segment_len,
         mem_len=mem_len,
         clamp_len=None,
         window=mem_len if same_length else None,
     )
-    cache = forward.init_cache(weights, batch_size=batch, mem_len=mem_len, segment_len=segment_len)
+    init_cache = functools.partial(
+        forward.init_cache, batch_size=batch, mem_len=mem_len, segment_len=segment_len
+    )
 
-    def score_segment(tokens, cache):
+    def score_segment(weights, tokens, cache):
         hidden, cache = forward.forward(weights, tokens, cache)
         return forward.nll(weights, hidden, tokens), cache
 
-    tokens = jnp.zeros((batch, segment_len), jnp.int32)
-    counted = matmul_flops(jax.make_jaxpr(score_segment)(tokens, cache))
+    # Shapes are enough: nothing is computed.
+    weights = jax.eval_shape(prepare, tiny.variables(model)["params"])
+    cache = jax.eval_shape(init_cache, weights)
+    tokens = jax.ShapeDtypeStruct((batch, segment_len), jnp.int32)
+    counted = matmul_flops(jax.make_jaxpr(score_segment)(weights, tokens, cache))
 
     lengths = EvalConfig(segment_len=segment_len, mem_len=mem_len, same_length=same_length)
     n_visible = mem_len if same_length else mem_len + (segment_len + 1) / 2
@@ -192,13 +210,16 @@ def cost_of(model):
 
 def test_a_layer_of_a_qrnn_has_three_gates_and_the_first_reads_two_inputs():
     cost, forward = cost_of(tiny.model_config(network=Network.QRNN, n_layer=3))
-    assert forward == 4 * (2 * 3 * tiny.D * (2 * tiny.D + tiny.D + tiny.D) + 2 * tiny.V * tiny.D)
+    layers = 2 * 3 * tiny.D * (2 * tiny.D + tiny.D + tiny.D)
+    softmax = 2 * tiny.V * tiny.D
+    assert forward == 4 * (layers + softmax)
     assert cost.flops == 3 * forward
 
 
 def test_updates_and_recomputation_from_forward_passes():
-    """An update costs three, and the projections of memory and codes; computing again all layers,
-    not the softmax.
+    """An update costs three forward passes, and the projections of memory and codes.
+
+    Recomputation costs a forward pass of all layers, without the softmax.
     """
     config = tiny.CONFIG
     cost, forward = cost_of(config)
@@ -208,56 +229,89 @@ def test_updates_and_recomputation_from_forward_passes():
     assert cost.recomputed_flops == forward - 4 * 2 * tiny.V * config.d_model + projected
 
 
-def test_peaks_by_the_names_that_jax_gives():
-    peaks = {
-        "NVIDIA H200": 989e12,
-        "NVIDIA H100 PCIe": 756e12,
-        "TPU v5 lite": 197e12,
-        "TPU v5p": 459e12,
-    }
-    for kind, peak in {**peaks, "TPU v4": 275e12, "NVIDIA T400 4GB": None, "CPU": None}.items():
-        assert flops.device_peak(kind) == peak, kind
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v5p", 459e12),
+        ("TPU v4", 275e12),
+        ("NVIDIA T400 4GB", None),
+        ("CPU", None),
+    ],
+)
+def test_peaks_by_the_names_that_jax_gives(kind, peak):
+    assert flops.device_peak(kind) == peak
 
 
-def test_units_and_sums():
+def test_units_of_a_total():
     total = Totals(nats=6 * math.log(2), tokens=2)
-    assert (total.nll, total.bpc, total.perplexity) == pytest.approx((3 * math.log(2), 3, 8))
-    # A short part weighs by its tokens: the mean of the two means would be 2.5.
-    assert (Totals(nats=3.0, tokens=3) + Totals(nats=4.0, tokens=1)).nll == pytest.approx(7 / 4)
-    text = Totals(nats=6 * math.log(2), tokens=2, bytes=12)
-    assert text.bits_per_byte == pytest.approx(0.5) and math.isnan(total.bits_per_byte)
-    assert "bpc" in text.per_token(Measure.BPC) and "bpc" not in text.per_token(Measure.PPL)
-    assert text.per_token(Measure.PPL)["bits_per_token"] == pytest.approx(3)
-    of_bytes = text.per_token(Measure.BPB)
-    assert (
-        of_bytes["bits_per_byte"] == of_bytes["bpc"] == text.value(Measure.BPB) == pytest.approx(3)
-    )
-    assert text.format(
-        Measure.BPB
-    ) == "bits per byte 3.0000" and "bits_per_byte" not in text.per_token(Measure.BPC)
-    assert ByteVocabulary.measure is Measure.BPB and CharacterVocabulary.measure is Measure.BPC
-    nothing = Totals()
-    assert all(map(math.isnan, (nothing.nll, nothing.bpc, nothing.perplexity)))
+    assert total.nll == pytest.approx(3 * math.log(2))
+    assert total.bpc == pytest.approx(3)
+    assert total.perplexity == pytest.approx(8)
+    assert math.isnan(total.bits_per_byte)
     assert Totals(nats=1e6, tokens=1).perplexity == math.inf
+
+    nothing = Totals()
+    assert math.isnan(nothing.nll)
+    assert math.isnan(nothing.bpc)
+    assert math.isnan(nothing.perplexity)
+
+
+def test_a_short_part_of_a_sum_weighs_by_its_tokens():
+    """The mean of the two means would be 2.5."""
+    total = Totals(nats=3.0, tokens=3) + Totals(nats=4.0, tokens=1)
+    assert total.nll == pytest.approx(7 / 4)
+
+
+def test_a_measure_selects_the_reported_units():
+    text = Totals(nats=6 * math.log(2), tokens=2, bytes=12)
+    assert text.bits_per_byte == pytest.approx(0.5)
+
+    of_characters = text.per_token(Measure.BPC)
+    of_tokens = text.per_token(Measure.PPL)
+    of_bytes = text.per_token(Measure.BPB)
+    assert "bpc" in of_characters
+    assert "bits_per_byte" not in of_characters
+    assert "bpc" not in of_tokens
+    assert of_tokens["bits_per_token"] == pytest.approx(3)
+    assert of_bytes["bits_per_byte"] == pytest.approx(3)
+    assert of_bytes["bpc"] == of_bytes["bits_per_byte"] == text.value(Measure.BPB)
+    assert text.format(Measure.BPB) == "bits per byte 3.0000"
+
+    assert ByteVocabulary.measure is Measure.BPB
+    assert CharacterVocabulary.measure is Measure.BPC
+
+
+def records_of_training(bpc_at):
+    """The records of eight steps, with `bpc_at(step)` on training and validation text."""
+    records = []
+    for step in range(1, 9):
+        for kind in ("train", "valid"):
+            records.append({"kind": kind, "step": step, "bpc": bpc_at(step)})
+    return records
 
 
 @pytest.mark.full
 def test_a_learning_curve(tmp_path):
-    records = [
-        {"kind": kind, "step": step, "bpc": 8 / step}
-        for step in range(1, 9)
-        for kind in ("train", "valid")
-    ]
+    records = records_of_training(lambda step: 8 / step)
     plots.learning_curve(
         records, tmp_path / "curve.png", title="a title", levels={"zlib": 1.9, "lzma": 1.6}
     )
     picture = (tmp_path / "curve.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 10_000
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "last", [(2.1, 1.95, 1.6, 1.74, 1.49), (1.6, 1.59, 1.58, 1.6, 1.59), (2.0, 2.0, 2.0, 2.0, 2.0)]
+    "last",
+    [
+        pytest.param((2.1, 1.95, 1.6, 1.74, 1.49), id="apart"),
+        pytest.param((1.6, 1.59, 1.58, 1.6, 1.59), id="close"),
+        pytest.param((2.0, 2.0, 2.0, 2.0, 2.0), id="equal"),
+    ],
 )
 def test_names_at_the_ends_of_curves_do_not_overlap(last, tmp_path, monkeypatch):
     drawings = []
@@ -265,16 +319,10 @@ def test_names_at_the_ends_of_curves_do_not_overlap(last, tmp_path, monkeypatch)
     monkeypatch.setattr(
         plots, "save", lambda drawing, path: drawings.append(drawing) or save(drawing, path)
     )
-    records = [
-        {"kind": kind, "step": step, "bpc": 1 + 8 / step}
-        for step in range(1, 9)
-        for kind in ("train", "valid")
-    ]
-    names = ("without", "with", "learning", "alone", "after")
-    curves = {
-        name: np.array([9.0, 3.0, end]) for name, end in zip(names[:3], last[:3], strict=True)
-    }
-    levels = dict(zip(names[3:], last[3:], strict=True))
+    records = records_of_training(lambda step: 1 + 8 / step)
+    ends = dict(zip(("without", "with", "learning", "alone", "after"), last, strict=True))
+    curves = {name: np.array([9.0, 3.0, ends[name]]) for name in ("without", "with", "learning")}
+    levels = {name: ends[name] for name in ("alone", "after")}
     path = tmp_path / "reading.png"
     bytes_read = np.array([1.0, 500.0, 1000.0])
     plots.training_and_reading(
@@ -285,11 +333,15 @@ def test_names_at_the_ends_of_curves_do_not_overlap(last, tmp_path, monkeypatch)
     (drawing,) = drawings
     drawing.canvas.draw()
     labels = drawing.axes[1].texts
-    expected = [f"{end:.2f}  {name}" for name, end in zip(names, last, strict=True)]
-    assert [label.get_text() for label in labels] == expected
-    boxes = [label.get_window_extent() for label in labels]
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-    assert all(box.x1 <= drawing.bbox.x1 for box in boxes)
+    assert [label.get_text() for label in labels] == [
+        f"{end:.2f}  {name}" for name, end in ends.items()
+    ]
+    for first, second in itertools.combinations(labels, 2):
+        overlap = first.get_window_extent().overlaps(second.get_window_extent())
+        assert not overlap, (first.get_text(), second.get_text())
+    for label in labels:
+        assert label.get_window_extent().x1 <= drawing.bbox.x1, label.get_text()
+
     lines = drawing.axes[1].get_lines()
     assert len({line.get_color() for line in lines[:3]}) == 3
     assert len({str(line.get_linestyle()) + str(line.get_color()) for line in lines}) >= 4
