@@ -1,6 +1,7 @@
 """Settings, markers and fixtures of the whole suite."""
 
 import asyncio
+import functools
 import gc
 import hashlib
 import json
@@ -12,6 +13,7 @@ from support.xla_flags import xla_flags
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", xla_flags())
 
+import flax.linen
 import hypothesis
 import jax
 import pytest
@@ -29,13 +31,14 @@ hypothesis.settings.register_profile("txl", deadline=None, max_examples=20, dera
 hypothesis.settings.load_profile("txl")
 
 gc.set_threshold(200_000, 50, 100)  # Searches among JAX's many objects find little.
-MAPS, MOST_MAPPINGS = pathlib.Path("/proc/self/maps"), 30_000
+MAPS = pathlib.Path("/proc/self/maps")
+MOST_MAPPINGS = 30_000
 collect_ignore = ["support"]  # Helpers: some change the process when they are imported.
 
 
 @pytest.fixture
 def data_dir() -> pathlib.Path:
-    """The folder of real texts that TXL_DATA_DIR names; without it the test is skipped."""
+    """The directory of real texts that TXL_DATA_DIR names. Without it the test is skipped."""
     name = os.environ.get("TXL_DATA_DIR")
     if not name:
         pytest.skip("TXL_DATA_DIR is not set: this test reads real text")
@@ -44,9 +47,27 @@ def data_dir() -> pathlib.Path:
 
 @pytest.fixture
 def x64():
-    """float64 for this test; the rest of the suite runs in float32."""
+    """float64 for this test. The rest of the suite runs in float32."""
     with enable_x64(True):
         yield
+
+
+@pytest.fixture
+def compiled_calls(monkeypatch):
+    """Computes each `init` and `apply` of a module in one compiled program.
+
+    Otherwise JAX compiles each of their operations by itself, which takes seconds.
+    """
+
+    def in_one_program(call):
+        def compile_and_call(module, *arguments, **options):
+            return jax.jit(functools.partial(call, module, **options))(*arguments)
+
+        return compile_and_call
+
+    for name in ("init", "apply"):
+        call = getattr(flax.linen.Module, name)
+        monkeypatch.setattr(flax.linen.Module, name, in_one_program(call))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -87,7 +108,7 @@ def usual_emitters():
 
 @pytest.fixture(scope="session")
 def storage():
-    """A server of object storage; one for the session, as gcsfs keeps its address."""
+    """A server of object storage, one for the session, because gcsfs keeps its address."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # Read when gcsfs is imported.
         from support.object_storage import ObjectStorage
@@ -100,7 +121,7 @@ def storage():
 
 @pytest.fixture
 def bucket(storage, request):
-    """A folder in the bucket for one test; faults end with it."""
+    """A directory in the bucket for one test. The storage's faults end with the test."""
     yield Remote(f"gs://{BUCKET}/{request.node.name.partition('[')[0]}-{id(request)}")
     storage.calm()
     storage.is_up = True
@@ -108,9 +129,7 @@ def bucket(storage, request):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Calls of object storage that fail are given up after 0.3 s, with short pauses between the
-    tries.
-    """
+    """Gives up failing calls of object storage after 0.3 s, with short pauses between the tries."""
     sleep = asyncio.sleep
     monkeypatch.setattr("asyncio.sleep", lambda seconds, *rest: sleep(min(seconds, 0.01), *rest))
     monkeypatch.setattr("txl_jax.runtime.remote.PATIENCE_SECONDS", 0.3)

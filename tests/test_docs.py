@@ -1,7 +1,7 @@
-"""Tests that the commands and settings of README and docs exist, and the examples: in docstrings
-and docs/examples.
+"""Tests that the commands and settings in README and docs exist, and that the examples run, in
+docstrings and docs/examples.
 
-Each model of docs/examples solves what the one without its part cannot.
+Each model of docs/examples solves a task that it cannot solve without the part that is shown.
 """
 
 import doctest
@@ -21,16 +21,22 @@ from txl_jax.config import ExperimentConfig
 from txl_jax.config.config_tree import leaves
 from txl_jax.config.experiment import evaluation_preset_names, preset_names
 
-PAGES = [ROOT / name for name in ("README.md", "BUILD.md", "CONTRIBUTING.md")] + sorted(
-    (ROOT / "docs").glob("*.md")
-)
-PLACEHOLDERS = {"FLAGS", "...", "NAME"}  # Of the pages.
-SOURCES = [
-    path for folder in ("txl_jax", "experiments") for path in sorted((ROOT / folder).rglob("*.py"))
-]
-SETTINGS = {leaf.name: leaf for leaf in leaves(ExperimentConfig)}
-EXAMPLES = [path.relative_to(ROOT) for path in SOURCES if ">>>" in path.read_text()]
-assert len(EXAMPLES) > 10
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "BUILD.md", ROOT / "CONTRIBUTING.md", *DOCS]
+PLACEHOLDERS = {"FLAGS", "...", "NAME"}  # Words of the pages for what a reader fills in.
+SETTINGS = {leaf.name for leaf in leaves(ExperimentConfig)}
+SECTIONS = "model|data|optimizer|mesh|train|regularization|average|eval|generate"
+
+
+def modules_with_examples():
+    """Returns the paths of modules that have a doctest, relative to the root."""
+    paths = []
+    for package in ("txl_jax", "experiments"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if ">>>" in path.read_text():
+                paths.append(path.relative_to(ROOT))
+    assert len(paths) > 10
+    return paths
 
 
 def commands(page):
@@ -50,72 +56,70 @@ def test_commands_are_found_on_pages():
 
 @functools.cache
 def flag_names(program):
-    """The flags that a program's --help lists, and those that list and read them."""
+    """The flags that a program's --help lists, and the flags of every program."""
     _, out, _ = programs.run(program, "--help")
-    return {
-        *re.findall(r"^ *--(?:\[no\])?([\w.]+)", out, flags=re.MULTILINE),
-        "help",
-        "helpfull",
-        "flagfile",
-    }
+    listed = re.findall(r"^ *--(?:\[no\])?([\w.]+)", out, flags=re.MULTILINE)
+    return {*listed, "help", "helpfull", "flagfile"}
+
+
+def flags_of(words):
+    """Yields the words up to `--` that are flags. The others must not look like flags."""
+    for word in words:
+        if word == "--":
+            return
+        if word.startswith("--"):
+            yield word
+        else:
+            assert word in PLACEHOLDERS or not word.startswith("-"), word
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_of_a_page_can_be_typed(page):
+    flagfiles = preset_names() + evaluation_preset_names()
     for program, *words in commands(page):
         if program.startswith("launch.") or program == "experiments.NAME":
-            continue  # tests/launch/test_docs.py runs those; NAME is a placeholder.
-        for word in words:
-            if word == "--":
-                break
-            if not word.startswith("--"):
-                assert word in PLACEHOLDERS or not word.startswith("-"), (page.name, program, word)
-                continue
-            name, _, value = word.removeprefix("--").partition("=")
-            assert name in flag_names(program), (page.name, program, word)
+            continue  # tests/launch/test_docs.py runs those. NAME is a placeholder.
+        for flag in flags_of(words):
+            name, _, value = flag.removeprefix("--").partition("=")
+            assert name in flag_names(program), (page.name, program, flag)
             if name == "flagfile" and value not in PLACEHOLDERS:
-                known = preset_names() + evaluation_preset_names()
-                assert value in known or "/" in value, (page.name, program, word)
+                assert value in flagfiles or "/" in value, (page.name, program, flag)
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_every_setting_of_a_page_exists(page):
-    named = re.findall(
-        r"--((?:model|data|optimizer|mesh|train|regularization|average|eval|generate)\.[\w.]*\w)",
-        page.read_text(),
-    )
-    assert not {
-        name for name in named if name not in SETTINGS and f"{name}." not in " ".join(SETTINGS)
-    }
+    """A page may also name a group of settings, such as `model.dropout`."""
+    for name in re.findall(rf"--((?:{SECTIONS})\.[\w.]*\w)", page.read_text()):
+        is_group = any(f"{name}." in setting for setting in SETTINGS)
+        assert name in SETTINGS or is_group, name
 
 
 def test_the_page_of_settings_has_all_of_them():
     page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="settings.md"))
     fill = runpy.run_path(str(ROOT / ".ci" / "mkdocs_settings.py"))["on_page_markdown"]
     text = fill((ROOT / "docs/settings.md").read_text(), page=page)
-    rows = re.findall(r"^\| `(?:--)?([\w.]+)`.* \| (.*) \| .* \| (.*) \|$", text, re.MULTILINE)
-    assert {name for name, _, _ in rows} == {*SETTINGS} and len(rows) == len(SETTINGS)
-    found = {name: (default, values) for name, default, values in rows}
-    assert found["model.n_layer"] == ("12", "int at least 1") and found["train.same_length"] == (
-        "false",
-        "bool",
-    )
-    assert found["model.tie_projs"] == ("empty", "list of bool")
-    assert found["average.ema_decay"] == ("none", "float above 0 and below 1 or none")
-    assert found["data.tokenizer.newlines"] == (
-        "keep",
-        "keep, drop; only if `data.tokenizer.kind` is byte",
-    )
+
+    rows = {}
+    pattern = r"^\| `(?:--)?([\w.]+)`.* \| (.*) \| .* \| (.*) \|$"
+    for name, default, values in re.findall(pattern, text, re.MULTILINE):
+        assert name not in rows, f"{name} has two rows"
+        rows[name] = (default, values)
+
+    assert rows.keys() == SETTINGS
+    assert rows["model.n_layer"] == ("12", "int at least 1")
+    assert rows["train.same_length"] == ("false", "bool")
+    assert rows["model.tie_projs"] == ("empty", "list of bool")
+    assert rows["average.ema_decay"] == ("none", "float above 0 and below 1 or none")
+    newlines = ("keep", "keep, drop; only if `data.tokenizer.kind` is byte")
+    assert rows["data.tokenizer.newlines"] == newlines
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=str)
+@pytest.mark.parametrize("path", modules_with_examples(), ids=str)
+@pytest.mark.usefixtures("compiled_calls")
 def test_examples_in_docstrings(path):
-    assert (
-        doctest.testmod(importlib.import_module(".".join(path.with_suffix("").parts))).failed == 0
-    )
+    module = importlib.import_module(".".join(path.with_suffix("").parts))
+    assert doctest.testmod(module).failed == 0
 
 
 def example(name):
@@ -125,43 +129,50 @@ def example(name):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["document_embeddings", "memory_policy", "speech_encoder"])
 def test_an_example_runs(name):
-    found = example(name)["main"](2)
-    assert len(found) == 2 and np.all(np.isfinite([*found.values()]))
+    results = example(name)["main"](2)
+    assert len(results) == 2
+    assert np.all(np.isfinite([*results.values()]))
 
 
 @pytest.mark.full
 def test_streamed_embeddings_are_means_of_the_hidden_states(tmp_path):
     model = txl_jax.load(drawn_run.of_words(tmp_path / "run").path)
     lines = drawn_run.TEXT[:400].splitlines(keepends=True)
-    found = np.stack(list(example("document_embeddings")["stream"](model, lines, length=5)))
     [hidden] = model.hidden_states([b"".join(lines)])
     assert len(hidden) > 5 * 9
+
+    embeddings = np.stack(list(example("document_embeddings")["stream"](model, lines, length=5)))
+
     expected = [hidden[first : first + 5].mean(axis=0) for first in range(0, len(hidden), 5)]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(embeddings, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.nightly(part="long")
 @pytest.mark.parametrize(
     ("name", "least", "chance", "atol"),
-    # A mean over 30 updates of some 5,500 episodes in all, whose standard deviation is 0.007; and
-    # over 30 of frames.
-    [("memory_policy", 0.97, 0.5, 0.03), ("speech_encoder", 0.85, 0.125, 0.015)],
+    [
+        # A mean over 30 updates, of some 5,500 episodes in all. Its standard deviation is 0.007.
+        pytest.param("memory_policy", 0.97, 0.5, 0.03, id="memory_policy"),
+        # A mean over 30 updates, of frames.
+        pytest.param("speech_encoder", 0.85, 0.125, 0.015, id="speech_encoder"),
+    ],
 )
 def test_only_the_whole_model_solves_the_task(name, least, chance, atol):
     whole, without = example(name)["main"]().values()
-    assert whole > least and without == pytest.approx(chance, abs=atol)
+    assert whole > least
+    assert without == pytest.approx(chance, abs=atol)
 
 
 @pytest.mark.nightly(part="long")
 def test_memory_finds_the_topic_as_far_back_as_it_reaches():
     module = example("document_embeddings")
     within, without = module["main"]().values()
-    reach, chance = (
-        module["CONFIG"].n_layer * module["MEM_LEN"] // module["PASSAGE"],
-        1 / module["TOPICS"],
-    )
+    reach = module["CONFIG"].n_layer * module["MEM_LEN"] // module["PASSAGE"]
+    chance = 1 / module["TOPICS"]
+
     assert within[: reach + 1].min() > 0.95
-    # For 128 documents, a fraction of 1 in 8 has a standard deviation of 0.03; topics are the same
-    # in all passages.
+    # For 128 documents, a fraction of 1 in 8 has a standard deviation of 0.03. A document has the
+    # same topic in all passages.
     assert within[reach + 1 :].mean() == pytest.approx(chance, abs=0.1)
-    assert without[0] > 0.95 and without[1:].mean() == pytest.approx(chance, abs=0.1)
+    assert without[0] > 0.95
+    assert without[1:].mean() == pytest.approx(chance, abs=0.1)

@@ -1,5 +1,5 @@
-"""Tests of the public names, of trained models from Python, of README's code, and of an unsupported
-jax.
+"""Tests of the public names, trained models from Python, the pages' Python code, and the check of
+the jax version.
 """
 
 import importlib.metadata
@@ -31,7 +31,7 @@ def python_blocks(page="README.md"):
 
 
 def execute(blocks, **names):
-    """Runs the blocks of a page one after the other; returns the names that they leave."""
+    """Runs the blocks of a page one after the other, and returns the names that they define."""
     names["__name__"] = "page"
     for block in blocks:
         exec(block, names)
@@ -47,7 +47,7 @@ def book(tmp_path, monkeypatch):
 
 def test_every_public_name_is_there_and_typed():
     for name in txl_jax.__all__:
-        assert getattr(txl_jax, name) is not None
+        assert getattr(txl_jax, name) is not None, name
     assert set(txl_jax.__all__) == set(dir(txl_jax))
     assert (ROOT / "txl_jax" / "py.typed").exists()
     with pytest.raises(AttributeError, match="TransfomerXL"):
@@ -89,6 +89,7 @@ def test_settings_import_no_jax_and_all_modules_change_no_setting_of_it_and_star
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
+    """The workdir of a run on `TEXT`, and its corpus."""
     folder = tmp_path_factory.mktemp("run")
     config, corpus = drawn_run.on_text(folder, TEXT)
     return drawn_run.make(folder / "run", config, corpus)[0], corpus
@@ -96,26 +97,28 @@ def run(tmp_path_factory):
 
 def test_a_trained_model_scores_texts_as_its_log_probabilities_add_up(run):
     workdir, corpus = run
-    model, tokens = txl_jax.load(workdir.path), corpus.vocabulary.encode(TEXT[:40])[None]
-    assert model.step == drawn_run.STEP and model.vocabulary == corpus.vocabulary
+    model = txl_jax.load(workdir.path)
+    tokens = corpus.vocabulary.encode(TEXT[:41])[None]
+    assert model.step == drawn_run.STEP
+    assert model.vocabulary == corpus.vocabulary
     assert re.fullmatch(
         rf"<.*transformer_xl, 2 layers.* byte tokens, step {drawn_run.STEP} .*{workdir.path}.*>",
         repr(model),
     )
-    [found] = model.score([TEXT[:40]])
+
+    [total] = model.score([TEXT[:41]])
 
     def read(tokens, targets, memory):
         log_p, memory = model.log_probabilities(tokens, memory)
-        np.testing.assert_allclose(np.exp(np.asarray(log_p)).sum(-1), 1, rtol=1e-5)
-        return -np.take_along_axis(
-            np.asarray(log_p), targets[..., None].astype(int), axis=-1
-        ), memory
+        log_p = np.asarray(log_p)
+        np.testing.assert_allclose(np.exp(log_p).sum(-1), 1, rtol=1e-5)
+        of_targets = np.take_along_axis(log_p, targets[..., None].astype(int), axis=-1)
+        return -of_targets, memory
 
-    # Segments of the evaluation's length.
+    # Eight segments of the evaluation's length.
     nats, _ = tiny.over_segments(read, model.init_memory(1), tokens, 5)
-    assert found.tokens == nats.size == 39 and found.nats == pytest.approx(
-        nats.sum(dtype=np.float64), rel=1e-5
-    )
+    assert total.tokens == nats.size == 40
+    assert total.nats == pytest.approx(nats.sum(dtype=np.float64), rel=1e-5)
 
 
 @pytest.mark.full
@@ -123,27 +126,34 @@ def test_readme_carries_a_memory_on(monkeypatch, tmp_path):
     config, corpus = drawn_run.on_text(tmp_path, bytes([*range(32, 127), 10]) * 20)
     model = txl_jax.load(drawn_run.make(tmp_path / "run", config, corpus)[0].path)
     monkeypatch.setattr(txl_jax, "load", lambda _: model)
-    found = execute([block.replace("length=100", "length=5") for block in python_blocks()])[
-        "log_probabilities"
-    ]
     tokens = model.encode("and stormy night; ")
-    alone, _ = model.log_probabilities([tokens], model.init_memory(1))
-    assert (
-        found.shape == alone.shape == (1, len(tokens), 256)
-        and np.abs(found - alone)[0, 0].max() > 1e-4
-    )
+
+    names = execute([block.replace("length=100", "length=5") for block in python_blocks()])
+    with_memory = names["log_probabilities"]
+    without, _ = model.log_probabilities([tokens], model.init_memory(1))
+
+    assert with_memory.shape == without.shape == (1, len(tokens), 256)
+    assert np.abs(with_memory - without)[0, 0].max() > 1e-4
 
 
-@pytest.mark.parametrize("updates", [20, pytest.param(200, marks=pytest.mark.full)])
-@pytest.mark.usefixtures("book")
-def test_a_page_trains_with_a_loop_of_its_own(updates, capsys):
+@pytest.mark.parametrize(
+    ("updates", "limit"),
+    [
+        pytest.param(20, 3, id="20 updates"),
+        pytest.param(200, 1, id="200 updates", marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.usefixtures("book", "compiled_calls")
+def test_a_page_trains_with_a_loop_of_its_own(updates, limit, capsys):
+    """And the bits per byte of its text, which repeats itself, fall below a limit."""
     [loop] = [block for block in python_blocks("docs/usage.md") if "scan_segments" in block]
     assert "range(0, 200, 10)" in loop
     with jax.numpy_rank_promotion("allow"):  # A reader's code runs with jax's own settings.
         execute([loop.replace("200", str(updates))])
     bits = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
-    assert len(bits) == updates // 10 and bits[0] > 4
-    assert bits[-1] < (1 if updates == 200 else 3)
+    assert len(bits) == updates // 10
+    assert bits[0] > 4
+    assert bits[-1] < limit
 
 
 @pytest.mark.full
@@ -158,11 +168,12 @@ def test_the_page_on_observing_trains_with_a_sink(capsys):
 
 @pytest.mark.full
 def test_the_page_on_attention_runs_in_one_piece():
-    """Its blocks assert what they show; each goes on with the names of those before."""
+    """Its blocks assert what they show. Each block uses the names of the blocks before."""
     blocks = python_blocks("docs/attention.md")
     assert len(blocks) == 4
     names = execute(blocks)
-    assert all(np.abs(each).max() > 1e-6 for each in names["gradients"].values())
+    for name, gradient in names["gradients"].items():
+        assert np.abs(gradient).max() > 1e-6, name
 
 
 @pytest.mark.full
@@ -170,38 +181,69 @@ def test_the_page_on_usage_runs_in_one_piece(capsys):
     *blocks, loop = python_blocks("docs/usage.md")
     assert "scan_segments" in loop  # It has a test of its own.
     names = execute(blocks, model=tiny_model.make())
-    assert len(capsys.readouterr().out.splitlines()) > 8 and len(names["whole"]) == 3
+    assert len(capsys.readouterr().out.splitlines()) > 8
+    assert len(names["whole"]) == 3
 
 
-def test_mistakes_of_callers_are_refused(run):
-    for mistake, words in (
-        (lambda: txl_jax.load("/nowhere"), "/nowhere"),
-        (lambda: txl_jax.load(run[0].path, weight_dtype="int4"), "weight_dtype.*int8.*int4"),
-        (
-            lambda: txl_jax.load(run[0].path, cache_dtype="float16"),
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        pytest.param(lambda run: txl_jax.load("/nowhere"), "/nowhere", id="no run"),
+        pytest.param(
+            lambda run: txl_jax.load(run, weight_dtype="int4"),
+            "weight_dtype.*int8.*int4",
+            id="weight_dtype",
+        ),
+        pytest.param(
+            lambda run: txl_jax.load(run, cache_dtype="float16"),
             "cache_dtype.*bfloat16.*int8.*float16",
+            id="cache_dtype",
         ),
-        (lambda: txl_jax.ModelConfig(layer_norm="before"), "layer_norm.*before"),
-        (lambda: txl_jax.Hook(0, print), r"\b0\b"),
-        (
-            lambda: txl_jax.train(NO_TEXT, "run", hooks=[print]),
+        pytest.param(
+            lambda run: txl_jax.ModelConfig(layer_norm="before"),
+            "layer_norm.*before",
+            id="a name that an enum lacks",
+        ),
+        pytest.param(lambda run: txl_jax.Hook(0, print), r"\b0\b", id="a hook every 0 steps"),
+        pytest.param(
+            lambda run: txl_jax.train(NO_TEXT, "run", hooks=[print]),
             r"hooks.*Hook.*\[<built-in function print>",
+            id="a function for a hook",
         ),
-        (
-            lambda: txl_jax.train(NO_TEXT, "run", hooks=txl_jax.Hook(5, print)),
+        pytest.param(
+            lambda run: txl_jax.train(NO_TEXT, "run", hooks=txl_jax.Hook(5, print)),
             r"hooks.*list.*every=5",
+            id="a hook for a list",
         ),
-        (
-            lambda: txl_jax.train(NO_TEXT, "run", hooks=[txl_jax.Hook(7, print)]),
+        pytest.param(
+            lambda run: txl_jax.train(NO_TEXT, "run", hooks=[txl_jax.Hook(7, print)]),
             r"segments_per_call.*7",
+            id="a hook within a call",
         ),
-        (lambda: txl_jax.train("small", "run"), r"'small'.*preset"),
-        (lambda: txl_jax.ExperimentConfig(data={"file": "a"}), r"data.*DataConfig.*dict"),
-        (lambda: txl_jax.ModelConfig(dropout=0.1), r"dropout.*DropoutConfig.*float"),
-        (lambda: txl_jax.training_segments(np.zeros(9), batch_size=1, segment_len=2), "float64"),
-    ):
-        with pytest.raises(txl_jax.UserError, match=words):
-            mistake()
+        pytest.param(
+            lambda run: txl_jax.train("small", "run"), r"'small'.*preset", id="a preset's name"
+        ),
+        pytest.param(
+            lambda run: txl_jax.ExperimentConfig(data={"file": "a"}),
+            r"data.*DataConfig.*dict",
+            id="a dict for a config",
+        ),
+        pytest.param(
+            lambda run: txl_jax.ModelConfig(dropout=0.1),
+            r"dropout.*DropoutConfig.*float",
+            id="a rate for a config",
+        ),
+        pytest.param(
+            lambda run: txl_jax.training_segments(np.zeros(9), batch_size=1, segment_len=2),
+            "float64",
+            id="floats for ids",
+        ),
+    ],
+)
+def test_mistakes_of_callers_are_refused(mistake, words, run):
+    workdir, _ = run
+    with pytest.raises(txl_jax.UserError, match=words):
+        mistake(workdir.path)
 
 
 def test_enums_may_be_given_by_name():
@@ -209,43 +251,57 @@ def test_enums_may_be_given_by_name():
     assert config == txl_jax.ModelConfig(
         layer_norm=txl_jax.NormPlace.PRE, dtype=txl_jax.DType.BFLOAT16
     )
-    assert (
-        type(config.dtype) is txl_jax.DType
-        and type(txl_jax.OptimizerConfig(clip_norm=1).clip_norm) is float
-    )
+    assert type(config.dtype) is txl_jax.DType
 
 
-@pytest.mark.parametrize("found", ["0.7.1", "not installed"])
-def test_an_old_or_missing_jax_and_windows_are_refused(monkeypatch, found):
-    missing = importlib.metadata.PackageNotFoundError("jax") if found == "not installed" else None
-    monkeypatch.setattr(
-        importlib.metadata, "version", mock.Mock(return_value=found, side_effect=missing)
-    )
-    with pytest.raises(UserError, match=rf"{found}.*{OLDEST_JAX}"):
+def test_a_whole_number_may_be_given_for_a_float():
+    assert type(txl_jax.OptimizerConfig(clip_norm=1).clip_norm) is float
+
+
+@pytest.mark.parametrize(
+    ("words", "version"),
+    [
+        pytest.param("0.7.1", mock.Mock(return_value="0.7.1"), id="old"),
+        pytest.param(
+            "not installed",
+            mock.Mock(side_effect=importlib.metadata.PackageNotFoundError("jax")),
+            id="missing",
+        ),
+    ],
+)
+def test_an_old_or_missing_jax_and_windows_are_refused(monkeypatch, words, version):
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(UserError, match=rf"{words}.*{OLDEST_JAX}"):
         check_jax()
-    with pytest.raises(UserError, match=found):
+    with pytest.raises(UserError, match=words):
         txl_jax.load  # noqa: B018
     assert txl_jax.ModelConfig  # Settings need no jax.
     assert f"    jax>={OLDEST_JAX}," in (ROOT / "setup.cfg").read_text()
+
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(UserError, match="WSL"):
         txl_jax.load  # noqa: B018
 
 
 def test_a_program_ends_with_one_sentence(tmp_path):
-    """With an old jax that lacks what is imported: the check comes first."""
-    metadata = "Metadata-Version: 2.1\nName: jax\nVersion: 0.6.2\n"
-    files = {
-        "jax/__init__.py": "raise ImportError('too old')\n",
-        "jax-0.6.2.dist-info/METADATA": metadata,
-    }
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text(content)
+    """With an old jax that lacks the names that the program imports: the check comes first."""
+    package = tmp_path / "jax"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('too old')\n")
+    metadata = tmp_path / "jax-0.6.2.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: jax\nVersion: 0.6.2\n")
+
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    command = [sys.executable, "-m", "experiments.quickstart"]
-    found = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True
+    ended = subprocess.run(
+        [sys.executable, "-m", "experiments.quickstart"],
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+        capture_output=True,
     )
-    assert (found.returncode, found.stdout) == (1, "")
-    assert found.stderr.count("\n") == 1 and "0.6.2" in found.stderr and OLDEST_JAX in found.stderr
+
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stdout == ""
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    assert "0.6.2" in ended.stderr
+    assert OLDEST_JAX in ended.stderr
