@@ -1,8 +1,8 @@
-"""Pins every list that decides what is accepted, run, passed on or left out, as a whole.
+"""Pins every list that decides what is accepted, run, passed on or omitted, as a whole.
 
-Tests of a reader or server have samples of what is refused. They stay green if a list gets one
-entry more, and that is all that somebody who means harm needs. A change of a list therefore changes
-its copy here, where it is reviewed.
+Tests of a reader or server try samples of what is rejected. They stay green if a list gets one more
+entry, and one entry is enough for somebody who means harm. A change of a list therefore changes its
+copy here, where it is reviewed.
 """
 
 import asyncio
@@ -66,11 +66,12 @@ def test_what_a_pickle_may_call():
         },
         pickles._dict: {"collections.Counter", "collections.OrderedDict"},
     }
-    found = dict(pickles._CALLS)
-    assert found.pop("collections.defaultdict")("a factory", [("a", 1)]) == {"a": 1}
-    assert set(found.values()) == set(builders)
+    calls = dict(pickles._CALLS)
+    assert calls.pop("collections.defaultdict")("a factory", [("a", 1)]) == {"a": 1}
+    expected = {}
     for function, names in builders.items():
-        assert {name for name in found if found[name] is function} == names
+        expected |= dict.fromkeys(names, function)
+    assert calls == expected
     assert {
         "datetime.date",
         "datetime.datetime",
@@ -102,8 +103,10 @@ def test_what_a_file_of_pytorch_may_call():
     tensors = {"torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2"}
     calls = torch_files._CALLS
     assert set(calls) == parameters | tensors | {"torch.Size"}
-    assert all(calls[name]("the data", "more") == "the data" for name in parameters)
-    assert all(calls[name] is torch_files._tensor for name in tensors)
+    for name in parameters:
+        assert calls[name]("the data", "more") == "the data", name
+    for name in tensors:
+        assert calls[name] is torch_files._tensor, name
     assert calls["torch.Size"]([1, 2]) == (1, 2)
 
 
@@ -142,12 +145,22 @@ def test_keys_and_encodings_that_a_pickle_may_have():
 
 def test_dtypes_of_other_programs_files():
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
-    floats = {f"F{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)}
-    integers = {f"I{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)}
-    unsigned = {f"U{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)}
-    expected = floats | integers | unsigned | {"BF16": bfloat16, "BOOL": np.dtype(bool)}
-    assert expected == safetensors._DTYPES
-    assert {dtype: code for code, dtype in expected.items()} == safetensors._CODES
+    assert {
+        "F16": np.dtype("float16"),
+        "F32": np.dtype("float32"),
+        "F64": np.dtype("float64"),
+        "BF16": bfloat16,
+        "I8": np.dtype("int8"),
+        "I16": np.dtype("int16"),
+        "I32": np.dtype("int32"),
+        "I64": np.dtype("int64"),
+        "U8": np.dtype("uint8"),
+        "U16": np.dtype("uint16"),
+        "U32": np.dtype("uint32"),
+        "U64": np.dtype("uint64"),
+        "BOOL": np.dtype(bool),
+    } == safetensors._DTYPES
+    assert {dtype: code for code, dtype in safetensors._DTYPES.items()} == safetensors._CODES
     assert {
         "DoubleStorage": np.dtype("<f8"),
         "FloatStorage": np.dtype("<f4"),
@@ -207,7 +220,7 @@ def test_names_of_files_that_are_opened():
 def test_keys_that_are_read_of_other_implementations_settings():
     """By their names, types and lower bounds.
 
-    `formats` reads the layer norm's epsilon of Hugging Face too.
+    `formats` also reads Hugging Face's epsilon of layer norms.
     """
     sizes = {"n_layer", "d_model", "n_head", "d_head", "d_inner", "d_embed", "div_val", "n_token"}
     integers = dict.fromkeys(sizes | {"mem_len", "clamp_len", "tgt_len"}, int)
@@ -232,18 +245,20 @@ def test_keys_that_are_read_of_other_implementations_settings():
 def test_tensors_that_a_conversion_leaves_out_or_renames():
     """Every other unknown tensor is refused."""
     assert tensorflow._OMITTED.pattern == ".*/(Adam|Adam_1|ExponentialMovingAverage|adam_[mv])"
-    left_out = [
+    for name in (
         "x/Adam",
         "x/Adam_1",
         "x/ExponentialMovingAverage",
         "x/adam_m",
         "x/adam_v",
         "a/b/Adam",
-    ]
-    kept = ["Adam", "x/Adam_2", "x/Adam/y", "x/adam_", "x/ExponentialMovingAverage_1"]
-    assert [name for name in left_out + kept if tensorflow._OMITTED.fullmatch(name)] == left_out
+    ):
+        assert tensorflow._OMITTED.fullmatch(name), name
+    for name in ("Adam", "x/Adam_2", "x/Adam/y", "x/adam_", "x/ExponentialMovingAverage_1"):
+        assert not tensorflow._OMITTED.fullmatch(name), name
+
     leaf = mock.sentinel.leaf
-    given = {
+    tensors = {
         "crit.shared_out_projs.0": leaf,
         "crit.shared_out_projs": leaf,
         "crit.out_layers_biases.12": leaf,
@@ -252,7 +267,7 @@ def test_tensors_that_a_conversion_leaves_out_or_renames():
         "x.crit.out_layers_biases.0": leaf,
         "crit.out_layers_biases.0x": leaf,
     }
-    assert set(formats._renamed(given)) == {
+    assert set(formats._renamed(tensors)) == {
         "crit.shared_out_projs",
         "crit.out_layers.12.bias",
         "crit.out_layers.0.weight",
@@ -264,21 +279,18 @@ def test_tensors_that_a_conversion_leaves_out_or_renames():
 
 def test_variables_of_the_tensorflow_release():
     """By the PyTorch release's names, which tests/interop/test_original.py has written out."""
-    of_layer = {
-        "rel_attn/qkv/kernel": "dec_attn.qkv_net.weight",
-        "rel_attn/r/kernel": "dec_attn.r_net.weight",
-        "rel_attn/o/kernel": "dec_attn.o_net.weight",
-        "rel_attn/LayerNorm/gamma": "dec_attn.layer_norm.weight",
-        "rel_attn/LayerNorm/beta": "dec_attn.layer_norm.bias",
-        "ff/layer_1/kernel": "pos_ff.CoreNet.0.weight",
-        "ff/layer_1/bias": "pos_ff.CoreNet.0.bias",
-        "ff/layer_2/kernel": "pos_ff.CoreNet.3.weight",
-        "ff/layer_2/bias": "pos_ff.CoreNet.3.bias",
-        "ff/LayerNorm/gamma": "pos_ff.layer_norm.weight",
-        "ff/LayerNorm/beta": "pos_ff.layer_norm.bias",
-    }
-    expected = {f"layer_#/{theirs}": f"layers.#.{name}" for theirs, name in of_layer.items()}
-    expected |= {
+    expected = {
+        "layer_#/rel_attn/qkv/kernel": "layers.#.dec_attn.qkv_net.weight",
+        "layer_#/rel_attn/r/kernel": "layers.#.dec_attn.r_net.weight",
+        "layer_#/rel_attn/o/kernel": "layers.#.dec_attn.o_net.weight",
+        "layer_#/rel_attn/LayerNorm/gamma": "layers.#.dec_attn.layer_norm.weight",
+        "layer_#/rel_attn/LayerNorm/beta": "layers.#.dec_attn.layer_norm.bias",
+        "layer_#/ff/layer_1/kernel": "layers.#.pos_ff.CoreNet.0.weight",
+        "layer_#/ff/layer_1/bias": "layers.#.pos_ff.CoreNet.0.bias",
+        "layer_#/ff/layer_2/kernel": "layers.#.pos_ff.CoreNet.3.weight",
+        "layer_#/ff/layer_2/bias": "layers.#.pos_ff.CoreNet.3.bias",
+        "layer_#/ff/LayerNorm/gamma": "layers.#.pos_ff.layer_norm.weight",
+        "layer_#/ff/LayerNorm/beta": "layers.#.pos_ff.layer_norm.bias",
         "r_w_bias": "r_w_bias",
         "r_r_bias": "r_r_bias",
         "adaptive_embed/lookup_table": "word_emb.emb_layers.0.weight",
@@ -354,11 +366,15 @@ def test_archives_and_files_of_a_text():
 
 
 def test_servers_that_texts_are_downloaded_from():
-    remotes = []
+    servers = set()
+    without_digest = []
     for corpus in published.CORPORA.values():
         for source in corpus.sources:
-            remotes += source
-    assert {"/".join(remote.url.split("/")[:3]) for remote in remotes} == {
+            for download in source:
+                servers.add("/".join(download.url.split("/")[:3]))
+                if download.sha256 is None:
+                    without_digest.append((corpus, download))
+    assert servers == {
         "http://mattmahoney.net",
         "http://www.fit.vutbr.cz",
         "http://www.statmt.org",
@@ -368,11 +384,12 @@ def test_servers_that_texts_are_downloaded_from():
         "https://s3.amazonaws.com",
         "https://wikitext.smerity.com",
     }
-    # Without a sha256 of the archive, that of each file in it decides.
-    [unknown] = [remote for remote in remotes if remote.sha256 is None]
-    assert unknown.url == "http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"
-    [row] = [corpus for corpus in published.CORPORA.values() if (unknown,) in corpus.sources]
-    assert len(row.facts) == 3 and all(facts.sha256 for facts in row.facts.values())
+    # Without a sha256 of the archive, the sha256 of each file in it decides.
+    [(corpus, archive)] = without_digest
+    assert archive.url == "http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"
+    assert len(corpus.facts) == 3
+    for name, facts in corpus.facts.items():
+        assert facts.sha256, name
 
 
 # Storage and locks
@@ -391,7 +408,7 @@ class _Answer(Exception):  # noqa: N818
 
 
 def test_errors_of_storage_that_are_tried_again_and_what_they_mean():
-    """FileNotFoundError alone means absence, and PermissionError that a retry is in vain."""
+    """Only FileNotFoundError means absence, and PermissionError means that a retry is in vain."""
     assert {code for code in range(100, 600) if remote._is_passing(_Answer(code))} == {
         408,
         429,
@@ -428,21 +445,21 @@ def test_errors_of_storage_that_are_tried_again_and_what_they_mean():
 
 
 def test_errors_that_mean_a_file_system_without_locks(tmp_path, monkeypatch):
-    """A run that cannot be locked goes on with a note. Any other error ends it."""
-    without = set()
+    """A run that cannot be locked continues with a note. Any other error ends it."""
+    without_locks = set()
     for number in errno.errorcode:
         failure = OSError(number, "no lock")
         if isinstance(failure, BlockingIOError):
             continue  # Another process has the lock.
         monkeypatch.setattr(storage.fcntl, "flock", mock.Mock(side_effect=failure))
-        with lock.RunLock(tmp_path) as own:
+        with lock.RunLock(tmp_path) as run_lock:
             try:
-                own.acquire()
+                run_lock.acquire()
             except OSError:
                 continue
-            assert len(own.notes) == 1
-            without.add(number)
-    assert without == {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
+            assert len(run_lock.notes) == 1
+            without_locks.add(number)
+    assert without_locks == {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 # Hosts and processes
@@ -495,9 +512,10 @@ def test_variables_and_errors_of_several_processes():
     }
     always = {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"}
     secret = {"AWS_SECRET_ACCESS_KEY": "x"}
-    [alone] = process_environments(1, devices=None, base=secret)
+    [usual] = process_environments(1, devices=None, base=secret)
     [simulated] = process_environments(1, devices=2, base=secret)
-    assert set(alone) == always and set(simulated) == always | {"JAX_PLATFORMS", "XLA_FLAGS"}
+    assert set(usual) == always
+    assert set(simulated) == always | {"JAX_PLATFORMS", "XLA_FLAGS"}
 
 
 def test_variables_under_which_memory_and_time_are_estimated():
@@ -515,11 +533,10 @@ def test_variables_under_which_memory_and_time_are_estimated():
 
 def test_flags_whose_values_are_not_logged():
     words = ("key", "token", "secret", "password", "name", "kind", "file")
-    hidden = [
-        word
-        for word in words
-        if environment._SECRET.sub("hidden", f"--my_{word}=value") == "hidden"
-    ]
+    hidden = []
+    for word in words:
+        if environment._SECRET.sub("hidden", f"--my_{word}=value") == "hidden":
+            hidden.append(word)
     assert hidden == ["key", "token", "secret", "password"]
 
 
@@ -552,10 +569,10 @@ def test_databases_and_keys_of_a_study():
     accepted = set()
     for dialect in sqlalchemy.dialects.__all__:
         try:
-            found = study.database(f"{dialect}://somebody@host/name")
+            database = study.database(f"{dialect}://somebody@host/name")
         except UserError:
             continue
-        accepted.add((dialect, found.drivername))
+        accepted.add((dialect, database.drivername))
     assert accepted == {("sqlite", "sqlite"), ("postgresql", "postgresql+psycopg")}
     for url in (
         "sqlite+pysqlite:///x",
@@ -599,8 +616,6 @@ async def _status_without_key(application, method, path) -> int:
         "method": method,
         "path": path,
         "raw_path": path.encode(),
-    }
-    scope |= {
         "query_string": b"",
         "headers": [(b"host", b"localhost")],
         "scheme": "http",
@@ -612,10 +627,11 @@ async def _status_without_key(application, method, path) -> int:
 
 def test_routes_methods_and_what_needs_no_key():
     application = app.make_app(mock.Mock(), "tiny", keys=["the key"])
-    asked = set()
+    routes = set()
     for route in application.routes:
-        asked |= {(method, route.path) for method in route.methods - {"HEAD"}}
-    assert asked == {
+        for method in route.methods - {"HEAD"}:
+            routes.add((method, route.path))
+    assert routes == {
         ("POST", "/v1/completions"),
         ("GET", "/v1/models"),
         ("GET", "/v1/models/{name:path}"),
@@ -632,11 +648,11 @@ def test_routes_methods_and_what_needs_no_key():
         ("GET", "/openapi.json"),
         ("GET", "/"),
     }
-    status = {
-        (method, path): asyncio.run(_status_without_key(application, method, path))
-        for method, path in asked
-    }
-    open_to_all = {path for (_, path), code in status.items() if code != 401}
+
+    open_to_all = set()
+    for method, path in routes:
+        if asyncio.run(_status_without_key(application, method, path)) != 401:
+            open_to_all.add(path)
     assert open_to_all == {"/healthz", "/readyz", "/openapi.json", "/"}
 
 
