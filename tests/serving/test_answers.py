@@ -1,5 +1,5 @@
-"""Tests how answers are written: what they cost, in pieces, with names that are kept, only while
-somebody waits.
+"""Tests how answers are written: in pieces, with each token decoded once, and only while a client
+waits.
 """
 
 import concurrent.futures
@@ -44,33 +44,38 @@ def vocabulary():
 
 
 def pieces(count, *, size=64):
-    """Pieces of random bytes, most of them no characters by themselves, with scores but for the
-    first token.
+    """Pieces of random bytes, few of which are characters by themselves.
+
+    All tokens but the first have scores.
     """
     random = np.random.default_rng(0)
-    found = [Piece("", np.asarray([97], np.int32), None, is_prompt=True)]
+    made = [Piece("", np.asarray([97], np.int32), None, is_prompt=True)]
     for _ in range(count):
         tokens = random.integers(0, 256, size).astype(np.int32)
         top_logprobs = -random.random((size, 5)).astype(np.float32)
         top_logprobs[0, 3:] = -np.inf
         top_tokens = random.integers(0, 256, (size, 5)).astype(np.int32)
         scores = Scores(random.random(size).astype(np.float32), top_logprobs, top_tokens)
-        found.append(Piece('a "text"\n', tokens, scores))
-    return [*found[:-1], found[-1]._replace(end="length")]
+        made.append(Piece('a "text"\n', tokens, scores))
+    made[-1] = made[-1]._replace(end="length")
+    return made
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 1, 5])
 @pytest.mark.parametrize("echo", [False, True])
 def test_an_answer_in_pieces_is_the_one_at_once(vocabulary, logprobs, echo):
     prompt = Prompt(np.asarray([97, 195], np.int32), max_tokens=9, echo=echo)
-    given = pieces(5)
-    expected = protocol.ChoiceWriter(2, prompt, vocabulary, logprobs).json_of(given)
+    choice = pieces(5)
+    expected = protocol.ChoiceWriter(2, prompt, vocabulary, logprobs).json_of(choice)
+
     writer = protocol.ChoiceWriter(2, prompt, vocabulary, logprobs)
-    assert writer.whole(given, lambda: None) == json.dumps(expected).encode()
+    answer = writer.whole(choice, lambda: None)
+
+    assert answer == json.dumps(expected).encode()
     assert writer.written == 5 * 64
 
 
-def test_a_token_is_decoded_once(vocabulary, monkeypatch):
+def test_a_token_is_decoded_once(vocabulary):
     names = protocol.TokenNames(vocabulary)
     prompt = Prompt(np.asarray([97], np.int32), max_tokens=9)
     for index in range(3):
@@ -78,10 +83,17 @@ def test_a_token_is_decoded_once(vocabulary, monkeypatch):
         writer.whole(pieces(20), lambda: None)
     assert len(calls) <= 256
 
+
+def test_few_names_of_tokens_are_kept(vocabulary, monkeypatch):
     monkeypatch.setattr(protocol, "_MOST_NAMES", 10)
     names = protocol.TokenNames(vocabulary)
-    assert [names.of(token) for token in range(256)] == [names.of(token) for token in range(256)]
-    assert names.of(255) == (b"\xff", "bytes:\\xff") and names.of(97) == (b"a", "a")
+
+    first = [names.of(token) for token in range(256)]
+    second = [names.of(token) for token in range(256)]
+
+    assert second == first
+    assert first[97] == (b"a", "a")
+    assert first[255] == (b"\xff", "bytes:\\xff")
     assert len(names._kept) == 10
 
 
@@ -91,51 +103,62 @@ def test_a_prompt_is_decoded_once_for_all_samples(vocabulary):
         {"prompt": [97] * 1000, "n": 100, "max_tokens": 1}
     )
     run = completion.CompletionRun(made, body, model="tiny", names=protocol.TokenNames(vocabulary))
-    assert len(run._writers) == 100 and calls == [1000]
+    assert len(run._writers) == 100
+    assert calls == [1000]
 
 
-# A body, and the tokens that it counts: a prompt of 10 tokens, and 3 to write.
-SIZES = [
-    ({}, 10 + 3),
-    ({"n": 4}, 10 + 4 * 3),
-    ({"echo": True}, 10 + 3),
-    ({"n": 4, "echo": True}, 4 * (10 + 3)),
-    ({"prompt": [[1] * 10, [1] * 20], "n": 2, "echo": True}, 2 * (10 + 3) + 2 * (20 + 3)),
-    ({"logprobs": 0}, 10 + 2 * 3),
-    ({"logprobs": 1}, 10 + 2 * 3),
-    ({"logprobs": 5}, 10 + 6 * 3),
-    ({"n": 4, "echo": True, "logprobs": 5}, 6 * 4 * (10 + 3)),
-    ({"n": 4, "echo": True, "logprobs": 1, "max_tokens": 0}, 2 * 4 * 10),
-]
+TWO_PROMPTS = [[1] * 10, [1] * 20]
 
 
-@pytest.mark.parametrize(("changes", "size"), SIZES)
+# What changes in a body with a prompt of 10 tokens and 3 to write, and the tokens that it counts.
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({}, 10 + 3),
+        ({"n": 4}, 10 + 4 * 3),
+        ({"echo": True}, 10 + 3),
+        ({"n": 4, "echo": True}, 4 * (10 + 3)),
+        ({"prompt": TWO_PROMPTS, "n": 2, "echo": True}, 2 * (10 + 3) + 2 * (20 + 3)),
+        ({"logprobs": 0}, 10 + 2 * 3),
+        ({"logprobs": 1}, 10 + 2 * 3),
+        ({"logprobs": 5}, 10 + 6 * 3),
+        ({"n": 4, "echo": True, "logprobs": 5}, 6 * 4 * (10 + 3)),
+        ({"n": 4, "echo": True, "logprobs": 1, "max_tokens": 0}, 2 * 4 * 10),
+    ],
+    ids=str,
+)
 def test_what_is_written_counts(changes, size):
     body = protocol.CompletionBody.model_validate({"prompt": [1] * 10, "max_tokens": 3} | changes)
-    assert protocol.prompts_of(body, tiny_model.VOCABULARY, ServerLimits(tokens=size))
-    error = refused(
-        400, protocol.prompts_of, body, tiny_model.VOCABULARY, ServerLimits(tokens=size - 1)
-    )
-    assert (error.code, error.param) == ("too_many_tokens", "prompt") and f"got {size}" in str(
-        error
-    )
+    enough = ServerLimits(tokens=size)
+    too_few = ServerLimits(tokens=size - 1)
+
+    assert protocol.prompts_of(body, tiny_model.VOCABULARY, enough)
+    error = refused(400, protocol.prompts_of, body, tiny_model.VOCABULARY, too_few)
+
+    assert error.code == "too_many_tokens"
+    assert error.param == "prompt"
+    assert f"got {size}" in str(error)
 
 
 @pytest.fixture(scope="module")
 def running():
-    with server(limits=LIMITS) as found:
-        yield found
+    """The port of a server, and its engine."""
+    with server(limits=LIMITS) as port_and_engine:
+        yield port_and_engine
 
 
 @pytest.fixture
 def written(monkeypatch):
-    """Counts the pieces that are written."""
-    found = []
+    """A list with an entry for each piece that is written."""
+    entries = []
     json_of = protocol.ChoiceWriter.json_of
-    monkeypatch.setattr(
-        protocol.ChoiceWriter, "json_of", lambda *given: found.append(1) or json_of(*given)
-    )
-    return found
+
+    def counted(writer, piece):
+        entries.append(1)
+        return json_of(writer, piece)
+
+    monkeypatch.setattr(protocol.ChoiceWriter, "json_of", counted)
+    return entries
 
 
 def test_a_large_answer_is_not_written_for_a_client_that_has_left(running, written):
@@ -147,7 +170,9 @@ def test_a_large_answer_is_not_written_for_a_client_that_has_left(running, writt
         wait_until(lambda: '{status="499"} 1.0' in ask(port, "/metrics")[1])
         through.set()
         wait_until(lambda: not completion._WRITERS._work_queue.qsize())
-    assert ask(port, "/v1/completions", LARGE | {"n": 1})[0] == 200
+    status, answer = ask(port, "/v1/completions", LARGE | {"n": 1})
+
+    assert status == 200, answer
     assert made.counters.ended["length"] == before + 5, "the model had done its work"
     assert len(written) < 3 + 1 + 20, "40 pieces of the first answer, 10 of the second"
 
@@ -160,12 +185,13 @@ def test_a_large_answer_is_not_written_when_its_time_is_over(running, written, m
     monkeypatch.setattr(completion, "time", clock)
     pieces_written = gate(protocol.ChoiceWriter, "json_of", call=3)
     with concurrent.futures.ThreadPoolExecutor(1) as pool, pieces_written as (reached, through):
-        found = pool.submit(ask, port, "/v1/completions", LARGE)
+        request = pool.submit(ask, port, "/v1/completions", LARGE)
         assert reached.wait(SECONDS)
         late = LIMITS.seconds
         through.set()
-        status, answer = found.result(SECONDS)
-    assert (status, answer["error"]["code"]) == (504, "timeout")
+        status, answer = request.result(SECONDS)
+    assert status == 504, answer
+    assert answer["error"]["code"] == "timeout"
     assert len(written) == 3
 
 
@@ -176,26 +202,27 @@ def test_a_large_answer_is_cut_off_with_the_server(written):
         concurrent.futures.ThreadPoolExecutor(1) as pool,
         pieces_written as (reached, through),
     ):
-        found = pool.submit(ask, port, "/v1/completions", LARGE)
+        request = pool.submit(ask, port, "/v1/completions", LARGE)
         assert reached.wait(SECONDS)
         made.cut_off()
         through.set()
-        status, answer = found.result(SECONDS)
-    assert (status, answer["error"]["code"]) == (503, "unavailable")
+        status, answer = request.result(SECONDS)
+    assert status == 503, answer
+    assert answer["error"]["code"] == "unavailable"
     assert len(written) == 3
 
 
 def test_the_page_knows_what_the_server_answers():
-    """A lost session is forgotten, so that the next text begins anew.
+    """It forgets a lost session, so that the next text begins from scratch.
 
-    One in use is waited for, but not forever.
+    It waits for a session that is in use, but not forever.
     """
     page = importlib.resources.files("txl_jax.serving").joinpath("page.html").read_text()
     with pytest.raises(RequestError) as raised:
         SessionStore(limit=1, limit_per_owner=1, seconds=1).get("5f00", "")
-    assert (
-        re.search(r'if \(error\.code === "(\w+)"\) session = null;', page)[1] == raised.value.code
-    )
+    forgets = re.search(r'if \(error\.code === "(\w+)"\) session = null;', page)
+    assert forgets[1] == raised.value.code
+
     milliseconds = int(re.search(r"const BUSY_MILLISECONDS = (\d+);", page)[1])
     assert 1000 < milliseconds <= 30_000
     assert "if (response.status !== 409 || Date.now() > until) return checked(response);" in page

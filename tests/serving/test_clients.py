@@ -11,10 +11,11 @@ DOCUMENTS = ["abc def gab", "a", "bad cafe fade " * 6]
 PAIRS = [("abc", " def"), ("", "gab"), ("ab\ncd", "abcdef")]
 
 
-def requests(kind, *arguments):
+def requests(kind, arguments):
+    """The harness's requests of a kind, with the arguments of each."""
     from lm_eval.api.instance import Instance
 
-    return [Instance(kind, {}, arguments=each, idx=index) for index, each in enumerate(arguments)]
+    return [Instance(kind, {}, arguments=words, idx=index) for index, words in enumerate(arguments)]
 
 
 @pytest.fixture(scope="module")
@@ -22,36 +23,41 @@ def harness():
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     with server() as (port, _):
-        options = {
-            "base_url": f"http://127.0.0.1:{port}/v1/completions",
-            "tokenizer_backend": "remote",
-        }
-        # It reads the id 0 of `bos_token` as none.
-        options |= {"custom_prefix_token_id": 0, "max_gen_toks": 9}
-        yield LocalCompletionsAPI(model="tiny", batch_size=2, max_length=10_000, **options)
+        yield LocalCompletionsAPI(
+            model="tiny",
+            batch_size=2,
+            max_length=10_000,
+            base_url=f"http://127.0.0.1:{port}/v1/completions",
+            tokenizer_backend="remote",
+            custom_prefix_token_id=0,  # It reads the id 0 of `bos_token` as none.
+            max_gen_toks=9,
+        )
 
 
 @pytest.mark.nightly(part="lm_eval")
-def test_log_likelihoods_are_those_of_the_library(harness):
+def test_rolling_log_likelihoods_are_those_of_the_library(harness):
     model = tiny_model.make()
-    first = int(model.vocabulary.start[0])
-    found = harness.loglikelihood_rolling(
-        requests("loglikelihood_rolling", *((text,) for text in DOCUMENTS))
-    )
-    np.testing.assert_allclose(
-        found, [-each.nats for each in model.score(DOCUMENTS, first=first)], rtol=1e-5
-    )
-    greedy = [(text, model.generate([text], settings())[0]) for text in ("abc", "g")]
-    found = harness.loglikelihood(requests("loglikelihood", *PAIRS, *greedy))
-    expected = model.score_continuations([*PAIRS, *greedy])
-    np.testing.assert_allclose(
-        [each[0] for each in found], [each.logprob for each in expected], rtol=1e-5
-    )
-    assert (
-        [each[1] for each in found]
-        == [each.is_greedy for each in expected]
-        == [False] * 3 + [True] * 2
-    )
+    arguments = [(text,) for text in DOCUMENTS]
+    rolling = harness.loglikelihood_rolling(requests("loglikelihood_rolling", arguments))
+
+    totals = model.score(DOCUMENTS, first=int(model.vocabulary.start[0]))
+    np.testing.assert_allclose(rolling, [-total.nats for total in totals], rtol=1e-5)
+
+
+@pytest.mark.nightly(part="lm_eval")
+def test_log_likelihoods_of_continuations_are_those_of_the_library(harness):
+    model = tiny_model.make()
+    pairs = list(PAIRS)
+    for text in ("abc", "g"):
+        pairs.append((text, model.generate([text], settings())[0]))
+
+    answers = harness.loglikelihood(requests("loglikelihood", pairs))
+
+    expected = model.score_continuations(pairs)
+    logprobs = [logprob for logprob, _ in answers]
+    np.testing.assert_allclose(logprobs, [score.logprob for score in expected], rtol=1e-5)
+    assert [is_greedy for _, is_greedy in answers] == [False, False, False, True, True]
+    assert [score.is_greedy for score in expected] == [False, False, False, True, True]
 
 
 def settings(**changes):
@@ -66,8 +72,8 @@ def test_generation_stops_at_its_strings(harness):
         ("abc", {"until": [stop], "max_gen_toks": 9}),
         ("abc", {"until": [], "temperature": 0.0}),
     ]
-    found = harness.generate_until(requests("generate_until", *arguments))
-    assert found == [
+    texts = harness.generate_until(requests("generate_until", arguments))
+    assert texts == [
         model.generate(["abc"], settings(), stop=[stop])[0],
         model.generate(["abc"], settings())[0],
     ]
@@ -75,30 +81,31 @@ def test_generation_stops_at_its_strings(harness):
 
 @pytest.mark.nightly(part="openai")
 def test_it_reads_texts_scores_models_and_streams():
+    """The client of OpenAI reads the same as a plain request, at once and as a stream."""
     import openai
 
+    body = {
+        "model": "tiny",
+        "prompt": ["abc", "h"],
+        "n": 2,
+        "max_tokens": 23,
+        "seed": 1,
+        "logprobs": 2,
+    }
     with (
         server(keys=("secret",)) as (port, _),
         openai.OpenAI(
             base_url=f"http://127.0.0.1:{port}/v1", api_key="secret", max_retries=0
         ) as client,
     ):
-        assert [each.id for each in client.models.list()] == ["tiny"]
-        given = {
-            "model": "tiny",
-            "prompt": ["abc", "h"],
-            "n": 2,
-            "max_tokens": 23,
-            "seed": 1,
-            "logprobs": 2,
-        }
-        whole = client.completions.create(**given)
-        found = ask(port, "/v1/completions", given, key="secret")[1]
-        assert [choice.model_dump() for choice in whole.choices] == found["choices"]
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        whole = client.completions.create(**body)
+        status, plain = ask(port, "/v1/completions", body, key="secret")
         stream = list(
-            client.completions.create(**given, stream=True, stream_options={"include_usage": True})
+            client.completions.create(**body, stream=True, stream_options={"include_usage": True})
         )
-        assert (
-            joined([event.model_dump() for event in stream]) == joined([found])
-            and stream[-1].usage == whole.usage
-        )
+
+    assert status == 200, plain
+    assert [choice.model_dump() for choice in whole.choices] == plain["choices"]
+    assert joined([event.model_dump() for event in stream]) == joined([plain])
+    assert stream[-1].usage == whole.usage
