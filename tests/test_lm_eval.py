@@ -1,4 +1,4 @@
-"""Tests the adapter of lm-evaluation-harness, offline, on a task in local files; needs the extra
+"""Tests the adapter of lm-evaluation-harness, offline, on a task in local files. Needs the extra
 `lm-eval`.
 """
 
@@ -29,13 +29,11 @@ TASK = {
     "dataset_path": "json",
     "test_split": "test",
     "output_type": "generate_until",
-}
-TASK |= {
     "doc_to_text": "{{prompt}}",
     "doc_to_target": "{{text}}",
     "metric_list": [{"metric": "exact_match"}],
+    "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 7, "do_sample": False},
 }
-TASK |= {"generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 7, "do_sample": False}}
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +45,18 @@ def lm_eval_model():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    changes, found = (
-        {"eval": EvalConfig(segment_len=8, mem_len=120, clamp_len=None, same_length=False)},
-        {},
-    )
+    """The workdirs of a run on characters and a run on words, by the kind of tokens."""
+    lengths = EvalConfig(segment_len=8, mem_len=120, clamp_len=None, same_length=False)
+    text = (TEXT * 4 + "\n").encode() * 20
+    paths = {}
     for kind in ("char", "word"):
-        folder = tmp_path_factory.mktemp(kind)
-        text = drawn_run.on_text(
-            folder, (TEXT * 4 + "\n").encode() * 20, data__tokenizer__kind=kind, **changes
+        directory = tmp_path_factory.mktemp(kind)
+        config, corpus = drawn_run.on_text(
+            directory, text, data__tokenizer__kind=kind, eval=lengths
         )
-        found[kind] = drawn_run.make(folder / "run", *text)[0].path
-    return found
+        run, _ = drawn_run.make(directory / "run", config, corpus)
+        paths[kind] = run.path
+    return paths
 
 
 def greedy(model, prompt, length):
@@ -65,14 +64,13 @@ def greedy(model, prompt, length):
 
 
 def test_a_task_of_a_file_of_ones_own_from_the_command_line(runs, tmp_path):
-    written = greedy(load(runs["word"]), "a ", 7)
-    documents = [
-        {"prompt": "a ", "text": written},
-        {"prompt": "the dog ", "text": "something else"},
-    ]
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(each) + "\n" for each in documents))
+    """One of its two texts is the model's own, so the score is a half."""
+    of_model = {"prompt": "a ", "text": greedy(load(runs["word"]), "a ", 7)}
+    of_nobody = {"prompt": "the dog ", "text": "something else"}
+    (tmp_path / "own.jsonl").write_text(f"{json.dumps(of_model)}\n{json.dumps(of_nobody)}\n")
     files = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "own.jsonl")}}}
     (tmp_path / "own.yaml").write_text(json.dumps(TASK | files))  # JSON is YAML.
+
     command = [
         sys.executable,
         "-m",
@@ -86,49 +84,69 @@ def test_a_task_of_a_file_of_ones_own_from_the_command_line(runs, tmp_path):
         f"--output={tmp_path / 'scores.json'}",
     ]
     environment = os.environ | OFFLINE | {"PYTHONPATH": str(ROOT)}
-    given = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
-    done = subprocess.run([*command, *flags], check=False, **given)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "scores.json").read_text())["results"]
-    assert found["own_generation"]["exact_match,none"] == 0.5
-    unknown = subprocess.run([*command, "--tasks=no_such_task_here"], check=False, **given)
-    assert unknown.returncode == 1 and "no_such_task_here" in unknown.stderr.splitlines()[-1]
+
+    def run(*flags):
+        return subprocess.run(
+            [*command, *flags],
+            check=False,
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+
+    ended = run(*flags)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    scores = json.loads((tmp_path / "scores.json").read_text())["results"]
+    assert scores["own_generation"]["exact_match,none"] == 0.5
+
+    ended = run("--tasks=no_such_task_here")
+    assert ended.returncode == 1, ended.stderr[-3000:]
+    assert "no_such_task_here" in ended.stderr.splitlines()[-1]
 
 
-def requests(kind, *arguments):
+def requests(kind, arguments):
+    """The harness's requests of a kind, with the arguments of each."""
     from lm_eval.api.instance import Instance
 
-    return [Instance(kind, {}, arguments=each, idx=index) for index, each in enumerate(arguments)]
+    return [Instance(kind, {}, arguments=words, idx=index) for index, words in enumerate(arguments)]
 
 
-@pytest.mark.parametrize("kind", ["char", "word"])
-def test_log_likelihoods_are_our_own(lm_eval_model, runs, kind):
-    """Rolling: of all T tokens; of a continuation: after its context, and whether it is the greedy
-    one.
-    """
+@pytest.fixture(params=["char", "word"])
+def model_and_harness(request, lm_eval_model, runs):
+    """A trained model, and the same model as the harness loads it."""
     from lm_eval.api.registry import get_model
 
-    model = load(runs[kind])
+    path = runs[request.param]
     harness = get_model("txl_jax").create_from_arg_string(
-        f"path={runs[kind]}", {"batch_size": 2, "device": None}
+        f"path={path}", {"batch_size": 2, "device": None}
     )
     assert isinstance(harness, lm_eval_model.HarnessModel)
-    rolling = harness.loglikelihood_rolling(
-        requests("loglikelihood_rolling", *((text,) for text in DOCUMENTS))
-    )
-    first = int(model.vocabulary.start[0])
-    np.testing.assert_allclose(
-        rolling, [-each.nats for each in model.score(DOCUMENTS, first=first)], rtol=1e-5
-    )
+    return load(path), harness
+
+
+def test_rolling_log_likelihoods_are_those_of_all_tokens(model_and_harness):
+    model, harness = model_and_harness
+    arguments = [(text,) for text in DOCUMENTS]
+    rolling = harness.loglikelihood_rolling(requests("loglikelihood_rolling", arguments))
+
+    totals = model.score(DOCUMENTS, first=int(model.vocabulary.start[0]))
+    np.testing.assert_allclose(rolling, [-total.nats for total in totals], rtol=1e-5)
+
+
+def test_a_continuation_has_its_log_likelihood_and_whether_it_is_greedy(model_and_harness):
+    model, harness = model_and_harness
     pairs = [
         ("the cat", " sat on the mat"),
         ("", "the dog"),
         ("the dog ", greedy(model, "the dog ", 5)),
     ]
-    found = harness.loglikelihood(requests("loglikelihood", *pairs))
-    expected = [each.logprob for each in model.score_continuations(pairs)]
-    np.testing.assert_allclose([logprob for logprob, _ in found], expected, rtol=1e-5)
-    assert [is_greedy for _, is_greedy in found] == [False, False, True]
+    answers = harness.loglikelihood(requests("loglikelihood", pairs))
+
+    logprobs = [logprob for logprob, _ in answers]
+    expected = [score.logprob for score in model.score_continuations(pairs)]
+    np.testing.assert_allclose(logprobs, expected, rtol=1e-5)
+    assert [is_greedy for _, is_greedy in answers] == [False, False, True]
 
 
 def test_generation_settings_of_a_task(lm_eval_model, runs):
@@ -136,7 +154,9 @@ def test_generation_settings_of_a_task(lm_eval_model, runs):
     settings, stop = harness._generation(
         {"until": "\n", "do_sample": False, "temperature": 0.7, "top_k": 3}
     )
-    assert settings == GenerateConfig(length=9, temperature=0.0, top_k=None) and stop == ("\n",)
+    assert settings == GenerateConfig(length=9, temperature=0.0, top_k=None)
+    assert stop == ("\n",)
+
     sampled = {
         "until": ["a", "b"],
         "do_sample": True,
@@ -146,19 +166,22 @@ def test_generation_settings_of_a_task(lm_eval_model, runs):
         "seed": 5,
     }
     settings, stop = harness._generation(sampled)
-    assert settings == GenerateConfig(
-        length=3, temperature=0.7, top_p=0.9, top_k=None, seed=5
-    ) and stop == ("a", "b")
+    assert settings == GenerateConfig(length=3, temperature=0.7, top_p=0.9, top_k=None, seed=5)
+    assert stop == ("a", "b")
+
     with pytest.raises(UserError, match="num_beams"):
         harness._generation({"num_beams": 2})
 
 
-def test_mistakes_are_refused(lm_eval_model, runs):
-    mistakes = [
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
         ("path", "/nowhere", "no run"),
         ("first", "two bytes", "9 tokens"),
         ("batch_size", "many", "'many'"),
-    ]
-    for name, value, named in (*mistakes, ("device", "cuda:0", "JAX_PLATFORMS")):
-        with pytest.raises(UserError, match=named):
-            lm_eval_model.HarnessModel(**{"path": str(runs["char"]), name: value})
+        ("device", "cuda:0", "JAX_PLATFORMS"),
+    ],
+)
+def test_mistakes_are_refused(lm_eval_model, runs, name, value, words):
+    with pytest.raises(UserError, match=words):
+        lm_eval_model.HarnessModel(**{"path": str(runs["char"]), name: value})

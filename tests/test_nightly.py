@@ -1,4 +1,4 @@
-"""Tests `.ci/nightly`: its table, the order in which parts are due, and which of them `.ci/run`
+"""Tests `.ci/nightly`: its table, the order in which parts are due, and which parts `.ci/run`
 starts.
 """
 
@@ -41,18 +41,18 @@ MARK = re.compile(r"""nightly\(part=(?:'|")(\w+)(?:'|")\)""")
 
 def marks_of_tests():
     """Returns the names of nightly parts that the tests' marks have."""
-    files = sorted((ROOT / "tests").rglob("*.py"))
-    return {
-        name for file in files if file != Path(__file__) for name in MARK.findall(file.read_text())
-    }
+    names = set()
+    for file in (ROOT / "tests").rglob("*.py"):
+        if file != Path(__file__):
+            names.update(MARK.findall(file.read_text()))
+    return names
 
 
 def test_each_mark_has_its_parts_and_each_part_its_mark():
-    selected = {
-        MARK.fullmatch(part.select)[1]
-        for part in PARTS
-        if part.select and MARK.fullmatch(part.select)
-    }
+    selected = set()
+    for part in PARTS:
+        if mark := MARK.fullmatch(part.select or ""):
+            selected.add(mark[1])
     marks = marks_of_tests()
     assert len(marks) > 10
     assert selected == marks
@@ -70,43 +70,45 @@ def test_a_row_of_the_table_is_whole(part):
 
 
 def split_parts():
-    """Returns the parts with the same tests, apart from their paths, if there is more than one."""
+    """Yields the parts with the same tests, apart from their paths, if there is more than one."""
     groups = {}
     for part in PARTS:
-        tests = (
-            part.select,
-            tuple(sorted(part.environment.items())),
-            part.constraints,
-            part.python,
-        )
+        environment = tuple(sorted(part.environment.items()))
+        tests = (part.select, environment, part.constraints, part.python)
         groups.setdefault(tests, []).append(part)
-    return {group[0].name: group for group in groups.values() if len(group) > 1}
+    for group in groups.values():
+        if len(group) > 1:
+            yield pytest.param(group, id=group[0].name)
 
 
-@pytest.mark.parametrize("name", split_parts())
-def test_the_parts_of_a_split_have_all_its_tests_once(name):
-    """All but one name paths, which that one leaves to them; so a new test is in exactly one of
-    them.
+@pytest.mark.parametrize("group", list(split_parts()))
+def test_the_parts_of_a_split_have_all_its_tests_once(group):
+    """All parts but one name paths, and that one has the rest. So a new test is in exactly one
+    part.
     """
-    group = split_parts()[name]
     [rest] = [part for part in group if not part.paths]
-    named = [path for part in group for path in part.paths]
-    assert sorted(named) == sorted(rest.rest_of)
-    for path in named:
-        inside = [other for other in named if other != path and other.startswith(path)]
-        assert inside == []
+    paths = []
+    for part in group:
+        paths.extend(part.paths)
+    assert sorted(paths) == sorted(rest.rest_of)
+    for path in paths:
+        inside = [other for other in paths if other != path and other.startswith(path)]
+        assert inside == [], path
 
 
 def test_the_newest_python_is_the_one_that_the_readme_names():
-    [(oldest, newest)] = re.findall(
-        r"Python (3\.\d+) to (3\.\d+)", (ROOT / "README.md").read_text()
-    )
+    readme = (ROOT / "README.md").read_text()
+    [(oldest, newest)] = re.findall(r"Python (3\.\d+) to (3\.\d+)", readme)
+
     by_name = {part.name: part for part in PARTS}
     assert by_name["newest"].python == newest
+
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     classifiers = re.findall(r"Python :: (3\.\d+)", settings["metadata"]["classifiers"])
-    assert [classifiers[0], classifiers[-1]] == [oldest, newest]
+    assert classifiers[0] == oldest
+    assert classifiers[-1] == newest
+
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     [matrix] = re.findall(r"python-version: (\[.*\])", workflow)
     assert json.loads(matrix) == classifiers
@@ -114,8 +116,8 @@ def test_the_newest_python_is_the_one_that_the_readme_names():
 
 @dataclasses.dataclass
 class FakeHistory:
-    """Commits named by how far they are behind HEAD; the files that changed since the oldest of
-    them.
+    """Commits named by how far they are behind HEAD, and the files that changed since the oldest
+    commit.
     """
 
     changed: tuple[str, ...] = ()
@@ -195,13 +197,16 @@ def repository(tmp_path):
 def test_git_tells_what_changed_since_a_part_passed(repository):
     folder, commits, off_branch = repository
     history = script.Git(folder)
+
     assert [history.commits_since(commit) for commit in commits] == [2, 1, 0]
     for missing in (off_branch, "0" * 40, "never"):
-        assert math.isinf(history.commits_since(missing))
+        assert math.isinf(history.commits_since(missing)), missing
+
     assert history.has_changed(commits[0], ["b.py"])
     assert not history.has_changed(commits[0], ["a.py"])
     assert history.has_changed(commits[0], ["a.py", "room/**"])
     assert not history.has_changed(commits[2], ["**"])
+
     (folder / "a.py").write_text("not committed")
     assert history.has_changed(commits[2], ["a.py"])
 
@@ -218,15 +223,15 @@ def test_a_part_is_recorded_at_a_commit_of_the_history_only(repository):
 
 def test_recording_changes_the_named_rows_only():
     text = script.TABLE.read_text()
-    first, second, *others = [part.name for part in PARTS]
-    changed = script.nightly_parts.record_passed(text, [first, second], "c0ffee")
+    expected = list(PARTS)
+    for number in (0, 1):
+        expected[number] = dataclasses.replace(PARTS[number], passed="c0ffee")
+    names = [PARTS[0].name, PARTS[1].name]
+
+    changed = script.nightly_parts.record_passed(text, names, "c0ffee")
+
     parts, machines = script.nightly_parts.read_parts(changed)
-    passed = {part.name: part.passed for part in parts}
-    assert passed[first] == passed[second] == "c0ffee"
-    assert {name: passed[name] for name in others} == {part.name: part.passed for part in PARTS[2:]}
-    assert [dataclasses.replace(part, passed="") for part in parts] == [
-        dataclasses.replace(part, passed="") for part in PARTS
-    ]
+    assert list(parts) == expected
     assert machines == MACHINES
     assert len(changed.splitlines()) == len(text.splitlines())
 
@@ -272,7 +277,9 @@ def test_parts_start_as_long_as_they_end_before_the_last_minute(capsys):
         part("long", minutes=15),
         part("short", minutes=2),
     ]
+
     assert runs.in_turns(rows, at_minute=40) == 0
+
     assert runs.started == ["one", "two", "short"]
     out = capsys.readouterr().out
     assert "ran       one, two, short\n" in out
@@ -296,33 +303,47 @@ def test_a_slower_machine_starts_fewer_parts():
 
 def test_what_the_machine_cannot_run_is_passed_over_and_not_recorded(capsys):
     runs = FakeRuns()
-    assert runs.in_turns([part("original"), part("two")], at_minute=69, missing=("original",)) == 0
+    rows = [part("original"), part("two")]
+
+    assert runs.in_turns(rows, at_minute=69, missing=("original",)) == 0
+
     assert runs.started == ["two"]
     out = capsys.readouterr().out
     assert re.findall(r"^due +(.*)$", out, re.MULTILINE) == ["original: not run: it is missing"]
     assert "--passed two --at" in out
 
 
+# The number of the attempt, and the first line of what the part wrote.
+SHOWN_OUTPUT = r"===== output of one, attempt (\d) =====\n(.*)\n"
+
+
 def test_a_part_that_fails_once_is_repeated_and_its_output_shown(capsys):
     runs = FakeRuns(codes={"one": [1, 0]})
     assert runs.in_turns([part("one"), part("two")], at_minute=30) == 0
     assert runs.started == ["one", "one", "two"]
-    outputs = re.findall(
-        r"===== output of one, attempt (\d) =====\n(.*)\n", capsys.readouterr().out
-    )
+    outputs = re.findall(SHOWN_OUTPUT, capsys.readouterr().out)
     assert outputs == [("1", "test of one, start 1")]
 
 
-@pytest.mark.parametrize(("codes", "starts"), [([1, 2], 2), ([None], 1)])
-def test_a_part_that_fails_twice_or_hangs_fails_the_run_with_its_outputs(capsys, codes, starts):
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        pytest.param(
+            [1, 2],
+            [("1", "test of one, start 1"), ("2", "test of one, start 2")],
+            id="fails twice",
+        ),
+        pytest.param([None], [("1", "test of one, start 1")], id="hangs"),
+    ],
+)
+def test_a_part_that_fails_twice_or_hangs_fails_the_run_with_its_outputs(capsys, codes, expected):
     runs = FakeRuns(codes={"one": codes})
+
     assert runs.in_turns([part("one"), part("two")], at_minute=30) == 1
-    assert runs.started == ["one"] * starts
+
+    assert runs.started == ["one"] * len(expected)
     out = capsys.readouterr().out
-    outputs = re.findall(r"===== output of one, attempt (\d) =====\n(.*)\n", out)
-    assert outputs == [
-        (str(number + 1), f"test of one, start {number + 1}") for number in range(starts)
-    ]
+    assert re.findall(SHOWN_OUTPUT, out) == expected
     assert "--passed" not in out
 
 
