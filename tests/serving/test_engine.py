@@ -58,7 +58,7 @@ class Content:
     prompt: list[int]
     text: str
     end: str
-    nats: list[float]  # Of the prompt and of the tokens, as far as they were asked for.
+    nats: list[float]  # The prompt's and the tokens', if they were asked for.
 
 
 def content(result):
@@ -94,8 +94,9 @@ def test_many_completions_get_what_each_gets_alone(made):
 
 @pytest.mark.parametrize("length", [1, 130])
 def test_a_prompt_is_read_once_for_all_its_samples(made, length):
-    """Six samples in four rows are the library's samples. The scores of the prompt are those of one
-    sample by itself.
+    """Six samples in four rows are the library's samples.
+
+    The prompt has the same scores as with one sample.
     """
     prompt = Prompt(ids(length), 12, n=6, seed=3, logprobs=True, echo=True)
     before = made.counters.read

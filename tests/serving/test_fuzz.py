@@ -1,5 +1,5 @@
-"""Fuzzes the HTTP surface: no answer of 500, no hang, nothing left in rows, no memory and no file
-left.
+"""Fuzzes the HTTP surface: no answer has status 500, nothing hangs, and rows, memory and files are
+free afterwards.
 """
 
 import collections
@@ -26,41 +26,50 @@ from support.http_server import (
 from support.serving import SECONDS
 from txl_jax.serving.engine import ServerLimits
 
-FEW, SESSIONS = ServerLimits(body_bytes=5000, tokens=100, new_tokens=20, choices=6), 3
+FEW = ServerLimits(body_bytes=5000, tokens=100, new_tokens=20, choices=6)
+SESSIONS = 3
 # Halves of surrogate pairs among them.
 TEXT = st.text(st.characters(exclude_categories=()), max_size=8)
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=8,
+LEAF = st.none() | st.booleans() | st.integers() | st.floats() | TEXT
+
+
+def containers(inner):
+    return st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3)
+
+
+JSON = st.recursive(LEAF, containers, max_leaves=8)
+BAD_VALUES = JSON | st.sampled_from([-1, 0, 1, 2, 1e308, -0.0, "", [], {}, True, 1 << 65])
+PROMPT = st.text("abcdefghijk \n", max_size=12) | st.lists(
+    st.integers(0, 12), min_size=1, max_size=9
 )
-WRONG = JSON | st.sampled_from([-1, 0, 1, 2, 1e308, -0.0, "", [], {}, True, 1 << 65])
-FIELDS = {
-    "prompt": st.text("abcdefghijk \n", max_size=12)
-    | st.lists(st.integers(0, 12), min_size=1, max_size=9),
+STOP = st.text("abc", max_size=3) | st.lists(st.text(max_size=3), max_size=3)
+INCLUDE_USAGE = st.fixed_dictionaries({}, optional={"include_usage": st.booleans()})
+SAMPLING = {
     "max_tokens": st.integers(1, 20),
     "temperature": st.floats(0, 2),
     "top_p": st.floats(0.01, 1),
     "n": st.integers(1, 3),
-    "stop": st.text("abc", max_size=3) | st.lists(st.text(max_size=3), max_size=3),
     "seed": st.integers(-(1 << 63), (1 << 63) - 1),
+}
+FIELDS = SAMPLING | {
+    "prompt": PROMPT,
+    "stop": STOP,
     "echo": st.booleans(),
     "logprobs": st.integers(0, 5),
     "stream": st.booleans(),
-    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
+    "stream_options": INCLUDE_USAGE,
     "model": st.just("tiny"),
 }
 SESSION = st.fixed_dictionaries(
     {"session": st.sampled_from(["SESSION", "SESSION", "0" * 32]), "n": st.just(1)}
 )
-RIGHT = st.fixed_dictionaries({}, optional=FIELDS)
-IN_SESSION = st.builds(dict.__or__, RIGHT, SESSION)
-MISTAKES = st.dictionaries(st.sampled_from([*FIELDS, "session", "prompts"]), WRONG, max_size=2)
-ODD = st.builds(dict.__or__, RIGHT | IN_SESSION, MISTAKES)  # All right but one or two fields.
-BODIES = st.sampled_from([RIGHT, IN_SESSION, ODD, ODD, st.dictionaries(TEXT, JSON, max_size=4)])
-RAW = BODIES.flatmap(lambda bodies: bodies.map(lambda body: json.dumps(body).encode())) | st.binary(
-    max_size=300
-)
+VALID = st.fixed_dictionaries({}, optional=FIELDS)
+IN_SESSION = st.builds(dict.__or__, VALID, SESSION)
+MISTAKES = st.dictionaries(st.sampled_from([*FIELDS, "session", "prompts"]), BAD_VALUES, max_size=2)
+ODD = st.builds(dict.__or__, VALID | IN_SESSION, MISTAKES)  # All valid but one or two fields.
+BODIES = st.sampled_from([VALID, IN_SESSION, ODD, ODD, st.dictionaries(TEXT, JSON, max_size=4)])
+ENCODED = BODIES.flatmap(lambda bodies: bodies.map(lambda body: json.dumps(body).encode()))
+RAW = ENCODED | st.binary(max_size=300)
 ONE = "/v1/sessions/SESSION"
 USUAL = (
     ["POST /v1/completions"] * 12
@@ -87,16 +96,20 @@ def check(method, path, status, content):
     if status >= 400 and method != "HEAD":
         assert json.loads(content)["error"]["message"]
     elif (method, path, status) == ("POST", "/v1/completions", 200):
-        parts = events(content.decode()) if content.startswith(b"data: ") else [json.loads(content)]
-        reasons = {choice["finish_reason"] for part in parts for choice in part["choices"]}
-        assert reasons <= {"stop", "length", None}
+        is_stream = content.startswith(b"data: ")
+        parts = events(content.decode()) if is_stream else [json.loads(content)]
+        for part in parts:
+            for choice in part["choices"]:
+                assert choice["finish_reason"] in ("stop", "length", None), choice
 
 
 def fuzz(port, examples):
-    """Sends requests, and waits until all rows are free; returns the number of answers of each
-    status.
+    """Sends requests, and waits until all rows are free.
+
+    Returns the number of answers by status.
     """
-    sessions, statuses = [], collections.Counter()
+    sessions = []
+    statuses = collections.Counter()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
 
     @hypothesis.given(target=TARGETS, kind=TYPES, body=RAW)
@@ -106,10 +119,9 @@ def fuzz(port, examples):
     def send(target, kind, body):
         name = sessions[-1] if sessions else "none"
         method, path = target.replace("SESSION", name).split()
+        body = body.replace(b"SESSION", name.encode())
         try:
-            connection.request(
-                method, path, body.replace(b"SESSION", name.encode()), {"Content-Type": kind}
-            )
+            connection.request(method, path, body, {"Content-Type": kind})
             response = connection.getresponse()
             content = response.read()
         except (http.client.HTTPException, OSError):
@@ -127,13 +139,12 @@ def fuzz(port, examples):
     connection.close()
     wait_idle(port)
     assert ask(port, "/readyz")[0] == 200
-    found = ask(port, "/v1/sessions")[1]["data"]
-    names = {each["id"] for each in found}  # Others have made room.
-    assert (
-        names <= {*sessions} and len(names) <= SESSIONS and not any(each["busy"] for each in found)
-    )
-    for name in names:
-        assert ask(port, f"/v1/sessions/{name}", method="DELETE")[0] == 200
+    kept = ask(port, "/v1/sessions")[1]["data"]  # Others have made room.
+    assert len(kept) <= SESSIONS
+    for session in kept:
+        assert session["id"] in sessions
+        assert not session["busy"], session
+        assert ask(port, f"/v1/sessions/{session['id']}", method="DELETE")[0] == 200
     return statuses
 
 
@@ -141,7 +152,8 @@ def fuzz(port, examples):
 def test_many_requests_at_random():
     with in_its_own_process(num_sessions=SESSIONS, limits=FEW) as (port, process):
         fuzz(port, 1000)
-        before, start = resources(process), time.monotonic()
+        before = resources(process)
+        start = time.monotonic()
         statuses = fuzz(port, 10_000)
         print(dict(sorted(statuses.items())), f"{time.monotonic() - start:.0f} s;", end=" ")
         assert sum(statuses.values()) >= 10_000
@@ -158,9 +170,10 @@ expected-statuses = ["400", "404", "405", "409", "413", "415", "422", "429", "5x
 
 @pytest.mark.nightly(part="long")
 def test_requests_made_from_its_schema(tmp_path):
-    """By schemathesis.
+    """Schemathesis makes them.
 
-    Data that the schema allows may be refused: an id that the vocabulary lacks, too many tokens.
+    Data that the schema allows may be rejected, such as an id that the vocabulary lacks or too many
+    tokens.
     """
     (tmp_path / "schemathesis.toml").write_text(SCHEMATHESIS)
     checks = "not_a_server_error,content_type_conformance,negative_data_rejection"
@@ -176,10 +189,10 @@ def test_requests_made_from_its_schema(tmp_path):
 
         def send(examples):
             run = [*command, f"--max-examples={examples}"]
-            found = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
-            assert found.returncode == 0, found.stdout + found.stderr
+            ended = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
+            assert ended.returncode == 0, ended.stdout + ended.stderr
             wait_idle(port)
-            return found.stdout
+            return ended.stdout
 
         send(50)
         before = resources(process)

@@ -1,5 +1,5 @@
-"""Tests clients that leave early: before their first piece, while their prompt is read, before they
-are understood.
+"""Tests clients that leave early: while they wait for a row, while their prompt is read, and before
+their request is understood.
 """
 
 import asyncio
@@ -24,25 +24,31 @@ LIMITS = ServerLimits(tokens=5000, new_tokens=4000)
 
 @pytest.fixture
 def running():
-    with server(limits=LIMITS) as found:
-        yield found
+    """The port of a server, and its engine."""
+    with server(limits=LIMITS) as port_and_engine:
+        yield port_and_engine
 
 
 @pytest.fixture
 def session(running):
     """A session with a text.
 
-    At the end one request was ended, and the session is as before and can be used.
+    At the end of the test one request was ended, and the session is as before and can be used.
     """
     port, made = running
     name = ask(port, "/v1/sessions", {})[1]["id"]
     assert complete(port, session=name, max_tokens=5)[0] == 200
-    found = made.store.get(name, "")
-    state, written = found.state, made.counters.written
-    yield found
+    opened = made.store.get(name, "")
+    state = opened.state
+    written = made.counters.written
+
+    yield opened
+
     wait_until(lambda: not (made.num_busy or made.num_waiting))
-    assert made.counters.ended["cancelled"] == 1 and made.counters.written < written + 1000
-    assert not found.busy and found.state is state
+    assert made.counters.ended["cancelled"] == 1
+    assert made.counters.written < written + 1000
+    assert not opened.busy
+    assert opened.state is state
 
 
 def body(session, **changes):
@@ -51,21 +57,23 @@ def body(session, **changes):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_while_it_waits_for_a_row(running, session, stream):
-    """The other, which is writing, is not disturbed."""
+    """The client whose text is written at the same time is not disturbed."""
     port, made = running
     neighbour = {"max_tokens": 60, "seed": 4, "logprobs": 1}
-    alone = complete(port, **neighbour)[1]["choices"]
+    expected = complete(port, **neighbour)[1]["choices"]
     with (
         gate(made.step, "write") as (reached, through),
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
-        other = pool.submit(complete, port, **neighbour)
+        request = pool.submit(complete, port, **neighbour)
         assert reached.wait(SECONDS)
         with left(port, body(session, stream=stream)):
             wait_until(lambda: made.num_waiting)
         wait_until(lambda: made._waiting[0].cancelled)
         through.set()
-        assert other.result(SECONDS)[1]["choices"] == alone
+        status, answer = request.result(SECONDS)
+    assert status == 200, answer
+    assert answer["choices"] == expected
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -88,7 +96,7 @@ def test_before_the_request_is_understood(running, session, stream):
     with gate(protocol, "prompts_of") as (reached, through):
         with left(port, body(session, stream=stream)):
             assert reached.wait(SECONDS)
-        time.sleep(0.2)  # The server's loop takes note; nothing shows that it has.
+        time.sleep(0.2)  # The server's loop notices it. Nothing shows when it has.
         through.set()
         wait_until(lambda: made.counters.ended["cancelled"])
 
@@ -108,7 +116,10 @@ def test_before_the_response_begins(running, session):
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.4"},
         "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": headers,
     }
-    scope |= {"method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
     with contextlib.suppress(ClientDisconnect):
         asyncio.run(make_app(running[1], "tiny")(scope, receive, send))

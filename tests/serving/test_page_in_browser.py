@@ -1,4 +1,4 @@
-"""Tests pages in a browser: the server's own writes texts, and a page of another site gets nothing
+"""Tests pages in a browser: the server's page writes texts, and a page of another site gets nothing
 from the server.
 """
 
@@ -25,8 +25,9 @@ MILLISECONDS = 120_000
 
 @pytest.fixture(scope="module")
 def running():
-    with server(keys=("secret",)) as found:
-        yield found
+    """The port of a server, and its engine."""
+    with server(keys=("secret",)) as port_and_engine:
+        yield port_and_engine
 
 
 @pytest.fixture(scope="module")
@@ -38,34 +39,31 @@ def port(running):
 def browser():
     from playwright import sync_api
 
-    chromium = next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-    )
-    assert chromium, "there is no Chromium on the PATH"
-    with sync_api.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=chromium, args=SWITCHES)
-        yield found
-        found.close()
+    names = ("chromium", "chromium-browser", "google-chrome")
+    programs = [path for path in map(shutil.which, names) if path is not None]
+    assert programs, f"none of {names} is on the PATH"
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=programs[0], args=SWITCHES)
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture
 def page(browser, port):
-    """The page with its key typed in; it has logged no error at the end."""
-    found = browser.new_page()
-    found.set_default_timeout(MILLISECONDS)
+    """The page with its key typed in. At the end of the test it has logged no error."""
+    opened = browser.new_page()
+    opened.set_default_timeout(MILLISECONDS)
     errors = []
-    found.on("pageerror", lambda error: errors.append(str(error)))
-    found.goto(f"http://127.0.0.1:{port}/")
-    found.fill("#key", "secret")
-    yield found
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.goto(f"http://127.0.0.1:{port}/")
+    opened.fill("#key", "secret")
+    yield opened
     assert errors == []
-    found.close()
+    opened.close()
 
 
 def until(page, condition):
-    """Waits for a condition in JavaScript; the page's policy allows no polling of strings in
-    itself.
-    """
+    """Waits for a condition in JavaScript. The page's policy allows it no polling of strings."""
     end = time.monotonic() + MILLISECONDS / 1000
     while not page.evaluate(condition):
         assert time.monotonic() < end, page.text_content("#state")
@@ -98,9 +96,11 @@ def test_texts_stream_and_go_on_in_a_session(page, port):
     write(page, "")
     until(page, "document.querySelector('.written').textContent.length === 60")
     until(page, "!document.querySelector('#write').disabled")
+
     body = {"prompt": "abc", "max_tokens": 60, "temperature": 0}
-    expected = ask(port, "/v1/completions", body, key="secret")[1]["choices"][0]["text"]
-    assert page.text_content("#text") == "abc" + expected
+    status, answer = ask(port, "/v1/completions", body, key="secret")
+    assert status == 200, answer
+    assert page.text_content("#text") == "abc" + answer["choices"][0]["text"]
     assert [*sessions(port).values()] == [63]
     page.click("#new")
     until(page, "document.querySelector('#text').textContent === ''")
@@ -119,9 +119,10 @@ def test_pieces_are_shown_while_more_come_and_stop_ends_them(page, running):
 
 
 def sessions(port):
-    return {
-        each["id"]: each["tokens"] for each in ask(port, "/v1/sessions", key="secret")[1]["data"]
-    }
+    """The number of tokens of each session, by its name."""
+    status, answer = ask(port, "/v1/sessions", key="secret")
+    assert status == 200, answer
+    return {session["id"]: session["tokens"] for session in answer["data"]}
 
 
 # How a text ends before it is written: (what is done to its page, whether the page is still there).
@@ -181,7 +182,7 @@ def test_a_stopped_text_and_a_lost_session_do_not_hinder_the_next_text(page, run
 
 
 def test_a_session_that_stays_in_use_is_an_error(page, running):
-    """As of a copy of the page in another tab, whose text is long."""
+    """For example, a copy of the page in another tab uses it, whose text is long."""
     with writing(page, running[1]):
         page.click("#stop")
         write(page, "abc", max_tokens=10)
@@ -201,7 +202,7 @@ def test_errors_are_shown(page):
     until(page, "document.querySelector('#state').textContent.includes('cannot be read')")
 
 
-# The statuses of what a page tries with an address, 0 for an answer that it cannot read.
+# The statuses of a page's requests to an address, 0 for an answer that it cannot read.
 TRIES = """address => {
   const headers = {"Content-Type": "application/json"};
   const tries = [
@@ -253,16 +254,16 @@ def test_another_page_cannot_show_the_page_in_a_frame(browser, port):
 
 
 def test_a_page_of_another_site_gets_nothing(browser):
-    """From the server's address and a name for it, and as a page whose own name now means the
-    server's address.
+    """It asks at the server's address, at a name for it, and under its own name.
+
+    Its own name then means the server's address.
     """
     with server() as (port, made):
         page = browser.new_page()
         page.goto(f"http://127.0.0.1:{port}/")
-        assert (
-            page.evaluate(TRIES, "") == [200, 200, 200, 404, 201, 415]
-            and made.store.num_sessions == 1
-        )
+        assert page.evaluate(TRIES, "") == [200, 200, 200, 404, 201, 415]
+        assert made.store.num_sessions == 1
+
         page.route(
             "**/page",
             lambda route: route.fulfill(content_type="text/html", body="<title>evil</title>"),

@@ -1,4 +1,4 @@
-"""Tests the program: what its flags change, and as a process start, requests, SIGTERM, refusals."""
+"""Tests the serve command: what its flags change, and its process, from start to SIGTERM."""
 
 import asyncio
 import concurrent.futures
@@ -31,9 +31,11 @@ TEXT = b"the cat sat on the mat and the dog ran\n"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    drawn_run.make(folder / "mine", *drawn_run.on_text(folder, TEXT * 50))
-    return folder / "mine"
+    """The workdir of a run that can be served."""
+    directory = tmp_path_factory.mktemp("run")
+    config, corpus = drawn_run.on_text(directory, TEXT * 50)
+    drawn_run.make(directory / "mine", config, corpus)
+    return directory / "mine"
 
 
 @pytest.fixture(scope="module")
@@ -42,30 +44,37 @@ def compiled(tmp_path_factory):
 
 
 def written(port, **body):
-    return complete(port, temperature=0, **body)[1]["choices"][0]["text"]
+    """The text that the server writes."""
+    status, answer = complete(port, temperature=0, **body)
+    assert status == 200, answer
+    return answer["choices"][0]["text"]
 
 
 # What becomes of each flag
 
 
 class Server:
-    """In place of uvicorn's server: gets SIGTERM and ends."""
+    """Takes the place of uvicorn's server: gets SIGTERM and ends."""
 
-    found: dict
+    passed: dict
 
     def __init__(self, config):
         self.started = True
 
     async def serve(self, sockets):
         assert sockets[0].getsockname()[0] == "127.0.0.1"
-        # What is called later, and after how many seconds.
+        # The functions that are called later, each after its seconds.
         later = []
-        asyncio.get_running_loop().call_later = lambda *given: later.append(given[:2])
+
+        def call_later(seconds, function, *arguments):
+            later.append((seconds, function))
+
+        asyncio.get_running_loop().call_later = call_later
         self.handle_exit(signal.SIGTERM, None)
         await asyncio.sleep(0)
-        [(self.found["drain"], cut_off)] = later
+        [(self.passed["drain"], cut_off)] = later
         cut_off()
-        self.found["leave"] = later[1]
+        self.passed["leave"] = later[1]
 
 
 USUAL = "--model=/runs/mine"
@@ -85,31 +94,31 @@ CONNECTIONS = types.SimpleNamespace(make="make", abort="abort")
 
 @pytest.fixture
 def served(monkeypatch):
-    """Returns all that the program with these flags passes to its parts, by name."""
+    """Returns every argument that the command with these flags passes to its parts, by name."""
 
     def served(*flags):
-        found = {}
+        passed = {}
         # Whatever the address is, a free port of this machine is bound.
-        calls.keep(monkeypatch, found, socket, "getaddrinfo", FREE_PORT)
-        calls.keep(monkeypatch, found, trained_model, "load", MODEL)
-        calls.keep(monkeypatch, found, engine, "Engine", ENGINE)
-        calls.keep(monkeypatch, found, sessions, "SessionStore", "store")
-        calls.keep(monkeypatch, found, rows, "Step", ROWS)
-        calls.keep(monkeypatch, found, app, "make_app", APP)
-        calls.keep(monkeypatch, found, connections, "most_connections", 99)
-        calls.keep(monkeypatch, found, connections, "Connections", CONNECTIONS)
-        calls.keep(monkeypatch, found, cli_app, "keep_compiled")
+        calls.keep(monkeypatch, passed, socket, "getaddrinfo", FREE_PORT)
+        calls.keep(monkeypatch, passed, trained_model, "load", MODEL)
+        calls.keep(monkeypatch, passed, engine, "Engine", ENGINE)
+        calls.keep(monkeypatch, passed, sessions, "SessionStore", "store")
+        calls.keep(monkeypatch, passed, rows, "Step", ROWS)
+        calls.keep(monkeypatch, passed, app, "make_app", APP)
+        calls.keep(monkeypatch, passed, connections, "most_connections", 99)
+        calls.keep(monkeypatch, passed, connections, "Connections", CONNECTIONS)
+        calls.keep(monkeypatch, passed, cli_app, "keep_compiled")
         # The real one would close the streams of other loggers.
-        calls.keep(monkeypatch, found, uvicorn, "Config")
-        monkeypatch.setattr(Server, "found", found, raising=False)
+        calls.keep(monkeypatch, passed, uvicorn, "Config")
+        monkeypatch.setattr(Server, "passed", passed, raising=False)
         monkeypatch.setattr(uvicorn, "Server", Server)
         loop = asyncio.new_event_loop()  # The program leaves its own to the end of its process.
         with monkeypatch.context() as patch, contextlib.closing(loop):
             patch.setattr(asyncio, "new_event_loop", lambda: loop)
             code, _, errors = programs.run("experiments.serve", *flags)
         assert code == 0, errors
-        limits = dataclasses.asdict(found.pop("Engine.limits"))
-        return found | {f"limits.{name}": value for name, value in limits.items()}
+        limits = dataclasses.asdict(passed.pop("Engine.limits"))
+        return passed | {f"limits.{name}": value for name, value in limits.items()}
 
     monkeypatch.delenv("TXL_API_KEYS", raising=False)
     on_interrupt = signal.getsignal(signal.SIGINT)
@@ -117,77 +126,99 @@ def served(monkeypatch):
     signal.signal(signal.SIGINT, on_interrupt)  # The program changes it.
 
 
-# A second value of each flag, and all that it changes. `Engine` takes the limits apart.
+# A second value of each flag, and everything that it changes. `Engine` takes the limits apart.
 EFFECTS = {
-    "compilation_cache": ("off", {"keep_compiled.named": "off"}),
-    "weight_dtype": ("int8", {"load.weight_dtype": "int8"}),
-    "cache_dtype": ("bfloat16", {"load.cache_dtype": "bfloat16"}),
-    "model": ("/runs/other", {"load.path": "/runs/other", "make_app.model": "other"}),
-    "ensemble_member": ("seed=2", {"load.member": "seed=2"}),
-    "host": (
-        "localhost",
-        {"getaddrinfo.host": "localhost", "make_app.hosts": (*LOOPBACK, "localhost")},
-    ),
-    "allowed_hosts": (
-        "a.example,b",
-        {"make_app.hosts": (*LOOPBACK, "127.0.0.1", "a.example", "b")},
-    ),
-    "port": (8123, {"getaddrinfo.port": 8123}),
-    "rows": (3, {"Step.batch_size": 3, "most_connections.num_choices": 515}),
-    "max_request_tokens": (1 << 20, {"limits.tokens": 1 << 20, "limits.body_bytes": 12 << 20}),
-    "max_new_tokens": (77, {"limits.new_tokens": 77}),
-    "max_waiting": (5, {"limits.waiting": 5, "most_connections.num_choices": 13}),
-    "request_seconds": (2.5, {"limits.seconds": 2.5}),
-    "max_sessions": (9, {"SessionStore.limit": 9, "SessionStore.limit_per_owner": 9}),
-    "max_session_gib": (0.0078125, {"SessionStore.limit": 8, "SessionStore.limit_per_owner": 8}),
-    "session_seconds": (7.5, {"SessionStore.seconds": 7.5}),
-    "drain_seconds": (4.5, {"drain": 4.5, "Config.timeout_graceful_shutdown": 10}),
+    "--compilation_cache=off": {"keep_compiled.named": "off"},
+    "--weight_dtype=int8": {"load.weight_dtype": "int8"},
+    "--cache_dtype=bfloat16": {"load.cache_dtype": "bfloat16"},
+    "--model=/runs/other": {"load.path": "/runs/other", "make_app.model": "other"},
+    "--ensemble_member=seed=2": {"load.member": "seed=2"},
+    "--port=8123": {"getaddrinfo.port": 8123},
+    "--rows=3": {"Step.batch_size": 3, "most_connections.num_choices": 515},
+    "--drain_seconds=4.5": {"drain": 4.5, "Config.timeout_graceful_shutdown": 10},
 }
+EFFECTS_ON_HOSTS = {
+    "--host=localhost": {
+        "getaddrinfo.host": "localhost",
+        "make_app.hosts": (*LOOPBACK, "localhost"),
+    },
+    "--allowed_hosts=a.example,b": {
+        "make_app.hosts": (*LOOPBACK, "127.0.0.1", "a.example", "b"),
+    },
+}
+EFFECTS_ON_LIMITS = {
+    "--max_request_tokens=1048576": {"limits.tokens": 1 << 20, "limits.body_bytes": 12 << 20},
+    "--max_new_tokens=77": {"limits.new_tokens": 77},
+    "--max_waiting=5": {"limits.waiting": 5, "most_connections.num_choices": 13},
+    "--request_seconds=2.5": {"limits.seconds": 2.5},
+    "--max_sessions=9": {"SessionStore.limit": 9, "SessionStore.limit_per_owner": 9},
+    "--max_session_gib=0.0078125": {"SessionStore.limit": 8, "SessionStore.limit_per_owner": 8},
+    "--session_seconds=7.5": {"SessionStore.seconds": 7.5},
+}
+ALL_EFFECTS = EFFECTS | EFFECTS_ON_HOSTS | EFFECTS_ON_LIMITS
 
 
-@pytest.mark.parametrize("name", [leaf.name for leaf in config_tree.leaves(serve.Plan)])
-def test_each_flag_changes_what_it_says_and_nothing_else(served, name):
-    """A new flag needs a row in `EFFECTS`."""
-    value, effect = EFFECTS[name]
+def test_every_flag_has_its_effects():
+    """A new flag needs a row in one of the tables."""
+    names = [flag.removeprefix("--").partition("=")[0] for flag in ALL_EFFECTS]
+    assert sorted(names) == sorted(leaf.name for leaf in config_tree.leaves(serve.Plan))
+
+
+@pytest.mark.parametrize(("flag", "effect"), ALL_EFFECTS.items(), ids=ALL_EFFECTS)
+def test_each_flag_changes_what_it_says_and_nothing_else(served, flag, effect):
     before = served(USUAL)
-    after = served(USUAL, f"--{name}={value}")
-    assert {part: found for part, found in after.items() if found != before[part]} == effect
+    after = served(USUAL, flag)
+    assert after == before | effect
+    for part, value in effect.items():
+        assert before[part] != value, part
 
 
 def test_the_usual_server_has_the_documented_limits(served):
-    found = served(USUAL)
-    assert (found["getaddrinfo.host"], found["getaddrinfo.port"]) == ("127.0.0.1", 8000)
-    assert found["make_app.hosts"] == (*LOOPBACK, "127.0.0.1")
-    assert found["make_app.keys"] == [] and found["drain"] == 30.0
-    assert found["leave"] == (2.0, "abort")
-    assert (found["Connections.most"], found["Connections.count"]) == (99, "count")
-    assert (found["Connections.header_seconds"], found["Connections.stalled_seconds"]) == (10, 30)
-    assert (found["Config.http"], found["Config.ws"], found["Config.timeout_keep_alive"]) == (
-        "make",
-        "none",
-        30,
-    )
-    assert (found["limits.seconds"], found["limits.waiting"]) == (600, 512)
-    assert found["limits.new_tokens"] == 4096
-    assert (found["limits.tokens"], found["limits.body_bytes"]) == (200_000, 12 * 200_000)
-    assert (found["SessionStore.limit"], found["SessionStore.seconds"]) == (16, 3600)
-    assert (found["limits.body_seconds"], found["limits.choices"]) == (30, 128)
-    assert (found["limits.stop_strings"], found["limits.stop_length"]) == (16, 256)
+    passed = served(USUAL)
+    assert passed["getaddrinfo.host"] == "127.0.0.1"
+    assert passed["getaddrinfo.port"] == 8000
+    assert passed["make_app.hosts"] == (*LOOPBACK, "127.0.0.1")
+    assert passed["make_app.keys"] == []
+    assert passed["drain"] == 30.0
+    assert passed["leave"] == (2.0, "abort")
+    assert passed["Connections.most"] == 99
+    assert passed["Connections.count"] == "count"
+    assert passed["Connections.header_seconds"] == 10
+    assert passed["Connections.stalled_seconds"] == 30
+    assert passed["Config.http"] == "make"
+    assert passed["Config.ws"] == "none"
+    assert passed["Config.timeout_keep_alive"] == 30
+    assert passed["limits.seconds"] == 600
+    assert passed["limits.waiting"] == 512
+    assert passed["limits.new_tokens"] == 4096
+    assert passed["limits.tokens"] == 200_000
+    assert passed["limits.body_bytes"] == 12 * 200_000
+    assert passed["limits.body_seconds"] == 30
+    assert passed["limits.choices"] == 128
+    assert passed["limits.stop_strings"] == 16
+    assert passed["limits.stop_length"] == 256
+    assert passed["SessionStore.limit"] == 16
+    assert passed["SessionStore.seconds"] == 3600
 
 
 def test_keys_come_from_the_environment_and_share_the_sessions(served, monkeypatch):
     monkeypatch.setenv("TXL_API_KEYS", "two, one,,")
-    found = served(USUAL, "--max_sessions=9")
-    assert found["make_app.keys"] == ["one", "two"]
-    assert (found["SessionStore.limit"], found["SessionStore.limit_per_owner"]) == (9, 4)
+    passed = served(USUAL, "--max_sessions=9")
+    assert passed["make_app.keys"] == ["one", "two"]
+    assert passed["SessionStore.limit"] == 9
+    assert passed["SessionStore.limit_per_owner"] == 4
 
 
 @pytest.mark.parametrize(
     ("flags", "hosts"),
     [
-        (["--host=0.0.0.0"], ()),
-        (["--host=0.0.0.0", "--allowed_hosts=a"], (*LOOPBACK, "0.0.0.0", "a")),
-        (["--host=localhost"], (*LOOPBACK, "localhost")),
+        pytest.param(["--host=0.0.0.0"], (), id="all addresses"),
+        pytest.param(
+            ["--host=0.0.0.0", "--allowed_hosts=a"],
+            (*LOOPBACK, "0.0.0.0", "a"),
+            id="all addresses, one name",
+        ),
+        pytest.param(["--host=localhost"], (*LOOPBACK, "localhost"), id="this machine"),
     ],
 )
 def test_any_host_is_accepted_only_by_a_server_at_all_addresses(served, monkeypatch, flags, hosts):
@@ -197,35 +228,37 @@ def test_any_host_is_accepted_only_by_a_server_at_all_addresses(served, monkeypa
 
 @pytest.mark.parametrize("keys", ["", ",", " , "])
 def test_keys_of_which_there_are_none_are_an_error(monkeypatch, keys):
-    """They look as if the server needed a key."""
+    """Such a variable looks as if the server needed a key."""
     monkeypatch.setenv("TXL_API_KEYS", keys)
     code, _, errors = programs.run("experiments.serve", USUAL)
-    assert (
-        code == 1 and "TXL_API_KEYS" in errors and repr(keys) in errors and errors.count("\n") == 1
-    )
+    assert code == 1
+    assert errors.count("\n") == 1
+    assert "TXL_API_KEYS" in errors
+    assert repr(keys) in errors
+
+
+async def no_delay_of_a_connection():
+    """Returns TCP_NODELAY of a connection that the serve command's socket accepts."""
+    accepted = asyncio.get_running_loop().create_future()
+    with serve._bind("127.0.0.1", 0) as bound:
+        listening = await asyncio.start_server(
+            lambda _, writer: accepted.set_result(writer), sock=bound
+        )
+        _, client = await asyncio.open_connection(*bound.getsockname())
+        writer = await accepted
+        connection = writer.get_extra_info("socket")
+        option = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        client.close()
+        writer.close()
+        listening.close()
+    return option
 
 
 def test_small_parts_of_answers_are_sent_at_once():
-    """Else each answer on a kept connection waits for the client's delayed acknowledgement, 40
-    ms.
+    """Otherwise each answer on a kept connection waits 40 ms for the client's delayed
+    acknowledgement.
     """
-
-    async def option():
-        accepted = asyncio.get_running_loop().create_future()
-        with serve._bind("127.0.0.1", 0) as bound:
-            listening = await asyncio.start_server(
-                lambda _, writer: accepted.set_result(writer), sock=bound
-            )
-            _, client = await asyncio.open_connection(*bound.getsockname())
-            writer = await accepted
-            found = writer.get_extra_info("socket").getsockopt(
-                socket.IPPROTO_TCP, socket.TCP_NODELAY
-            )
-            for each in (client, writer, listening):
-                each.close()
-        return found
-
-    assert asyncio.run(option()) == 1
+    assert asyncio.run(no_delay_of_a_connection()) == 1
 
 
 @pytest.mark.parametrize(
@@ -273,11 +306,12 @@ def test_what_takes_too_long_is_cut_off(run, compiled):
         **compiled,
     )
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        found = pool.submit(complete, server.port, prompt="the", max_tokens=100_000_000)
+        request = pool.submit(complete, server.port, prompt="the", max_tokens=100_000_000)
         wait_until(lambda: metrics(server.port)["txl_rows_busy"])
         assert server.end(signal.SIGTERM)[0] == 0
-    status, answer = found.result()
-    assert status == 503 and answer["error"]["code"] == "unavailable"
+    status, answer = request.result()
+    assert status == 503, answer
+    assert answer["error"]["code"] == "unavailable"
 
 
 @pytest.mark.full
@@ -287,23 +321,32 @@ def test_an_answer_that_is_written_is_cut_off(run, compiled):
     Its client takes nothing of another answer.
     """
     flags = ("--drain_seconds=0.5", "--max_request_tokens=100000000")
-    slow = (
-        "json_of = Writer.json_of; Writer.json_of = lambda *given: "
-        "time.sleep(0.1) or json_of(*given)"
-    )
-    change = f"import time; from txl_jax.serving.protocol import ChoiceWriter as Writer; {slow}"
+    change = """
+import time
+from txl_jax.serving.protocol import ChoiceWriter
+
+json_of = ChoiceWriter.json_of
+
+def slow_json_of(*arguments):
+    time.sleep(0.1)
+    return json_of(*arguments)
+
+ChoiceWriter.json_of = slow_json_of
+"""
     server = Program(run, *flags, change=change, **compiled)
     body = {"prompt": "the cat " * 100, "n": 100, "max_tokens": 0, "echo": True, "logprobs": 5}
     with concurrent.futures.ThreadPoolExecutor(1) as pool, stalled_client(server.port):
-        found = pool.submit(ask, server.port, "/v1/completions", body)
+        request = pool.submit(ask, server.port, "/v1/completions", body)
         wait_until(
             lambda: metrics(server.port).get('txl_choices_ended_total{reason="length"}') == 100
         )
         began = time.monotonic()
         assert server.end(signal.SIGTERM)[0] == 0
         seconds = time.monotonic() - began
-    assert found.result()[1]["error"]["code"] == "unavailable"
-    # On a busy machine. The writing alone takes 100 s, and the other client stays.
+    status, answer = request.result()
+    assert status == 503, answer
+    assert answer["error"]["code"] == "unavailable"
+    # On a busy machine. The writing takes 100 s, and the other client stays.
     assert seconds < 15
 
 
@@ -318,30 +361,47 @@ def stalled_client(port):
         yield
 
 
-def test_what_cannot_be_served_is_refused(run):
+@pytest.fixture
+def used_port():
     with socket.create_server(("127.0.0.1", 0)) as used:
-        port = f"--port={used.getsockname()[1]}"
-        few = ("--max_session_gib=1e-9", "--max_session_gib")
-        for flag, named in (
-            ("--host=0.0.0.0", "API_KEYS"),
-            (port, "--port"),
-            ("--rows=999999999", "KV cache"),
-            few,
-        ):
-            code, _, errors = programs.run("experiments.serve", f"--model={run}", flag)
-            assert code == 1 and named in errors and errors.count("\n") == 1
+        yield used.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        pytest.param("--host=0.0.0.0", "API_KEYS", id="all addresses without keys"),
+        pytest.param("--port={used_port}", "--port", id="a port in use"),
+        pytest.param("--rows=999999999", "KV cache", id="too many rows"),
+        pytest.param("--max_session_gib=1e-9", "--max_session_gib", id="no room for sessions"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(run, used_port, flag, words):
+    flag = flag.format(used_port=used_port)
+    code, _, errors = programs.run("experiments.serve", f"--model={run}", flag)
+    assert code == 1, errors
+    assert errors.count("\n") == 1, errors
+    assert words in errors
 
 
 @pytest.mark.full
 def test_a_dead_engine_ends_the_program(run, compiled):
-    """With an exit code that makes a supervisor start it again, and an answer for who waits."""
-    broken = "lambda step, *given: 1 / 0 if given[-1].steps.any() else write(step, *given)"
-    change = f"from txl_jax.serving.rows import Step; write = Step.write; Step.write = {broken}"
+    """The exit code makes a supervisor start it again, and clients that wait get an answer."""
+    change = """
+from txl_jax.serving.rows import Step
+
+write = Step.write
+
+def broken_write(step, weights, rings, rows):
+    if rows.steps.any():
+        1 / 0
+    return write(step, weights, rings, rows)
+
+Step.write = broken_write
+"""
     server = Program(run, change=change, **compiled)
     assert complete(server.port, prompt="the")[0] == 503
     output, errors = server.process.communicate(timeout=SECONDS)
-    assert (
-        server.process.returncode == 1
-        and "ZeroDivisionError" in errors
-        and output.splitlines()[-1] == "stopped"
-    )
+    assert server.process.returncode == 1
+    assert "ZeroDivisionError" in errors
+    assert output.splitlines()[-1] == "stopped"

@@ -19,7 +19,7 @@ from txl_jax.inference.decode import row_key
 from txl_jax.ops.matmul import Int8, Transposed
 from txl_jax.serving.rows import Rows, Step
 
-PROMPT = ids(90)  # A whole segment of 64, one of 16, and 9 tokens of another; the memory has 9.
+PROMPT = ids(90)  # Segments of 64 and 16, and 9 tokens of another. The memory has 9.
 
 
 @functools.cache
