@@ -137,7 +137,7 @@ def impatient(monkeypatch):
 
 @pytest.fixture(scope="session")
 def on_eight_devices(tmp_path_factory, testrun_uid):
-    """Returns the JSON that a Python program prints; each runs once for all tests of all
+    """Returns the JSON that a Python program prints. Each program runs once for all tests of all
     workers.
     """
     folder = tmp_path_factory.getbasetemp().parent / f"eight-devices-{testrun_uid}"

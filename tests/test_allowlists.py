@@ -519,7 +519,7 @@ def test_variables_and_errors_of_several_processes():
 
 
 def test_variables_under_which_memory_and_time_are_estimated():
-    """Without them the compilers search for devices, and take those of other processes."""
+    """Without them the compilers search for devices, and take the devices of other processes."""
     assert topologies._ENVIRONMENT == {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",

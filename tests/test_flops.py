@@ -223,7 +223,8 @@ def test_updates_and_recomputation_from_forward_passes():
     """
     config = tiny.CONFIG
     cost, forward = cost_of(config)
-    # 8 positions of memory, keys and values, and 12 codes; forward and their weights' gradient.
+    # Keys and values of 8 positions of memory, and 12 codes. Twice that is their forward pass and
+    # the gradient of their weights.
     projected = config.n_layer * 2 * config.d_model * config.n_head * config.d_head * (2 * 8 + 12)
     assert cost.flops == 3 * forward + 2 * projected
     assert cost.recomputed_flops == forward - 4 * 2 * tiny.V * config.d_model + projected

@@ -1,4 +1,4 @@
-"""Tests that losses, states, memories and gradients are those of the original Transformer-XL.
+"""Tests that losses, states, memories and gradients match the original Transformer-XL.
 
 Every implementation of attention is compared with the recorded values: whole scores and tiles in
 float64, to 1e-9, and kernels, interpreted, in float32. A difference here means that the mathematics
@@ -164,7 +164,7 @@ def config_of(golden: dict, start: str, dtype: DType) -> ModelConfig:
 
 
 def clamp_len(golden: dict) -> int | None:
-    """The clamp of a recorded run as it is counted here.
+    """The clamp of a recorded run in this project's count.
 
     The original's tables of Shaw have distances 0 up to one less than with sinusoids.
     """
@@ -240,8 +240,8 @@ def with_more_positions(
 
 @contextlib.contextmanager
 def queries_before_the_norm():
-    """Queries come from a layer's inputs as they are, where keys and values come from normed
-    ones.
+    """Computes queries from a layer's inputs before the norm, and keys and values from the normed
+    inputs.
     """
     inputs = None
 

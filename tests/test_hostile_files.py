@@ -349,7 +349,7 @@ def test_an_exported_model_reads_only_what_it_lists(tmp_path):
         manifest("manifest.json"),
         manifest(""),
         manifest("."),
-        # A file that is no program, a name that is a list, and a file that is missing.
+        # A file that is not a program, a list for a name, and a file that is missing.
         manifest("bad"),
         manifest(["good"]),
         manifest("good", more="0" * 64),

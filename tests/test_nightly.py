@@ -365,7 +365,7 @@ def wait_until_ended(pid):
 
 
 def test_a_part_that_hangs_is_stopped_and_its_environment_removed(tmp_path, monkeypatch):
-    """A stand-in for the script starts a process, as tests do, which must not live on either."""
+    """A stand-in for the script starts a process, like tests do. It must end too."""
     hanging = tmp_path / "hanging"
     hanging.write_text(
         "import subprocess, sys, time\n"

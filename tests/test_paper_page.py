@@ -160,10 +160,10 @@ def test_training_steps_are_the_librarys(page):
     assert_same(state.params, page_params(expected.params))
 
 
-def assert_same(found, expected):
+def assert_same(tree, expected):
     """Compares two trees by leaf. No leaf may be zero, or it would show nothing."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    pairs = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True)
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    pairs = zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(expected), strict=True)
     for (path, leaf), other in pairs:
         name = jax.tree_util.keystr(path)
         assert np.abs(other).max() > 1e-6, name

@@ -317,7 +317,7 @@ def test_embeddings_take_the_place_of_tokens(encoding):
 
 
 PROMPTS = [7, 1, 0, 23, 6, 5, 12]  # The last token of a prompt is not read with its segments.
-LENGTH = 21  # Tokens; blocks are of 16.
+LENGTH = 21  # Tokens. A block has 16.
 
 
 def settings(**changes):
@@ -350,7 +350,7 @@ MODELS_AND_SAMPLING = {
 def test_each_prompt_gives_what_it_gives_alone(name, x64):
     """Also with a seed of its own for each prompt."""
     changes, limits = MODELS_AND_SAMPLING[name]
-    model = tiny_model.make(model__dtype=DType.FLOAT64, model__n_layer=1, **changes)
+    model = tiny_model.make(model__dtype=DType.FLOAT64, **changes)
     generator = tiny_run.generator(model.components.model, model.config.eval)
     prompts = tiny_model.documents(PROMPTS)
     config = settings(**limits)
