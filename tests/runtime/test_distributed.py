@@ -1,5 +1,5 @@
 """Tests two processes: broadcasts of results and errors, arrays that are sharded over both, and the
-rows of each.
+rows of each process.
 """
 
 import json
@@ -26,7 +26,7 @@ from txl_jax.runtime import distributed
 from txl_jax.sharding.axes import named_sharding
 from txl_jax.sharding.mesh import make_mesh
 
-found = {}
+results = {}
 
 
 def outcome(act):
@@ -47,13 +47,14 @@ def own_rows(data, tensor, batch_size, tiled):
     if tiled:  # A process's devices are not adjacent in the mesh.
         devices = np.array(jax.devices()).reshape(2, 4).T.reshape(parts.mesh.devices.shape)
         parts = dataclasses.replace(parts, mesh=jax.sharding.Mesh(devices, parts.mesh.axis_names))
-    sizes, rows = {"batch_size": batch_size, "segment_len": 7}, parts.own_rows(batch_size)
+    sizes = {"batch_size": batch_size, "segment_len": 7}
+    rows = parts.own_rows(batch_size)
     whole = training_segments(np.arange(1000), **sizes, own=None).segments(3, 2)
-    own = training_segments(np.arange(1000), **sizes, own=rows).segments(3, 2)
-    placed = parts.place(own, batch_size=batch_size)
-    for found, expected in zip(placed, whole):
-        assert found.shape == expected.shape, (found.shape, expected.shape)
-        for shard in found.addressable_shards:
+    mine = training_segments(np.arange(1000), **sizes, own=rows).segments(3, 2)
+    placed = parts.place(mine, batch_size=batch_size)
+    for array, expected in zip(placed, whole):
+        assert array.shape == expected.shape, (array.shape, expected.shape)
+        for shard in array.addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
     return rows.tolist()
 
@@ -61,68 +62,70 @@ def own_rows(data, tensor, batch_size, tiled):
 other_hosts.join(other_hosts.announced(os.environ))
 me = jax.process_index()
 mine = {"loss": 0.1, "of": me, "none": None}
-found["broadcast"] = distributed.broadcast_from_primary(lambda: mine)
-found["primary fails"] = outcome(lambda: distributed.broadcast_from_primary(lambda: fail_in(0)))
-found["all"] = outcome(lambda: distributed.run_on_all(lambda: me * 10))
-found["second fails"] = outcome(lambda: distributed.run_on_all(lambda: fail_in(1)))
-found["same"] = outcome(lambda: distributed.assert_same_on_all({"text": 0.1}, "mend it"))
+results["broadcast"] = distributed.broadcast_from_primary(lambda: mine)
+results["primary fails"] = outcome(lambda: distributed.broadcast_from_primary(lambda: fail_in(0)))
+results["all"] = outcome(lambda: distributed.run_on_all(lambda: me * 10))
+results["second fails"] = outcome(lambda: distributed.run_on_all(lambda: fail_in(1)))
+results["same"] = outcome(lambda: distributed.assert_same_on_all({"text": 0.1}, "mend it"))
 differs = {"text": me, "same": None}
-found["other"] = outcome(lambda: distributed.assert_same_on_all(differs, "mend it"))
+results["other"] = outcome(lambda: distributed.assert_same_on_all(differs, "mend it"))
 error = "no network" if me else None
-found["errors"] = [distributed.first_error(None), distributed.first_error(error)]
+results["errors"] = [distributed.first_error(None), distributed.first_error(error)]
 mesh = make_mesh(MeshConfig())
 sharding_of_rows = named_sharding(mesh, "batch", None)
 my_rows = np.arange(8.0).reshape(4, 2) + 8 * me
 sharded = jax.make_array_from_process_local_data(sharding_of_rows, my_rows, (8, 2))
 assert not sharded.is_fully_addressable
-found["sharded"] = distributed.to_host(sharded).ravel().tolist()
-found["primary"] = distributed.is_primary()
-found["rows"] = [own_rows(*sizes) for sizes in json.loads(sys.argv[1])]
+results["sharded"] = distributed.to_host(sharded).ravel().tolist()
+results["primary"] = distributed.is_primary()
+results["rows"] = [own_rows(*sizes) for sizes in json.loads(sys.argv[1])]
 print("not for the terminal of the second")
-print(json.dumps(found), file=sys.stderr if me else sys.stdout)
+print(json.dumps(results), file=sys.stderr if me else sys.stdout)
 """
-# The sizes of the mesh's data and tensor axes, rows, whether the mesh is tiled, and each process's
-# rows.
-ROWS = [
-    ((8, 1, 16, True), [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]),
-    ((1, 8, 4, False), [[0, 1, 2, 3]] * 2),  # Both processes' devices hold all rows.
-    ((8, 1, 1, False), [[0]] * 2),  # One row cannot be spread.
+# The sizes of the mesh's data and tensor axes, the batch size, and whether the mesh is tiled.
+SIZES = [(8, 1, 16, True), (1, 8, 4, False), (8, 1, 1, False)]
+ROWS_OF_FIRST = [
+    [0, 1, 4, 5, 8, 9, 12, 13],
+    [0, 1, 2, 3],  # The devices of both processes have all rows.
+    [0],  # One row cannot be spread.
 ]
+ROWS_OF_SECOND = [[2, 3, 6, 7, 10, 11, 14, 15], [0, 1, 2, 3], [0]]
 
 
 @pytest.fixture(scope="module")
 def both():
-    """What each of two processes of four devices finds."""
-    started = processes.start("-c", SCRIPT, json.dumps([sizes for sizes, _ in ROWS]))
+    """The results of the script in two processes of four devices."""
+    started = processes.start("-c", SCRIPT, json.dumps(SIZES))
     (code_0, out_0, err_0), (code_1, out_1, err_1) = processes.finish(started)
     assert code_0 == code_1 == 0, (err_0, err_1)
-    assert out_0.splitlines()[0] == "not for the terminal of the second", (
-        "Gloo's lines are left out"
-    )
+    assert out_0.splitlines()[0] == "not for the terminal of the second", "Gloo's lines are omitted"
     assert out_1 == ""
     return json.loads(out_0.splitlines()[-1]), json.loads(err_1.splitlines()[-1])
 
 
 def test_what_one_finds_all_know_and_what_fails_in_one_fails_in_all(both):
     first, second = both
-    for found in both:
-        assert found["broadcast"] == {"loss": 0.1, "of": 0, "none": None}
-        assert found["same"] is None
-        assert found["other"] == [
+    for results in both:
+        assert results["broadcast"] == {"loss": 0.1, "of": 0, "none": None}
+        assert results["same"] is None
+        assert results["other"] == [
             "UserError",
             "process 1: text must be 0, as in process 0, got 1. mend it",
             True,
         ]
-        assert found["errors"] == [None, "process 1: no network"]
-        assert found["sharded"] == list(range(16))
-    assert (first["all"], second["all"]) == (0, 10)
+        assert results["errors"] == [None, "process 1: no network"]
+        assert results["sharded"] == list(range(16))
+    assert first["all"] == 0
+    assert second["all"] == 10
     assert first["primary fails"] == ["OSError", "no space", True]
     assert second["primary fails"] == ["RemoteProcessError", "process 0: no space", True]
     assert first["second fails"] == ["RemoteProcessError", "process 1: no space", True]
     assert second["second fails"] == ["OSError", "no space", True]
-    assert (first["primary"], second["primary"]) == (True, False)
+    assert first["primary"] is True
+    assert second["primary"] is False
 
 
 def test_every_device_gets_its_rows_of_the_global_batch(both):
-    for number, found in enumerate(both):
-        assert found["rows"] == [rows[number] for _, rows in ROWS]
+    first, second = both
+    assert first["rows"] == ROWS_OF_FIRST
+    assert second["rows"] == ROWS_OF_SECOND

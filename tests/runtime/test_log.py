@@ -1,5 +1,5 @@
-"""Tests what a run writes about itself: its origin, no step twice after a resume, valid JSON,
-events, sinks.
+"""Tests what a run writes about itself: records, lines, events, sinks, its origin, and no step
+twice after a resume.
 """
 
 import contextlib
@@ -42,25 +42,26 @@ def steps_of(workdir):
 
 def test_records_come_back_in_order(tmp_path):
     assert read_metrics(tmp_path) == []
-    with RunLog(tmp_path / "new" / "run").open() as log:
+    workdir = tmp_path / "new" / "run"
+
+    with RunLog(workdir).open() as log:
         log.record("train", 1, {"loss": np.float32(0.5), "rate": 1e-9})
-        # JSON cannot hold these.
+        # JSON has no nan and no infinity.
         log.record("valid", np.int64(1), {"bpc": 2, "a": math.nan, "b": -math.inf})
-        # Each line is with the system before the next.
-        first = read_metrics(tmp_path / "new" / "run")
+        while_open = read_metrics(workdir)
         with pytest.raises(ValueError, match=r"kind.*member.*step"):
             log.record("train", 1, {"kind": 1.0, "step": 1.0, "member": 1.0})
-    assert first == read_metrics(tmp_path / "new" / "run")
-    valid = {"kind": "valid", "step": 1, "bpc": 2, "a": "nan", "b": "-inf"}
-    assert numbers(tmp_path / "new" / "run") == [
+
+    records = read_metrics(workdir)
+    assert while_open == records, "each line is with the system before the next"
+    assert read_metrics(workdir / "metrics.jsonl") == records, "the file itself"
+    assert numbers(workdir) == [
         {"kind": "train", "step": 1, "loss": 0.5, "rate": 1e-9},
-        valid,
+        {"kind": "valid", "step": 1, "bpc": 2, "a": "nan", "b": "-inf"},
     ]
-    assert all(
-        abs(time.time() - datetime.fromisoformat(record["time"]).timestamp()) < 100
-        for record in first
-    )
-    assert read_metrics(tmp_path / "new" / "run" / "metrics.jsonl") == first, "the file itself"
+    for record in records:
+        recorded = datetime.fromisoformat(record["time"]).timestamp()
+        assert abs(time.time() - recorded) < 100, record
 
 
 def test_resuming_drops_later_steps(tmp_path):
@@ -68,23 +69,23 @@ def test_resuming_drops_later_steps(tmp_path):
     log_steps(tmp_path, [30], first_step=20)
     assert steps_of(tmp_path) == [10, 20, 30]
     before = (tmp_path / "metrics.jsonl").stat()
-    log_steps(tmp_path, [], first_step=30)  # Nothing to drop: the file is left alone.
+    log_steps(tmp_path, [], first_step=30)  # With nothing to drop, the file stays.
     after = (tmp_path / "metrics.jsonl").stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
-    with RunLog(tmp_path).open() as log:  # What is done again is dropped at the first step too.
+
+def test_resuming_drops_the_evaluations_of_its_first_step_that_are_done_again(tmp_path):
+    with RunLog(tmp_path).open() as log:
         for kind, step in (("valid", 10), ("train", 20), ("valid", 20), ("test", 20)):
             log.record(kind, step, {"loss": 1.0})
     with RunLog(tmp_path).open(20, redone={"valid", "test"}):
         pass
-    assert [(record["kind"], record["step"]) for record in read_metrics(tmp_path)] == [
-        ("valid", 10),
-        ("train", 20),
-    ]
+    kept = [(record["kind"], record["step"]) for record in read_metrics(tmp_path)]
+    assert kept == [("valid", 10), ("train", 20)]
 
 
 @pytest.mark.parametrize("cut", [1, 2, 10])
-def test_a_torn_last_line_is_no_record(cut, tmp_path):
+def test_a_torn_last_line_is_not_a_record(cut, tmp_path):
     log_steps(tmp_path, [10, 20])
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-cut])
@@ -93,14 +94,15 @@ def test_a_torn_last_line_is_no_record(cut, tmp_path):
     assert steps_of(tmp_path) == [10, 30]
 
 
-def test_a_damaged_line_further_up_is_named_and_kept(tmp_path):
+def test_a_corrupted_line_further_up_is_named_and_kept(tmp_path):
     log_steps(tmp_path, [10, 20, 30])
     path = tmp_path / "metrics.jsonl"
     text = path.read_text().replace('"step": 20', '"st')
     path.write_text(text)
-    for act in (lambda: read_metrics(tmp_path), RunLog(tmp_path).open):
-        with pytest.raises(LogError, match=r"\b2\b.*metrics\.jsonl"):
-            act()
+    with pytest.raises(LogError, match=r"\b2\b.*metrics\.jsonl"):
+        read_metrics(tmp_path)
+    with pytest.raises(LogError, match=r"\b2\b.*metrics\.jsonl"):
+        RunLog(tmp_path).open()
     assert path.read_text() == text
 
 
@@ -111,7 +113,9 @@ def test_lines_wait_until_the_log_is_open(tmp_path, capsys):
     log = RunLog(tmp_path)
     log.print("early")
     log.note("a remark")
-    assert capsys.readouterr().out == "" and os.listdir(tmp_path) == []
+    assert capsys.readouterr().out == ""
+    assert os.listdir(tmp_path) == []
+
     with log.open(header=["header"], opening=["opening"]):
         log.print("late\nand later")
         log.print("a detail", show=False)
@@ -128,11 +132,13 @@ def test_lines_wait_until_the_log_is_open(tmp_path, capsys):
 
 
 def read_events(folder):
-    """Events of all files in the order written: each record is a length, its checksum, the bytes,
-    their checksum.
+    """The events of all files in the order in which they were written.
+
+    Each record is a length, its checksum, the bytes, and their checksum.
     """
     events = []
-    for data in (path.read_bytes() for path in sorted(folder.iterdir())):
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
         while data:
             (length,) = struct.unpack("<Q", data[:8])
             events.append(Event.FromString(data[12 : 12 + length]))
@@ -141,7 +147,7 @@ def read_events(folder):
 
 
 def test_a_resumed_run_adds_a_file_that_hides_the_steps_it_repeats(tmp_path, monkeypatch):
-    """TensorBoard reads files in the order of their names, which is that of writing though the
+    """TensorBoard reads files in the order of their names. It is the order of writing, though the
     clock goes back.
     """
     monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0)
@@ -151,7 +157,8 @@ def test_a_resumed_run_adds_a_file_that_hides_the_steps_it_repeats(tmp_path, mon
     log_steps(tmp_path, [40], first_step=30)
     events = read_events(tmp_path / "tensorboard")
     starts = [event.step for event in events if event.session_log.status == SessionLog.START]
-    assert starts == [1, 21, 31] and len(os.listdir(tmp_path / "tensorboard")) == 3
+    assert starts == [1, 21, 31]
+    assert len(os.listdir(tmp_path / "tensorboard")) == 3
     assert [event.step for event in events if event.summary.value] == [10, 20, 30, 30, 40]
 
 
@@ -182,7 +189,7 @@ def test_an_error_of_closing_does_not_hide_the_one_that_ended_the_block(full_log
     assert capsys.readouterr().out.count("File too large") == 1, "it is printed"
 
 
-def test_an_error_of_closing_alone_is_raised(full_log):
+def test_an_error_of_closing_is_raised_if_it_is_the_only_one(full_log):
     with pytest.raises(LogError, match="File too large"), full_log, contextlib.suppress(LogError):
         full_log.print("a line", show=False)
 
@@ -207,17 +214,23 @@ def test_parts_are_joined_in_order_and_a_replaced_text_counts_as_a_whole(bucket,
     path = bucket / "log.txt"
     with pytest.raises(FileNotFoundError):
         read_appended(path)
-    append(path, *map(str, range(12)))
+    lines = [str(number) for number in range(12)]
+    append(path, *lines)
     append(path, "more")
-    assert log_lines(read_appended(path)) == [*map(str, range(12)), "more"]
+    assert log_lines(read_appended(path)) == [*lines, "more"]
     assert parts(path) == [f"{number:06}" for number in range(1, 14)]
+
     replace_appended(path, ["new ", "text "])
-    assert (read_appended(path), parts(path)) == (b"new text ", ["000014.all"])
+    assert read_appended(path) == b"new text "
+    assert parts(path) == ["000014.all"]
+
     files.write(f"{path}.parts/000013", b"of a removal that was killed")
     append(path, "end")
     text = read_appended(path)
-    assert text.startswith(b"new text 2") and text.endswith(b"  end\n")
+    assert text.startswith(b"new text 2")
+    assert text.endswith(b"  end\n")
     assert parts(path) == ["000013", "000014.all", "000015"]
+
     storage.refuse("POST /upload")
     with pytest.raises(LogError, match="permission"):
         replace_appended(path, ["lost"])
@@ -238,19 +251,32 @@ def test_readers_see_what_is_not_sealed_after_a_while(bucket, monkeypatch):
 @pytest.mark.full
 def test_a_checkpoint_waits_for_uploads_and_a_step_does_not(bucket, monkeypatch):
     """Otherwise a kill after the checkpoint would lose records that nobody makes again."""
-    write, go_on, sealed = files.write, threading.Event(), threading.Event()
-    monkeypatch.setattr(files, "write", lambda *given: go_on.wait(20) and write(*given))
+    write = files.write
+    may_upload = threading.Event()
+    sealed = threading.Event()
+
+    def write_later(path, data):
+        assert may_upload.wait(20)
+        write(path, data)
+
+    def seal():
+        log.seal()
+        sealed.set()
+
+    monkeypatch.setattr(files, "write", write_later)
     monkeypatch.setattr(appended_text, "SECONDS_BETWEEN_UPLOADS", 0.0)
     with RunLog(bucket).open() as log:
         for step in (1, 2):
             log.record("train", step, {"loss": 1.0})
-        assert steps_of(bucket) == [], "the steps go on while the first record is uploaded"
-        sealing = threading.Thread(target=lambda: (log.seal(), sealed.set()))
+        assert steps_of(bucket) == [], "the steps continue while the first record is uploaded"
+
+        sealing = threading.Thread(target=seal)
         sealing.start()
         assert not sealed.wait(0.2)
-        go_on.set()
+        may_upload.set()
         sealing.join()
-        assert sealed.is_set() and steps_of(bucket) == [1, 2]
+        assert sealed.is_set()
+        assert steps_of(bucket) == [1, 2]
 
 
 # Sinks
@@ -274,14 +300,16 @@ def report_all(log):
 
 @pytest.mark.parametrize("fails", ["settings", "record", "close"])
 def test_a_sink_that_fails_is_reported_once_and_left_out(fails, tmp_path, capsys):
-    """A sound one gets everything in order."""
-    broken, sound = mock.Mock(spec=Sink), mock.Mock(spec=Sink)
+    """Another sink gets everything in order."""
+    broken = mock.Mock(spec=Sink)
+    sound = mock.Mock(spec=Sink)
     getattr(broken, fails).side_effect = ConnectionError("the network is down\nwith details")
     with RunLog(tmp_path, sinks=[broken, sound]).open() as log:
         report_all(log)
         log.record("train", 30, {"loss": 1.0})
+
     assert getattr(broken, fails).call_count == 1
-    assert broken.mock_calls[-1] == mock.call.close()  # It may hold a connection.
+    assert broken.mock_calls[-1] == mock.call.close(), "it may have a connection"
     assert sound.mock_calls == [
         mock.call.settings(SETTINGS),
         *(mock.call.record(*record) for record in RECORDS),
@@ -291,9 +319,10 @@ def test_a_sink_that_fails_is_reported_once_and_left_out(fails, tmp_path, capsys
         mock.call.flush(),
         mock.call.close(),
     ]
-    assert [record["step"] for record in read_metrics(tmp_path)] == [10, 20, 20, 30]
+    assert steps_of(tmp_path) == [10, 20, 20, 30]
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
-    assert "Mock" in line and "ConnectionError: the network is down)" in line
+    assert "Mock" in line
+    assert "ConnectionError: the network is down)" in line
     if fails != "close":  # The log is open until then.
         assert line in log_lines(tmp_path / "log.txt")
 
@@ -305,33 +334,33 @@ def test_tensorboard_gets_scalars_texts_and_the_table_of_settings(tmp_path):
     """Settings by name, in the types that its plugin can sort and filter by."""
     with RunLog(tmp_path).open() as log:
         report_all(log)
-    events = [
-        (event.step, value)
-        for event in read_events(tmp_path / "tensorboard")
-        for value in event.summary.value
-    ]
-    values = {(step, value.tag): value for step, value in events}
-    scalars = {
-        place: value.simple_value
-        for place, value in values.items()
-        if value.HasField("simple_value")
+    scalars = {}
+    others = {}
+    steps = {}
+    for event in read_events(tmp_path / "tensorboard"):
+        for value in event.summary.value:
+            if value.HasField("simple_value"):
+                scalars[event.step, value.tag] = value.simple_value
+            else:
+                others[value.tag] = value
+                steps[value.tag] = event.step
+
+    assert scalars == {
+        (10, "train/loss"): 2.0,
+        (10, "speed/tokens_per_second"): 900.0,
+        (20, "train/loss"): 1.5,
+        (20, "speed/tokens_per_second"): 800.0,
+        (20, "seed_2/valid/loss"): math.inf,
     }
-    assert (scalars[10, "train/loss"], scalars[20, "train/loss"]) == (2, 1.5)
-    assert (
-        scalars[10, "speed/tokens_per_second"] == 900
-        and scalars[20, "seed_2/valid/loss"] == math.inf
-    )
-    assert values[20, "sample/text_summary"].tensor.string_val == [b"    a b\n    *c*\n"]
-    tags = {tag: value for (_, tag), value in values.items()}
-    assert b"| model.n_layer | 3 |" in tags["settings/text_summary"].tensor.string_val[0]
-    start = HParamsPluginData.FromString(
-        tags["_hparams_/session_start_info"].metadata.plugin_data.content
-    )
-    found = start.session_start_info.hparams
-    assert (
-        found["model.n_layer"].number_value == 3 and found["train.same_length"].bool_value is True
-    )
-    assert found["model.cutoffs"].string_value == "[1, 2]"
+    assert others["sample/text_summary"].tensor.string_val == [b"    a b\n    *c*\n"]
+    assert steps["sample/text_summary"] == 20
+    [table] = others["settings/text_summary"].tensor.string_val
+    assert b"| model.n_layer | 3 |" in table
+    start = others["_hparams_/session_start_info"].metadata.plugin_data.content
+    settings = HParamsPluginData.FromString(start).session_start_info.hparams
+    assert settings["model.n_layer"].number_value == 3
+    assert settings["train.same_length"].bool_value is True
+    assert settings["model.cutoffs"].string_value == "[1, 2]"
 
 
 # Weights & Biases
@@ -348,31 +377,34 @@ def test_wandb_offline_takes_settings_records_and_texts(tmp_path, monkeypatch):
     """Both starts of a run are one run of the project."""
     import wandb
 
-    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
-        monkeypatch.setenv(name, value)
-    logged, take = [], wandb.Run.log
-    monkeypatch.setattr(
-        wandb.Run, "log", lambda run, row: logged.append((run.id, row)) or take(run, row)
-    )
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run_ids = set()
+    rows = []
+    log_row = wandb.Run.log
+
+    def keep_row(run, row):
+        run_ids.add(run.id)
+        rows.append(row)
+        log_row(run, row)
+
+    monkeypatch.setattr(wandb.Run, "log", keep_row)
     workdir = tmp_path / "my-run"
     for first_step in (0, 20):
         sink = WeightsAndBiases("project", workdir)
         with RunLog(workdir, sinks=[sink]).open(first_step) as log:
             report_all(log)
-            assert (sink._run.project, sink._run.name) == ("project", "my-run")
-            assert sink._run.config["model.n_layer"] == 3 and sink._run.config["model.cutoffs"] == [
-                1,
-                2,
-            ]
-    assert (
-        len({run_id for run_id, _ in logged}) == 1
-        and len([*workdir.glob("wandb/offline-run-*/*.wandb")]) == 2
-    )
-    losses = [(row["step"], row["train/loss"]) for _, row in logged if "train/loss" in row]
-    assert losses == [(10, 2.0), (20, 1.5)] * 2
-    assert any("sample" in row for _, row in logged) and any(
-        "seed=2/valid/loss" in row for _, row in logged
-    )
+            assert sink._run.project == "project"
+            assert sink._run.name == "my-run"
+            assert sink._run.config["model.n_layer"] == 3
+            assert sink._run.config["model.cutoffs"] == [1, 2]
+
+    assert len(run_ids) == 1
+    assert len(list(workdir.glob("wandb/offline-run-*/*.wandb"))) == 2
+    losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert losses == [(10, 2.0), (20, 1.5), (10, 2.0), (20, 1.5)]
+    assert any("sample" in row for row in rows)
+    assert any("seed=2/valid/loss" in row for row in rows)
     assert "failed" not in (workdir / "log.txt").read_text()
 
 
@@ -380,13 +412,17 @@ def test_wandb_offline_takes_settings_records_and_texts(tmp_path, monkeypatch):
 
 
 def test_the_command_line_has_no_secrets_and_git_may_be_missing(monkeypatch):
-    secrets = ["--api_key=a b", "--data.hf_token=a b", "-password=a\nb"]
-    monkeypatch.setattr(
-        sys,
-        "orig_argv",
-        ["python", "-m", "program", *secrets, "--file=a b", "--data.tokenizer.kind=word"],
-    )
+    typed = [
+        "--api_key=a b",
+        "--data.hf_token=a b",
+        "-password=a\nb",
+        "--file=a b",
+        "--data.tokenizer.kind=word",
+    ]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "program", *typed])
+
     command, versions = environment.origin()
+
     shown = [
         "--api_key=...",
         "--data.hf_token=...",
@@ -399,8 +435,8 @@ def test_the_command_line_has_no_secrets_and_git_may_be_missing(monkeypatch):
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
     assert not commit or versions.endswith(f", commit {commit}")
+
     monkeypatch.setenv("PATH", "/nowhere")
-    assert (
-        "commit" not in environment.origin()[1]
-        and f"txl_jax {environment.__version__}" in environment.origin()[1]
-    )
+    _, versions = environment.origin()
+    assert "commit" not in versions
+    assert f"txl_jax {environment.__version__}" in versions

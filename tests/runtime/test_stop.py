@@ -1,5 +1,5 @@
 """Tests signals and notices: what they stop or save, in one process and in two, and that handlers
-come back.
+are restored.
 """
 
 import os
@@ -24,10 +24,9 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT]
 def arrivals():
     """The signals that reach the handlers from before the request, instead of ending the tests."""
     seen: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, frame: seen.append(number))
-        for number in SIGNALS
-    }
+    before = {}
+    for number in SIGNALS:
+        before[number] = signal.signal(number, lambda number, frame: seen.append(number))
     yield seen
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -40,14 +39,18 @@ def send(number: int) -> None:
 @pytest.mark.parametrize("second", SIGNALS)
 @pytest.mark.parametrize("first", SIGNALS)
 def test_the_first_signal_is_noted_and_the_second_acts_as_before(arrivals, first, second):
-    with StopRequest() as stop:
-        assert not stop and stop.signal_number == 0
+    with StopRequest() as request:
+        assert not request
+        assert request.signal_number == 0
+
         send(first)
-        assert stop and stop.signal_number == first
+        assert request
+        assert request.signal_number == first
         assert arrivals == []
+
         send(second)
         assert arrivals == [second]
-    assert stop.signal_number == first
+    assert request.signal_number == first
 
 
 @pytest.fixture
@@ -65,12 +68,15 @@ def test_a_closed_terminal_stops_once_and_never_ends_a_run_that_saves(hangups, f
     """The shell and the system both send SIGHUP, and service managers send it right after
     SIGTERM.
     """
-    with StopRequest() as stop:
+    with StopRequest() as request:
         send(first)
-        assert stop and stop.signal_number == first
+        assert request
+        assert request.signal_number == first
+
         send(signal.SIGHUP)
         send(signal.SIGHUP)
-        assert stop.signal_number == first and hangups == []
+        assert request.signal_number == first
+        assert hangups == []
     send(signal.SIGHUP)
     assert hangups == [signal.SIGHUP]
 
@@ -78,9 +84,9 @@ def test_a_closed_terminal_stops_once_and_never_ends_a_run_that_saves(hangups, f
 def test_a_hangup_stays_ignored_as_nohup_wants_it():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopRequest() as stop:
+        with StopRequest() as request:
             send(signal.SIGHUP)
-            assert not stop
+            assert not request
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -88,25 +94,31 @@ def test_a_hangup_stays_ignored_as_nohup_wants_it():
 
 @pytest.mark.usefixtures("arrivals")
 def test_an_error_stream_that_is_gone_does_not_lose_the_request(monkeypatch):
-    def gone(number, data):
+    def fail(number, data):
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr(os, "write", gone)
-    with StopRequest() as stop:
+    monkeypatch.setattr(os, "write", fail)
+    with StopRequest() as request:
         send(signal.SIGINT)
-        assert stop and stop.signal_number == signal.SIGINT
+        assert request
+        assert request.signal_number == signal.SIGINT
 
 
 def test_in_another_thread_no_handler_is_replaced():
-    def enter():
-        with StopRequest(only_defaults=True) as stop:
-            found.append((bool(stop), [signal.getsignal(number) for number in SIGNALS]))
+    inside = []
 
-    found, before = [], [signal.getsignal(number) for number in SIGNALS]
+    def handlers():
+        return [signal.getsignal(number) for number in SIGNALS]
+
+    def enter():
+        with StopRequest(only_defaults=True) as request:
+            inside.append((bool(request), handlers()))
+
+    before = handlers()
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert found == [(False, before)]
+    assert inside == [(False, before)]
 
 
 @pytest.mark.parametrize("when", ["before", "within"])
@@ -117,31 +129,38 @@ def test_a_notice_is_no_signal(arrivals, when, monkeypatch):
     monkeypatch.setattr(stop, "_stop_requested", threading.Event())
     if when == "before":
         stop.request_stop("preempted=TRUE")
-    with StopRequest() as asked:
+    with StopRequest() as request:
         if when == "within":
-            assert not asked
+            assert not request
             stop.request_stop("preempted=TRUE")
-        assert asked and asked.signal_number == signal.SIGTERM
+        assert request
+        assert request.signal_number == signal.SIGTERM
+
         send(signal.SIGTERM)
-        assert asked and arrivals == []
+        assert request
+        assert arrivals == []
+
         send(signal.SIGTERM)
         assert arrivals == [signal.SIGTERM]
-    with StopRequest() as asked:
-        assert asked, "for the rest of the process"
+    with StopRequest() as later_request:
+        assert later_request, "for the rest of the process"
 
 
 @pytest.mark.parametrize(
     ("environment", "product", "expected"),
     [
-        ({}, "Google Compute Engine\n", "metadata.google.internal"),
-        ({}, "Standard PC (Q35 + ICH9, 2009)\n", None),
-        ({}, None, None),
-        ({"GCE_METADATA_HOST": "127.0.0.1:80"}, None, "127.0.0.1:80"),
-        ({"GCE_METADATA_IP": "127.0.0.2"}, None, "127.0.0.2"),
-        (
+        pytest.param(
+            {}, "Google Compute Engine\n", "metadata.google.internal", id="Google's product"
+        ),
+        pytest.param({}, "Standard PC (Q35 + ICH9, 2009)\n", None, id="another product"),
+        pytest.param({}, None, None, id="no product"),
+        pytest.param({"GCE_METADATA_HOST": "127.0.0.1:80"}, None, "127.0.0.1:80", id="a host"),
+        pytest.param({"GCE_METADATA_IP": "127.0.0.2"}, None, "127.0.0.2", id="an address"),
+        pytest.param(
             {"NO_GCE_CHECK": "True", "GCE_METADATA_HOST": "127.0.0.1:80"},
             "Google Compute Engine\n",
             None,
+            id="not to be checked",
         ),
     ],
 )
@@ -158,38 +177,55 @@ def test_only_a_machine_of_google_cloud_has_a_server(
 
 @pytest.fixture
 def notices(monkeypatch):
-    """Watches a server, with short pauses; returns a queue of the notices."""
-    found: queue.Queue[str] = queue.Queue()
-    changes = {"_watching": threading.Event(), "_RETRY_SECONDS": 0.02, "_PAUSE_SECONDS": 0.02}
-    changes |= dict.fromkeys(("request_save", "request_stop"), found.put)
-    for name, value in changes.items():
-        monkeypatch.setattr(stop, name, value)
+    """A function that watches a server, with short pauses, and returns a queue of the notices."""
+    received: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(stop, "_watching", threading.Event())
+    monkeypatch.setattr(stop, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(stop, "_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(stop, "request_save", received.put)
+    monkeypatch.setattr(stop, "request_stop", received.put)
 
     def watch(server):
         monkeypatch.setenv("GCE_METADATA_HOST", server.host)
         stop.act_on_notices()
-        return found
+        return received
 
     return watch
 
 
+def change_and_wait(server, value):
+    """Changes the maintenance event, and waits until it has been noticed."""
+    before = len(server.asked)
+    server.change("maintenance-event", value)
+    wait_until(lambda: len(server.asked) > before)
+
+
 def test_each_change_is_noticed_at_once_and_a_machine_that_migrates_goes_on(notices):
     with MetadataServer(**CALM) as server:
-        found = notices(server)
+        received = notices(server)
+
+        # Each key is asked for at once, and then again until it changes.
         wait_until(lambda: len(server.asked) == 4)
-        assert {path for path, _ in server.asked} == {
-            ROOT + "maintenance-event",
-            ROOT + "preempted",
-        }
-        assert all(query["wait_for_change"] == "true" for _, query in server.asked)
-        assert {query["last_etag"] for _, query in server.asked} == {"0", "etag-NONE", "etag-FALSE"}
+        asked = [(path, query["last_etag"]) for path, query in server.asked]
+        assert sorted(asked) == [
+            (ROOT + "maintenance-event", "0"),
+            (ROOT + "maintenance-event", "etag-NONE"),
+            (ROOT + "preempted", "0"),
+            (ROOT + "preempted", "etag-FALSE"),
+        ]
+        for _, query in server.asked:
+            assert query["wait_for_change"] == "true"
+
         for value in ("MIGRATE_ON_HOST_MAINTENANCE", TERMINATE, "NONE", TERMINATE):
-            before = len(server.asked)
-            server.change("maintenance-event", value)
-            wait_until(lambda: len(server.asked) > before)  # noqa: B023
+            change_and_wait(server, value)
         server.change("preempted", "TRUE")
-        expected = sorted([*[f"maintenance-event={TERMINATE}"] * 2, "preempted=TRUE"])
-        assert sorted(found.get(timeout=5) for _ in range(3)) == expected and found.empty()
+        arrived = [received.get(timeout=5) for _ in range(3)]
+        assert sorted(arrived) == [
+            f"maintenance-event={TERMINATE}",
+            f"maintenance-event={TERMINATE}",
+            "preempted=TRUE",
+        ]
+        assert received.empty()
 
 
 def test_a_server_that_fails_for_a_while_is_asked_again_and_one_without_the_keys_is_left_alone(
@@ -199,12 +235,13 @@ def test_a_server_that_fails_for_a_while_is_asked_again_and_one_without_the_keys
         assert notices(server).get(timeout=5) == "preempted=TRUE"
     earlier = set(threading.enumerate())
     with MetadataServer() as server:
-        found = notices(server)
-        own = [
-            one for one in set(threading.enumerate()) - earlier if one.name.startswith("notice of")
-        ]
-        wait_until(lambda: not any(one.is_alive() for one in own))
-        assert len(server.asked) == 2 and found.empty()
+        received = notices(server)
+        for thread in set(threading.enumerate()) - earlier:
+            if thread.name.startswith("notice of"):
+                thread.join(timeout=30)
+                assert not thread.is_alive(), thread.name
+        assert len(server.asked) == 2
+        assert received.empty()
 
 
 SCRIPT = """
@@ -220,7 +257,9 @@ from txl_jax.runtime import stop as stop_lib
 
 
 def work(plan, job):
-    watched, saved, step = stop_lib.is_watched_by_all(), [], 0
+    watched = stop_lib.is_watched_by_all()
+    saved = []
+    step = 0
     with job.stop as stop:
         while not stop:
             step += 1
@@ -240,57 +279,76 @@ cli.main(work, cli.Plan, hosts="join")
 """
 
 
+def wait_for(word, started):
+    """Waits until the second process has printed a word."""
+    while word not in (line := started[1].stderr.readline()):
+        assert line, processes.finish(started)
+
+
+def last_line(errors):
+    """The script's last line. A notice that reaches a process late may be printed after it."""
+    lines = [line for line in errors.splitlines() if line[:1].isdigit()]
+    assert lines, errors
+    return lines[-1]
+
+
+def finish(started):
+    """Waits for both processes. Returns their errors and the line that both printed last."""
+    (code_0, _, errors_0), (code_1, _, errors_1) = processes.finish(started)
+    assert (code_0, code_1) == (143, 143), (errors_0, errors_1)
+    assert last_line(errors_0) == last_line(errors_1)
+    return errors_0, errors_1, last_line(errors_0)
+
+
+def start_watching(server, *checks):
+    """Starts both processes, each with its NO_GCE_CHECK."""
+    return processes.start(
+        "-c",
+        SCRIPT,
+        devices=1,
+        of_process=lambda number: (checks[number],),
+        GCE_METADATA_HOST=server.host,
+    )
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("watching", [{1}, {0, 1}], ids=["one", "both"])
-def test_notices_reach_both_processes_at_the_same_step(watching):
-    """A preemption of one stops both.
-
-    Before maintenance, which both must wait for, both save and go on.
-    """
+def test_a_notice_to_one_of_two_processes_stops_both_at_the_same_step():
+    """They cannot save before maintenance, which only one of them would notice."""
     with MetadataServer(**CALM) as server:
-        words = [("false",) if number in watching else ("true",) for number in range(2)]
-        started = processes.start(
-            "-c", SCRIPT, devices=1, of_process=words.__getitem__, GCE_METADATA_HOST=server.host
-        )
-
-        def wait_for(word):
-            while word not in (line := started[1].stderr.readline()):
-                assert line, processes.finish(started)
-
-        wait_for("ready")
-        if len(watching) == 2:
-            server.change("maintenance-event", TERMINATE)
-            wait_for("saved")
+        started = start_watching(server, "true", "false")
+        wait_for("ready", started)
         server.change("preempted", "TRUE")
-        ended = processes.finish(started)
-    assert [code for code, _, _ in ended] == [143, 143], ended
-    assert "preempted=TRUE: saving and stopping" in ended[1][2]
-    if len(watching) == 2:
-        assert f"maintenance-event={TERMINATE}: saving and continuing" in ended[0][2]
-    # The script's own line: a notice that reaches the other process late may be printed after it.
-    last = [
-        next(line for line in reversed(err.splitlines()) if line[:1].isdigit())
-        for _, _, err in ended
-    ]
-    step, watched, saved = last[0].split(" ", 2)
-    assert last[0] == last[1] and int(step) >= 3, ended
-    assert (watched, saved != "[]") == (
-        ("True", True) if len(watching) == 2 else ("False", False)
-    ), ended
+        _, errors_1, line = finish(started)
+    assert "preempted=TRUE: saving and stopping" in errors_1
+    step, watched, saved = line.split(" ", 2)
+    assert int(step) >= 3
+    assert watched == "False"
+    assert saved == "[]"
+
+
+@pytest.mark.full
+def test_notices_reach_both_processes_at_the_same_step():
+    """Before maintenance both save and continue. A preemption stops both."""
+    with MetadataServer(**CALM) as server:
+        started = start_watching(server, "false", "false")
+        wait_for("ready", started)
+        server.change("maintenance-event", TERMINATE)
+        wait_for("saved", started)
+        server.change("preempted", "TRUE")
+        errors_0, errors_1, line = finish(started)
+    assert f"maintenance-event={TERMINATE}: saving and continuing" in errors_0
+    assert "preempted=TRUE: saving and stopping" in errors_1
+    step, watched, saved = line.split(" ", 2)
+    assert int(step) >= 3
+    assert watched == "True"
+    assert saved != "[]"
 
 
 @pytest.mark.full
 def test_a_terminal_that_one_of_two_processes_loses_stops_both_at_the_same_step():
     with processes.that_notice_hangups():
         started = processes.start("-c", SCRIPT, "true", devices=1)
-    while "ready" not in (line := started[1].stderr.readline()):
-        assert line, processes.finish(started)
+    wait_for("ready", started)
     started[1].send_signal(signal.SIGHUP)
     started[1].send_signal(signal.SIGHUP)
-    ended = processes.finish(started)
-    assert [code for code, _, _ in ended] == [143, 143], ended
-    last = [
-        next(line for line in reversed(err.splitlines()) if line[:1].isdigit())
-        for _, _, err in ended
-    ]
-    assert last[0] == last[1], ended
+    finish(started)
