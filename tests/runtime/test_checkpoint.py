@@ -1,5 +1,5 @@
-"""Tests checkpoints on disks and in buckets: what is saved comes back; damage ends in an older step
-or an error.
+"""Tests checkpoints on disks and in buckets: a saved state is restored, and after damage an older
+state or an error.
 """
 
 import asyncio
@@ -30,27 +30,25 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 def make_state(seed=0):
-    """Every kind of leaf that a run has; the memory of a model without recurrence is the empty
-    one.
-    """
-    keys = jax.random.split(jax.random.key(seed), 3)
-    return {
-        "params": {
-            "q": jax.random.normal(keys[0], (3, 5)),
-            "layers": [jax.random.normal(keys[1], (2,)), jnp.ones(7)],
-        },
-        "memory": {
-            "hidden": jax.random.normal(keys[2], (2, 3, 4), jnp.bfloat16),
-            "valid": jnp.arange(3) + seed,
-        },
-        "empty": jnp.zeros((2, 3, 0, 4), jnp.bfloat16),
-        "step": jnp.int32(seed),
+    """Every kind of leaf that a run has. The memory of a model without recurrence is empty."""
+    rng = np.random.default_rng(seed)
+    query = rng.normal(size=(3, 5)).astype(np.float32)
+    layers = [rng.normal(size=2).astype(np.float32), np.ones(7, np.float32)]
+    hidden = rng.normal(size=(2, 3, 4)).astype(jnp.bfloat16)
+    valid = np.arange(3, dtype=np.int32) + seed
+    state = {
+        "params": {"q": query, "layers": layers},
+        "memory": {"hidden": hidden, "valid": valid},
+        "empty": np.zeros((2, 3, 0, 4), jnp.bfloat16),
+        "step": np.int32(seed),
     }
+    return jax.device_put(state)
 
 
 def abstract(state):
+    """The shapes, dtypes and shardings of a state."""
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
     )
 
 
@@ -59,21 +57,25 @@ def step_names(directory):
 
 
 def assert_restores(checkpoints, step, *, seed=None):
-    """Restores a step whose state was drawn from a seed, by default the step; returns the notes."""
-    found, state, notes = checkpoints.restore(abstract(make_state()))
-    assert found == step
+    """Checks that a step is restored. Its state was drawn from a seed, by default the step.
+
+    Returns the notes.
+    """
+    restored_step, state, notes = checkpoints.restore(abstract(make_state()))
+    assert restored_step == step
     assert_equal(state, make_state(step if seed is None else seed))
     return notes
 
 
 @pytest.fixture
 def lines():
+    """The lines that checkpoints report."""
     return []
 
 
 @pytest.fixture
 def open_checkpoints(tmp_path, lines):
-    """Opens the directory of a test; the lines reported land in `lines`."""
+    """Opens the directory of a test. Reported lines are added to `lines`."""
     return lambda keep=3: Checkpointer(tmp_path / "latest", keep=keep, log=lines.append)
 
 
@@ -114,9 +116,10 @@ def test_round_trip_is_bit_equal(open_checkpoints, lines):
         checkpoints.save(7, state, {"loss": 0.5, "name": "run"})
     with open_checkpoints() as checkpoints:
         step, restored, notes = checkpoints.restore(abstract(state))
-        assert (step, notes) == (7, {"loss": 0.5, "name": "run"})
-        assert_equal(restored, state)
+        assert step == 7
+        assert notes == {"loss": 0.5, "name": "run"}
         assert checkpoints.notes() == notes
+        assert_equal(restored, state)
         # Arrays serve as well as their shapes.
         assert_equal(checkpoints.restore(make_state(8))[1], state)
     assert lines == []
@@ -125,7 +128,7 @@ def test_round_trip_is_bit_equal(open_checkpoints, lines):
 def test_reading_changes_nothing_and_sweeping_removes_what_killed_runs_left(
     two_steps, open_checkpoints
 ):
-    # The first one is also how a running job writes.
+    # A running job also writes into a directory with the first name.
     for name in ("300.orbax-checkpoint-tmp-1", "50.deleted"):
         shutil.copytree(two_steps / "100", two_steps / name)
     before = {path: path.stat().st_mtime_ns for path in two_steps.rglob("*")}
@@ -143,11 +146,11 @@ def test_older_steps_stay_until_the_new_one_has_its_digests(
     with open_checkpoints(keep=1) as checkpoints:
         checkpoints.save(1, make_state(1), {})
         checkpoints.wait()
-        go_on = threading.Event()
+        may_write = threading.Event()
 
-        def write_later(*given):
-            assert go_on.wait(20)
-            write_json(*given)
+        def write_later(path, value):
+            assert may_write.wait(20)
+            write_json(path, value)
 
         monkeypatch.setattr("txl_jax.runtime.storage.write_json", write_later)
         checkpoints.save(2, make_state(2), {})
@@ -155,14 +158,14 @@ def test_older_steps_stay_until_the_new_one_has_its_digests(
         time.sleep(0.1)
         assert step_names(tmp_path / "latest") == ["1", "2"]
         assert not (tmp_path / "latest" / "2" / DIGESTS).exists()
-        go_on.set()
+        may_write.set()
         wait_until(lambda: step_names(tmp_path / "latest") == ["2"])  # Without another call.
 
 
 def test_state_may_be_donated_right_after_save(open_checkpoints):
     # Large enough that writing takes longer than overwriting.
     state = {"x": jnp.arange(3_000_000, dtype=jnp.float32), "y": np.ones(500_000)}
-    wanted = jax.tree.map(np.array, state)
+    expected = jax.tree.map(np.array, state)
     overwrite = jax.jit(lambda x: x * 0 - 7, donate_argnums=0)
     overwrite(state["x"] + 1)  # Compiled before: meanwhile a late copy would have been made.
     with open_checkpoints() as checkpoints:
@@ -173,7 +176,7 @@ def test_state_may_be_donated_right_after_save(open_checkpoints):
         state["y"][:] = -7
         x.block_until_ready()
         restored = checkpoints.restore({"x": x, "y": state["y"]})[1]
-    assert_equal(restored, wanted)
+    assert_equal(restored, expected)
 
 
 # Damage
@@ -198,13 +201,14 @@ def test_damage_to_any_file_falls_back_and_is_logged(damage, two_steps, open_che
         data = file.read_bytes()
         damage(file)
         with open_checkpoints() as checkpoints:
-            assert assert_restores(checkpoints, 100) == {"loss": 1.0}, (
-                f"{file} was damaged and not noticed"
-            )
+            notes = assert_restores(checkpoints, 100)
         file.write_bytes(data)
-        assert len(lines) == 1 and str(two_steps / "200") in lines[0]
+
+        assert notes == {"loss": 1.0}, file
+        [line] = lines
+        assert str(two_steps / "200") in line
         if file.name != DIGESTS:
-            assert str(file.relative_to(two_steps / "200")) in lines[0]
+            assert str(file.relative_to(two_steps / "200")) in line
 
 
 def test_unverified_steps_are_used_only_without_a_verified_one(two_steps, open_checkpoints, lines):
@@ -230,7 +234,8 @@ def test_an_unverified_step_that_orbax_cannot_read_falls_back_too(
     shutil.rmtree(two_steps / "200" / "state" / "d")
     with open_checkpoints() as checkpoints:
         assert_restores(checkpoints, 100)
-    assert any(str(two_steps / "200") in line and "Orbax" in line for line in lines)
+    about_orbax = [line for line in lines if "Orbax" in line]
+    assert any(str(two_steps / "200") in line for line in about_orbax), lines
 
 
 def test_steps_and_none_restores(two_steps, open_checkpoints):
@@ -268,25 +273,22 @@ def test_the_same_step_again_replaces_it_once_it_is_verified(place, request):
         for number in (1, 2):
             checkpoints.save(200, make_state(number), {"at": number})
             checkpoints.wait()
-            assert step_names(directory) == [
-                "100",
-                f"200.again-{number}",
-            ] and checkpoints.notes() == {"at": number}
+            assert step_names(directory) == ["100", f"200.again-{number}"]
+            assert checkpoints.notes() == {"at": number}
         assert_restores(checkpoints, 200, seed=2)
 
 
 def test_of_two_folders_of_a_step_the_later_counts(two_steps, open_checkpoints):
-    """As after a kill between the digests of the new one and the removal of the old."""
+    """A kill between the digests of the new directory and the removal of the old leaves both."""
     for number in (9, 10):
         shutil.copytree(two_steps / "100", two_steps / f"200.again-{number}")
-    found = [os.path.basename(path) for _, path in checkpoint.find_steps(two_steps)]
-    assert found == ["200.again-10", "200.again-9", "200", "100"]
+    names = [os.path.basename(path) for _, path in find_steps(two_steps)]
+    assert names == ["200.again-10", "200.again-9", "200", "100"]
+
     with open_checkpoints() as checkpoints:
-        assert [checkpoints._prepare(step) for step in (100, 200, 300)] == [
-            "100.again-1",
-            "200.again-11",
-            "300",
-        ]
+        assert checkpoints._prepare(100) == "100.again-1"
+        assert checkpoints._prepare(200) == "200.again-11"
+        assert checkpoints._prepare(300) == "300"
         assert_restores(checkpoints, 200, seed=100)
 
 
@@ -296,36 +298,34 @@ def test_another_model_is_an_error_and_no_damage(two_steps, open_checkpoints, li
     del other["params"]["layers"]
     with open_checkpoints() as checkpoints, pytest.raises(CheckpointError) as caught:
         checkpoints.restore(abstract(other))
-    for part in (
-        f"{two_steps}/200",
-        r"params/q\b.*float32\[3, 5\].*\[3, 8\]",
-        r"params/layers/.*float32\[7\]",
-    ):
-        assert re.search(part, str(caught.value))
-    assert (step_names(two_steps), lines) == (["100", "200"], [])
+    error = str(caught.value)
+    assert f"{two_steps}/200" in error
+    assert re.search(r"params/q\b.*float32\[3, 5\].*\[3, 8\]", error)
+    assert re.search(r"params/layers/.*float32\[7\]", error)
+    assert step_names(two_steps) == ["100", "200"]
+    assert lines == []
 
 
 def test_floats_are_restored_as_they_were_saved_or_wider_if_that_is_allowed(
     two_steps, open_checkpoints
 ):
-    wanted = abstract(make_state())
-    wanted["params"] = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float64, sharding=leaf.sharding),
-        wanted["params"],
-    )
+    state = abstract(make_state())
+    wider = state | {
+        "params": jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float64, sharding=leaf.sharding),
+            state["params"],
+        )
+    }
+    wide_step = jax.ShapeDtypeStruct((), jnp.int64, sharding=state["step"].sharding)
     with enable_x64(True), open_checkpoints() as checkpoints:
-        with pytest.raises(
-            CheckpointError, match=r"params/q is float32\[3, 5\] .*JAX_ENABLE_X64 is on here"
-        ):
-            checkpoints.restore(wanted)
-        _, found, _ = checkpoints.restore(wanted, casts=True)
-        assert found["params"]["q"].dtype == jnp.float64
-        other = wanted | {
-            "step": jax.ShapeDtypeStruct((), jnp.int64, sharding=wanted["step"].sharding)
-        }
+        error = r"params/q is float32\[3, 5\] .*JAX_ENABLE_X64 is on here"
+        with pytest.raises(CheckpointError, match=error):
+            checkpoints.restore(wider)
+        _, restored, _ = checkpoints.restore(wider, casts=True)
+        assert restored["params"]["q"].dtype == jnp.float64
         with pytest.raises(CheckpointError, match="JAX_ENABLE_X64 is on here"):
-            checkpoints.restore(other, casts=True)
-    np.testing.assert_array_equal(found["params"]["layers"][1], np.ones(7))
+            checkpoints.restore(wider | {"step": wide_step}, casts=True)
+    np.testing.assert_array_equal(restored["params"]["layers"][1], np.ones(7))
 
 
 # Trouble
@@ -338,7 +338,7 @@ def no_space(path):
 def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
     """Otherwise the others would wait in the next save, and report the disk or the network."""
     monkeypatch.setattr(distributed, "is_multiprocess", lambda: True)
-    monkeypatch.setattr(distributed, "gather_texts", lambda own: [own, ""])
+    monkeypatch.setattr(distributed, "gather_texts", lambda text: [text, ""])
     with open_checkpoints() as checkpoints:
         with monkeypatch.context() as patch:
             patch.setattr("txl_jax.runtime.storage.sha256", no_space)
@@ -349,11 +349,12 @@ def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
         (tmp_path / "latest").write_text("a file")
         with pytest.raises(CheckpointError, match=r"\bstep 3\b.*latest.*\bFile exists\b") as early:
             checkpoints.save(3, make_state(), {})
-    assert distributed.is_known_to_all(late.value) and distributed.is_known_to_all(early.value)
+    assert distributed.is_known_to_all(late.value)
+    assert distributed.is_known_to_all(early.value)
 
 
 def test_a_directory_that_cannot_be_read(tmp_path, open_checkpoints, monkeypatch):
-    def denied(folder, **unused):
+    def denied(folder, **options):
         raise PermissionError(13, "Permission denied", folder)
 
     (tmp_path / "latest").write_text("a file")
@@ -399,8 +400,12 @@ def test_a_step_without_its_commit_does_not_count_and_is_swept(saved, steps_in_b
 @pytest.mark.full
 def test_a_save_outlasts_an_outage_that_reaches_orbax(storage, bucket, monkeypatch):
     """Orbax asks for the directory of a step by itself, through gcsfs, which tries six times."""
-    sleep, intercepted = asyncio.sleep, storage.intercepted
+    sleep = asyncio.sleep
+    intercepted = storage.intercepted
     refused = []
+
+    async def short_sleep(seconds, *rest):
+        return await sleep(min(seconds, 0.01), *rest)
 
     def intercept(method, path):
         is_of_step = "latest/200" in unquote(path)
@@ -413,7 +418,7 @@ def test_a_save_outlasts_an_outage_that_reaches_orbax(storage, bucket, monkeypat
         checkpoints.save(100, make_state(100), {})
         checkpoints.wait()
         with monkeypatch.context() as patch:
-            patch.setattr("asyncio.sleep", lambda seconds, *rest: sleep(min(seconds, 0.01), *rest))
+            patch.setattr("asyncio.sleep", short_sleep)
             patch.setattr(storage, "intercepted", intercept)
             checkpoints.save(200, make_state(200), {})
             checkpoints.wait()

@@ -1,5 +1,5 @@
-"""Tests where compiled functions are kept: code that is loaded comes from this user's own
-directory, or a typed one.
+"""Tests where compiled functions are kept: JAX loads code only from this user's directory or from a
+directory that was typed.
 """
 
 import os
@@ -25,54 +25,79 @@ from txl_jax.runtime.compilation_cache import check_outside, keep_compiled, user
 
 @pytest.fixture
 def kept_in(monkeypatch, tmp_path):
-    """Returns the folder that `keep_compiled` sets, or None; this process keeps its own cache."""
+    """Returns the directory that `keep_compiled` sets, or None.
+
+    This process keeps its own cache.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(compilation_cache, "why_unsafe", lambda folder: None)
 
-    def kept_in(*arguments, already=None, processes=1, **more):
-        found = []
+    def kept_in(*arguments, already=None, processes=1, **options):
+        updates = []
         values = {**jax.config.values, "jax_compilation_cache_dir": already}
-        config = mock.Mock(values=values, update=lambda name, value: found.append(value))
+        config = mock.Mock(values=values, update=lambda name, value: updates.append(value))
         monkeypatch.setattr(compilation_cache, "jax", mock.Mock(config=config))
         monkeypatch.setattr(distributed, "is_multiprocess", lambda: processes > 1)
-        keep_compiled(*arguments, **more)
-        return found[0] if found else None
+        keep_compiled(*arguments, **options)
+        return updates[0] if updates else None
 
     return kept_in
 
 
-def test_where_compiled_programs_are_kept(kept_in, tmp_path):
-    named = str(tmp_path / "c")
-    usual = f"{tmp_path}/home/txl_jax/compilation/"
-    for named_by, folder in (
-        ({}, usual),
-        ({"named": named}, f"{named}/"),
-        ({"named": "gs://bucket/c"}, "gs://bucket/c/"),
-        ({"named": named, "already": "/of/the/user", "processes": 2}, f"{named}/"),
-        ({"named": named, "by_default": False}, f"{named}/"),
-        ({"named": "off"}, None),
-        ({"named": ""}, None),
-        ({"already": "/of/the/user"}, None),
-        ({"processes": 2}, None),
-        ({"by_default": False}, None),
-    ):
-        found = kept_in(**named_by)
-        assert (found is None) is (folder is None)
-        assert found is None or (
-            found.startswith(folder) and "/" not in found.removeprefix(folder)
-        ), found
+@pytest.mark.parametrize(
+    ("options", "parent"),
+    [
+        pytest.param({}, "{tmp_path}/home/txl_jax/compilation", id="by default"),
+        pytest.param({"named": "{tmp_path}/c"}, "{tmp_path}/c", id="named"),
+        pytest.param({"named": "gs://bucket/c"}, "gs://bucket/c", id="a bucket"),
+        pytest.param(
+            {"named": "{tmp_path}/c", "already": "/of/the/user", "processes": 2},
+            "{tmp_path}/c",
+            id="named, two processes, set before",
+        ),
+        pytest.param(
+            {"named": "{tmp_path}/c", "by_default": False},
+            "{tmp_path}/c",
+            id="named, off by default",
+        ),
+    ],
+)
+def test_where_compiled_programs_are_kept(kept_in, tmp_path, options, parent):
+    """In a subdirectory."""
+    if "named" in options:
+        options = options | {"named": options["named"].format(tmp_path=tmp_path)}
+    assert os.path.dirname(kept_in(**options)) == parent.format(tmp_path=tmp_path)
 
 
-def test_the_users_own_is_in_the_home_directory(monkeypatch):
-    for xdg, home, expected in (
-        ("", "/home/me", "/home/me/.cache/txl_jax/compilation"),
-        ("relative", "/home/me", "/home/me/.cache/txl_jax/compilation"),
-        ("/scratch/me", "/home/me", "/scratch/me/txl_jax/compilation"),
-        ("", "~", None),  # As for a user of a container without an entry.
-    ):
-        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
-        monkeypatch.setenv("HOME", home)
-        assert user_folder() == expected
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"named": "off"},
+        {"named": ""},
+        {"already": "/of/the/user"},
+        {"processes": 2},
+        {"by_default": False},
+    ],
+    ids=str,
+)
+def test_when_no_cache_is_set(kept_in, options):
+    assert kept_in(**options) is None
+
+
+@pytest.mark.parametrize(
+    ("xdg", "home", "expected"),
+    [
+        pytest.param("", "/home/me", "/home/me/.cache/txl_jax/compilation", id="home"),
+        pytest.param("relative", "/home/me", "/home/me/.cache/txl_jax/compilation", id="relative"),
+        pytest.param("/scratch/me", "/home/me", "/scratch/me/txl_jax/compilation", id="scratch"),
+        # A user of a container may have no entry.
+        pytest.param("", "~", None, id="no home"),
+    ],
+)
+def test_the_users_own_is_in_the_home_directory(monkeypatch, xdg, home, expected):
+    monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+    monkeypatch.setenv("HOME", home)
+    assert user_folder() == expected
 
 
 def test_directories_are_made_for_this_user_alone(kept_in, tmp_path):
@@ -92,7 +117,8 @@ def test_a_folder_that_cannot_be_used_is_one_line_and_none_is_made(kept_in, tmp_
     out, line = capsys.readouterr()
     # Standard output may be a command's result.
     assert out == ""
-    assert line.count("\n") == 1 and f"{tmp_path / 'file'} is a file" in line
+    assert line.count("\n") == 1
+    assert f"{tmp_path / 'file'} is a file" in line
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -107,25 +133,27 @@ def test_an_unsafe_folder_is_not_used_by_default_and_noted_if_it_was_typed(
     assert kept_in(str(tmp_path / "c")).startswith(f"{tmp_path}/c/")
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.count("\n") == 1 and "--compilation_cache" in err and "another user" in err
+    assert err.count("\n") == 1
+    assert "--compilation_cache" in err
+    assert "another user" in err
 
 
-ME, OTHER = os.getuid(), os.getuid() + 1
+OTHER = os.getuid() + 1
 
 
 @pytest.fixture
 def owned(monkeypatch):
     """Changes who owns a path, and its permissions, as `os.lstat` has them."""
     changed = {}
-    real = os.lstat
+    real_lstat = os.lstat
 
     def lstat(path):
-        info = real(path)
-        found = changed.get(os.fspath(path), {})
+        info = real_lstat(path)
+        changes = changed.get(os.fspath(path), {})
         return SimpleNamespace(
-            st_uid=found.get("owner", info.st_uid),
-            st_gid=found.get("group", info.st_gid),
-            st_mode=found.get("mode", info.st_mode),
+            st_uid=changes.get("owner", info.st_uid),
+            st_gid=changes.get("group", info.st_gid),
+            st_mode=changes.get("mode", info.st_mode),
         )
 
     monkeypatch.setattr(compilation_cache.os, "lstat", lstat)
@@ -174,7 +202,7 @@ def test_a_directory_is_safe_if_only_this_user_can_change_what_it_contains(
 
 
 def test_links_are_followed_to_every_directory_on_the_way(tmp_path, owned):
-    """A link of this user is fine; whoever may replace it, or anything behind it, is not."""
+    """A link of this user is safe. A link is not if others may replace it or anything behind it."""
     for name in ("real/cache", "middle", "home"):
         (tmp_path / name).mkdir(parents=True, mode=0o700)
     tmp_path.chmod(0o700)
@@ -192,20 +220,26 @@ def test_links_are_followed_to_every_directory_on_the_way(tmp_path, owned):
     assert why_unsafe(str(tmp_path / "loop")) is None, "it ends"
 
 
-def test_a_cache_is_not_inside_of_a_run(tmp_path):
-    work = str(tmp_path / "run")
-    (tmp_path / "link").symlink_to(work)
-    for named, run in (
-        (work, work),
-        (f"{work}/cache", work),
-        (f"{tmp_path}/link/cache", work),
-        (f"{work}/cache", f"{tmp_path}/link"),
+def test_a_cache_inside_of_a_run_is_an_error(tmp_path):
+    workdir = str(tmp_path / "run")
+    (tmp_path / "link").symlink_to(workdir)
+    for cache, run in (
+        (workdir, workdir),
+        (f"{workdir}/cache", workdir),
+        (f"{tmp_path}/link/cache", workdir),
+        (f"{workdir}/cache", f"{tmp_path}/link"),
         ("gs://b/run/cache", "gs://b/run"),
     ):
         with pytest.raises(UserError, match="the compilation cache must be outside"):
-            check_outside(named, [None, run])
-    for named, run in ((None, work), ("off", work), (f"{work}2", work), ("gs://b/run", "/gs/b")):
-        check_outside(named, [None, run])
+            check_outside(cache, [None, run])
+
+
+@pytest.mark.parametrize(
+    ("cache", "run"),
+    [(None, "/run"), ("off", "/run"), ("/run2", "/run"), ("gs://b/run", "/gs/b")],
+)
+def test_a_cache_outside_of_a_run_is_accepted(cache, run):
+    check_outside(cache, [None, run])
 
 
 COMPILE = """
@@ -222,16 +256,18 @@ cli.main(lambda plan, job: print(jax.jit(lambda x: x + 1)(1)), cli.TextPlan)
 def test_a_second_start_reads_what_the_first_compiled(tmp_path):
     tmp_path.chmod(0o700)
     command = [sys.executable, "-c", COMPILE, f"--data_dir={tmp_path / 'data'}"]
-    kept = {
+    variables = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("JAX_COMPILATION", "JAX_PERS"))
     }
-    kept["XDG_CACHE_HOME"] = str(tmp_path)
-    first, second = (
-        subprocess.check_output(command, env=kept, cwd=ROOT, text=True).split() for _ in range(2)
-    )
-    assert (first, second) == (["2"], ["hit", "2"])
+    variables["XDG_CACHE_HOME"] = str(tmp_path)
+
+    first = subprocess.check_output(command, env=variables, cwd=ROOT, text=True)
+    second = subprocess.check_output(command, env=variables, cwd=ROOT, text=True)
+
+    assert first.split() == ["2"]
+    assert second.split() == ["hit", "2"]
     assert list((tmp_path / "txl_jax" / "compilation").rglob("*-cache"))
     assert not (tmp_path / "data").exists()
 
@@ -245,27 +281,28 @@ def test_a_program_refuses_a_cache_in_its_workdir(tmp_path, monkeypatch, capsys,
     monkeypatch.setattr(sys, "argv", ["program", f"--workdir={tmp_path / 'run'}", *words])
     with programs.own_flags(), pytest.raises(SystemExit, match="1"):
         cli.main(pytest.fail, cli.TrainedRun)
-    assert "must be outside" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    assert "must be outside" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("value", ["/c", "off"])
-def test_a_flagfile_brings_no_code(tmp_path, monkeypatch, capsys, value):
+@pytest.mark.parametrize(("value", "code"), [("/c", 1), ("off", 0)], ids=["a directory", "off"])
+def test_a_flagfile_brings_no_code(tmp_path, monkeypatch, capsys, value, code):
     (tmp_path / "mine.flags").write_text(f"--compilation_cache={value}\n")
     monkeypatch.setattr(sys, "argv", ["program", f"--flagfile={tmp_path / 'mine.flags'}"])
+
     with programs.own_flags(), pytest.raises(SystemExit) as ended:
         cli.main(lambda plan, job: 0, cli.TextPlan)
-    assert ended.value.code == (value != "off")
-    assert ("mine.flags, line 1: --compilation_cache must be typed" in capsys.readouterr().err) == (
-        value != "off"
-    )
+
+    assert ended.value.code == code
+    error = "mine.flags, line 1: --compilation_cache must be typed"
+    assert (error in capsys.readouterr().err) == (code == 1)
 
 
 def test_settings_that_name_code():
-    """A path from which a library imports, or that JAX loads machine code from."""
-    found = {
-        (plan.__module__, leaf.name)
-        for plan in (lm_eval.Plan, speed.Plan, train_command.TrainPlan)
-        for leaf in config_tree.leaves(plan)
-        if leaf.setting.loads_code
-    }
-    assert {name for _, name in found} == {"compilation_cache", "include_path", "peer_path"}
+    """Paths from which a library imports or JAX loads machine code."""
+    names = set()
+    for plan in (lm_eval.Plan, speed.Plan, train_command.TrainPlan):
+        for leaf in config_tree.leaves(plan):
+            if leaf.setting.loads_code:
+                names.add(leaf.name)
+    assert names == {"compilation_cache", "include_path", "peer_path"}

@@ -1,5 +1,5 @@
-"""Tests locks of workdirs on object storage: one holder, renewed, taken over only if nobody renews
-it.
+"""Tests locks of workdirs on object storage: one holder renews a lock, and another holder takes it
+over only if nobody renews it.
 """
 
 import os
@@ -36,7 +36,8 @@ def elsewhere(bucket):
 
 
 def test_one_holder_at_a_time(bucket, elsewhere, monkeypatch):
-    """Here while the process lives, and elsewhere for as long as it renews the lock.
+    """A holder on this machine holds the lock while its process lives, and a holder on another
+    machine for as long as it renews the lock.
 
     A sweep asks for the same.
     """
@@ -55,7 +56,8 @@ def test_one_holder_at_a_time(bucket, elsewhere, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(gcs_lock, "STALE_SECONDS", -1.0)
                 assert is_held(str(bucket)) == (lock is not elsewhere)
-        assert not is_held(str(bucket)) and not bucket.exists()
+        assert not is_held(str(bucket))
+        assert not bucket.exists()
     with RunLock(bucket) as second:
         second.acquire()
         second.close()
@@ -65,18 +67,18 @@ def test_one_holder_at_a_time(bucket, elsewhere, monkeypatch):
 def test_a_holder_that_is_paused_is_followed_and_wakes_up_unlocked(
     wakes, bucket, elsewhere, monkeypatch, capsys
 ):
-    """After a minute; when it goes on it finds out before it writes, and leaves the other's lock
-    alone.
+    """Another takes over after a minute. When the holder continues, it notices this before it
+    writes, and does not touch the other's lock.
 
-    It need not know how long it was paused: the clock of a machine that is suspended may stand
-    still.
+    It need not know how long it was paused: the clock of a suspended machine may stand still.
     """
     monkeypatch.setattr(gcs_lock, "BEAT_SECONDS", 3600.0)  # Its thread is paused too.
     elsewhere.acquire()
     with RunLock(bucket) as second:
         second.acquire()
         [line] = capsys.readouterr().out.splitlines()
-        assert "waiting" in line and len(second.notes) == 1
+        assert "waiting" in line
+        assert len(second.notes) == 1
         if wakes == "in a beat":
             elsewhere._object._look()
         else:
@@ -101,11 +103,16 @@ def test_a_holder_that_was_killed_on_this_machine_is_followed_at_once(bucket, mo
 
 
 def test_of_two_that_take_over_one_does(bucket):
-    first, second, third = (GcsLock(bucket / NAME) for _ in range(3))
+    first = GcsLock(bucket / NAME)
+    second = GcsLock(bucket / NAME)
+    third = GcsLock(bucket / NAME)
     assert first._create()
     generation, _ = gcs_lock._version(first._url)
-    assert second._delete(generation) and second._create()
-    assert not third._delete(generation) and not third._create()
+
+    assert second._delete(generation)
+    assert second._create()
+    assert not third._delete(generation)
+    assert not third._create()
     second.confirm()
 
 
@@ -120,10 +127,8 @@ def test_an_answer_that_was_lost_is_no_loss_of_the_lock(bucket):
 def test_the_thread_renews_and_finds_out_that_the_lock_is_lost(bucket, storage):
     with RunLock(bucket) as lock:
         lock.acquire()
-        beat, written = (
-            lock._object._beat_url(lock._object._record),
-            gcs_lock._version(bucket / NAME)[0],
-        )
+        beat = lock._object._beat_url(lock._object._record)
+        written, _ = gcs_lock._version(bucket / NAME)
         storage.fail_every(3)
         wait_until(lambda: gcs_lock._version(beat))
         before = gcs_lock._version(beat)[0]
@@ -141,34 +146,43 @@ def test_other_storage_has_no_lock_and_notes_it():
     with RunLock("s3://bucket/run") as lock:
         lock.acquire()
         lock.confirm()
-    assert len(lock.notes) == 1 and "s3://" in lock.notes[0]
+    [note] = lock.notes
+    assert "s3://" in note
 
 
 def test_a_run_that_wakes_up_writes_nothing(bucket, storage, tmp_path, monkeypatch):
-    """It is paused after its second update, until another has taken its lock over.
+    """It is paused after its second training step, until another has taken its lock over.
 
-    What it wrote could replace, or be read among, what the run that has taken over writes.
+    Its files could replace the files of the run that has taken over, or be read among them.
     """
-    other, before = GcsLock(bucket / NAME), {}
-    counts = {
-        "train__steps": 4,
-        "train__eval_every": 4,
-        "train__checkpoint_every": 4,
-        "train__log_every": 2,
-    }
-    config, corpus = drawn_run.on_text(tmp_path, drawn_run.letters(), **counts)
+    other = GcsLock(bucket / NAME)
+    before = {}
+    config, corpus = drawn_run.on_text(
+        tmp_path,
+        drawn_run.letters(),
+        train__steps=4,
+        train__eval_every=4,
+        train__checkpoint_every=4,
+        train__log_every=2,
+    )
 
     def objects():
-        own = [name for name in storage.names() if name.startswith(f"{bucket.name}/")]
-        return {name: storage.generation(name) for name in own}
+        generations = {}
+        for name in storage.names():
+            if name.startswith(f"{bucket.name}/"):
+                generations[name] = storage.generation(name)
+        return generations
 
     def pause(context):
         if context.step == 2:
-            generation, _ = gcs_lock._version(other._url)  # Of a holder that seems to be alive.
-            assert other._delete(generation) and other._create()
+            # The holder seems to be alive.
+            generation, _ = gcs_lock._version(other._url)
+            assert other._delete(generation)
+            assert other._create()
             before.update(objects())
 
     monkeypatch.setattr(gcs_lock, "BEAT_SECONDS", 3600.0)
     with pytest.raises(UserError, match="taken it over"):
         runs.train(config, corpus, Run(bucket), hooks=[Hook(1, pause)])
-    assert objects() == before and other._is_own()
+    assert objects() == before
+    assert other._is_own()

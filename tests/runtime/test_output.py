@@ -1,5 +1,5 @@
-"""Tests that standard output may go away, be full, be missing or lack letters, and that nothing
-acts on a terminal.
+"""Tests that a command survives a standard output that goes away, is full, is missing or lacks
+letters, and that no text acts on a terminal.
 """
 
 import errno
@@ -46,7 +46,8 @@ def test_a_reader_that_goes_away_is_noticed_and_nothing_raises(open_stream, monk
     stream = open_stream(writer)
     monkeypatch.setattr(sys, "stdout", stream)
     print("one", flush=True)
-    assert output.loss() is None and output.exit_code() == 0
+    assert output.loss() is None
+    assert output.exit_code() == 0
     assert os.read(reader, 100) == b"one\n"
     os.close(reader)
     for _ in range(3):
@@ -88,30 +89,30 @@ def test_a_terminal_that_does_not_wait_is_waited_for(open_stream, monkeypatch):
     stream = open_stream(writer)
     for _ in range(30):
         print("x" * 10_000, file=stream, flush=True)
-    assert output.loss(stream) is None and waits
+    assert output.loss(stream) is None
+    assert waits
     os.close(reader)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_letters_that_the_encoding_lacks_are_escaped(encoding, tmp_path, open_stream):
-    found = written_to(tmp_path / "out", "Größe № kůň", open_stream, encoding=encoding)
-    assert found.decode(encoding).isprintable() is False  # The newline.
-    assert rb"\u2116" in found and found.endswith(b"\n")
-    assert (b"Gr\xf6" in found) == (encoding == "latin-1")
+    written = written_to(tmp_path / "out", "Größe № kůň", open_stream, encoding=encoding)
+    assert not written.decode(encoding).isprintable()  # The newline is not printable.
+    assert written.endswith(b"\n")
+    assert rb"\u2116" in written
+    assert (b"Gr\xf6" in written) == (encoding == "latin-1")
 
 
 def test_text_keeps_lines_and_tabs_and_cannot_act_on_a_terminal(tmp_path, open_stream):
     text = "a\tb\r\nc\x1b[2J\x1b]0;owned\x07 \x9b31m \rd"
-    wanted = b"a\tb\r\nc\\x1b[2J\\x1b]0;owned\\x07 \\x9b31m \\rd\n"
-    assert written_to(tmp_path / "out", text, open_stream) == wanted
+    expected = b"a\tb\r\nc\\x1b[2J\\x1b]0;owned\\x07 \\x9b31m \\rd\n"
+    assert written_to(tmp_path / "out", text, open_stream) == expected
 
 
 def test_a_progress_bar_works_on_the_error_stream(tmp_path, open_stream):
     control = output._CONTROL_OF_ERRORS
-    assert (
-        written_to(tmp_path / "err", "\r50%\x1b[A\x1b[2J", open_stream, control=control)
-        == b"\r50%\x1b[A\\x1b[2J\n"
-    )
+    written = written_to(tmp_path / "err", "\r50%\x1b[A\x1b[2J", open_stream, control=control)
+    assert written == b"\r50%\x1b[A\\x1b[2J\n"
 
 
 def test_colors_reach_a_terminal_only(open_stream):
@@ -126,7 +127,9 @@ def test_streams_of_others_stay(capsys):
     before = sys.stdout, sys.stderr
     output.prepare()
     assert (sys.stdout, sys.stderr) == before
-    assert not output.is_prepared(sys.stdout) and output.loss() is None and output.exit_code() == 0
+    assert not output.is_prepared(sys.stdout)
+    assert output.loss() is None
+    assert output.exit_code() == 0
 
 
 def test_a_message_is_one_line_and_no_longer_than_people_read():

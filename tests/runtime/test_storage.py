@@ -1,5 +1,5 @@
-"""Tests files and objects: paths as users give them, what is written and read, errors, tries,
-locks, remote texts.
+"""Tests files and objects: paths as users type them, reading and writing, errors, retries, locks,
+and remote texts.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import sys
 import threading
 import time
@@ -32,23 +33,23 @@ def test_a_local_path_is_absolute_with_its_home_and_links(tmp_path, monkeypatch)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("runs")
-    for given in ("runs", "~/runs", "link", Path("runs"), f"file://{tmp_path}/runs", "x/../runs"):
-        assert files.as_path(given) == os.path.realpath(tmp_path / "runs")
+    for path in ("runs", "~/runs", "link", Path("runs"), f"file://{tmp_path}/runs", "x/../runs"):
+        assert files.as_path(path) == os.path.realpath(tmp_path / "runs"), path
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("url", "expected"),
     [
         ("memory://run", "memory://"),
         ("gs:/bucket/run", "gs://bucket"),
         ("s3://bucket/run", "txl_jax[s3]"),
     ],
 )
-def test_what_cannot_be_opened_is_refused(given, expected, monkeypatch):
+def test_what_cannot_be_opened_is_refused(url, expected, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r".") as refused:
-        files.as_path(given)
-    assert given in str(refused.value) and expected in str(refused.value)
+    with pytest.raises(UserError, match=re.escape(url)) as refused:
+        files.as_path(url)
+    assert expected in str(refused.value)
 
 
 def test_small_texts_have_no_byte_order_mark_and_may_be_pipes(tmp_path):
@@ -71,37 +72,44 @@ def test_small_texts_have_no_byte_order_mark_and_may_be_pipes(tmp_path):
 @pytest.mark.parametrize("place", ["disk", pytest.param("bucket", marks=pytest.mark.full)])
 def test_files_are_written_read_listed_and_removed(place, request, tmp_path):
     folder = request.getfixturevalue("bucket") if place == "bucket" else str(tmp_path / "folder")
-    text, data, deep = (os.path.join(folder, name) for name in ("a.txt", "c.bin", "b/d.json"))
-    assert not files.exists(folder) and not files.is_dir(folder) and files.files_below(folder) == []
+    text = os.path.join(folder, "a.txt")
+    data = os.path.join(folder, "c.bin")
+    deep = os.path.join(folder, "b/d.json")
+    missing = os.path.join(folder, "missing")
+    assert not files.exists(folder)
+    assert not files.is_dir(folder)
+    assert files.files_below(folder) == []
+
     files.make_folder(os.path.dirname(deep))
     files.write_lines(text, ["é\n"])
     files.write(data, b"1\r")
     files.write_json(deep, {"n": 1})
-    assert files.is_dir(folder) and files.exists(data) and not files.is_dir(data)
-    assert files.names(folder) == ["a.txt", "b", "c.bin"] and files.files_below(folder) == [
-        text,
-        deep,
-        data,
-    ]
-    assert (
-        files.read(text).decode() == "é\n" and files.size(text) == 3 and files.modified(data) > 1e9
-    )
+
+    assert files.is_dir(folder)
+    assert files.exists(data)
+    assert not files.is_dir(data)
+    assert files.names(folder) == ["a.txt", "b", "c.bin"]
+    assert files.files_below(folder) == [text, deep, data]
+    assert files.read(text).decode() == "é\n"
+    assert files.size(text) == 3
+    assert files.modified(data) > 1e9
     assert json.loads(files.read(deep)) == {"n": 1}
     assert files.sha256(data) == "1092f3da081f46047853850eaeeae92393bc1e307b2916a1e6ed70b100fbb2d5"
+    for read in (files.read, files.size, files.modified, files.names):
+        with pytest.raises(FileNotFoundError) as refused:
+            read(missing)
+        assert refused.value.errno == errno.ENOENT
+        assert refused.value.filename == missing
+
     for _ in range(2):
         files.remove_tree(os.path.dirname(deep))
         files.remove(data)
     assert files.files_below(folder) == [text]
-    for act in (files.read, files.size, files.modified, files.names):
-        with pytest.raises(FileNotFoundError) as refused:
-            act(os.path.join(folder, "missing"))
-        assert refused.value.errno == errno.ENOENT and refused.value.filename == os.path.join(
-            folder, "missing"
-        )
 
 
 def test_write_json_replaces_the_whole_file_or_nothing(tmp_path):
-    path, another = tmp_path / "config.json", tmp_path / "another"
+    path = tmp_path / "config.json"
+    another = tmp_path / "another"
     for value in ({"a": [1, 2.5, None]}, {"b": "é"}):
         files.write_json(path, value)
         assert json.loads(path.read_bytes()) == value
@@ -109,15 +117,15 @@ def test_write_json_replaces_the_whole_file_or_nothing(tmp_path):
     assert path.stat().st_mode == another.stat().st_mode, (
         "others may read it as they may read any new file"
     )
-    for bad, error in (({"a": object()}, TypeError), ({"a": math.nan}, ValueError)):
-        with pytest.raises(error):
-            files.write_json(path, bad)
+
+    with pytest.raises(TypeError):
+        files.write_json(path, {"a": object()})
+    with pytest.raises(ValueError, match="JSON"):
+        files.write_json(path, {"a": math.nan})
     with largest_file(20_000), pytest.raises(LogError, match=r"config\.json.*File too large"):
         files.write_json(path, "x" * 100_000)
-    assert (json.loads(path.read_bytes()), sorted(os.listdir(tmp_path))) == (
-        {"b": "é"},
-        ["another", "config.json"],
-    )
+    assert json.loads(path.read_bytes()) == {"b": "é"}
+    assert sorted(os.listdir(tmp_path)) == ["another", "config.json"]
 
 
 def test_lines_are_written_as_they_come_and_all_or_none(tmp_path):
@@ -134,10 +142,8 @@ def test_lines_are_written_as_they_come_and_all_or_none(tmp_path):
     for mistake in (ValueError, KeyboardInterrupt):
         with pytest.raises(mistake):
             files.write_lines(path, lines(mistake))
-        assert (path.read_text(encoding="utf-8"), os.listdir(tmp_path)) == (
-            "é\nb\n",
-            ["scores.tsv"],
-        )
+        assert path.read_text(encoding="utf-8") == "é\nb\n"
+        assert os.listdir(tmp_path) == ["scores.tsv"]
 
 
 @pytest.mark.full
@@ -152,7 +158,7 @@ def test_a_copy_on_this_machine_is_there_as_long_as_its_owner(bucket):
 
 @pytest.mark.full
 def test_calls_are_tried_again_until_the_server_is_back(bucket, storage):
-    """Answers that are errors are tried again in test_lock.py."""
+    """test_lock.py tests answers that are errors."""
     storage.is_up = False
     threading.Timer(1.0, lambda: setattr(storage, "is_up", True)).start()
     files.write(bucket / "late", b"1")
@@ -171,7 +177,7 @@ def test_the_tries_have_an_end(bucket, storage):
 
 
 class FakeGcs:
-    """gcsfs's class, as far as it is called."""
+    """The part of gcsfs's class that is called."""
 
     async def _request(self, *args, **options):
         self.tries = getattr(self, "tries", 0) + 1
@@ -179,8 +185,8 @@ class FakeGcs:
 
 
 def patience_of(system, monkeypatch):
-    """Returns how often a request is tried after `make_gcsfs_patient`, by a clock that each pause
-    moves.
+    """Returns how often a request is tried after `make_gcsfs_patient`. Each pause takes 30 s of the
+    clock.
     """
     now = iter(range(1000))
 
@@ -197,11 +203,12 @@ def patience_of(system, monkeypatch):
 def test_only_orbax_needs_patience_of_gcsfs(monkeypatch):
     """Calls of this project are tried again by `patiently`, so that they would wait for both."""
     kind = type("GCSFileSystem", (FakeGcs,), {"_request": FakeGcs._request})
-    own, of_orbax = kind(), kind()
+    of_project = kind()
+    of_orbax = kind()
     monkeypatch.setitem(sys.modules, "gcsfs", SimpleNamespace(GCSFileSystem=kind))
-    monkeypatch.setattr(remote, "file_system", {"gs": own}.__getitem__)
+    monkeypatch.setattr(remote, "file_system", {"gs": of_project}.__getitem__)
     remote.make_gcsfs_patient.__wrapped__()
-    assert patience_of(own, monkeypatch) == 1
+    assert patience_of(of_project, monkeypatch) == 1
     assert patience_of(of_orbax, monkeypatch) == remote.PATIENCE_SECONDS // 30 + 1
 
 
@@ -260,39 +267,39 @@ def test_patterns_and_lists(bucket, tmp_path):
         (bucket / name).write_bytes(name.encode() * 100)
     valid = str(bucket / "valid.dat")
     corpus = read("data", tmp_path, train=(str(bucket / "*.txt"),), valid=(valid,), test=(valid,))
-    assert (
-        bytes(corpus.vocabulary.decode(corpus.train[:5])) == b"a.txt" and corpus.train.size == 1000
-    )
+    assert bytes(corpus.vocabulary.decode(corpus.train[:5])) == b"a.txt"
+    assert corpus.train.size == 1000
+
     (bucket / "valid.dat").unlink()
     for name in ("*.txt", ""):  # Two files are one text, split by position.
         corpus = read("data", tmp_path, file=str(bucket / name))
-        assert (
-            bytes(corpus.vocabulary.decode(corpus.test[-5:])) == b"b.txt"
-            and corpus.train.size == 900
-        )
+        assert bytes(corpus.vocabulary.decode(corpus.test[-5:])) == b"b.txt", name
+        assert corpus.train.size == 900, name
     with pytest.raises(UserError, match="no object matches"):
         read("data", tmp_path, train=(str(bucket / "*.no"),), valid=(valid,), test=(valid,))
 
 
 @pytest.mark.full
 def test_a_folder_of_corpora_is_copied_and_a_file_again_when_it_changes(bucket, tmp_path, storage):
-    name, corpus = miniature.OFFICIAL[CorpusName.PTB], CORPORA[CorpusName.PTB]
-    for each in (name, f"ptb/{name}"):
-        (bucket / each).write_bytes(b"first text")
+    name = miniature.OFFICIAL[CorpusName.PTB]
+    corpus = CORPORA[CorpusName.PTB]
+    (bucket / name).write_bytes(b"first text")
+    (bucket / f"ptb/{name}").write_bytes(b"first text")
     (bucket / "unrelated.bin").write_bytes(b"1")
     (bucket / "book.txt").write_bytes(bytes(range(32, 127)) * 40)
     local = own_text.local_folder(corpus, str(bucket), tmp_path)
-    found = sorted(str(path.relative_to(local)) for path in tmp_path.rglob("*") if path.is_file())
-    assert found == sorted([name, f"ptb/{name}"])
+    copied = [str(path.relative_to(local)) for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(copied) == sorted([name, f"ptb/{name}"])
+
     book = read("data", tmp_path, file=str(bucket / "book.txt"))
     requests = len(storage.requests)
     assert own_text.local_folder(corpus, str(bucket), tmp_path) == local
     assert read("data", tmp_path, file=str(bucket / "book.txt")).digest == book.digest
-    assert not any("media" in path for _, path in storage.requests[requests:]), (
-        "it was downloaded again"
-    )
+    for _, path in storage.requests[requests:]:
+        assert "media" not in path, "it was downloaded again"
+
     time.sleep(1.1)  # Times of objects are read in whole seconds.
-    (bucket / name).write_bytes(b"other text")  # As long as the first.
+    (bucket / name).write_bytes(b"other text")  # The same length as the first.
     own_text.local_folder(corpus, str(bucket), tmp_path)
     assert pathlib.Path(local, name).read_bytes() == b"other text"
     (bucket / "book.txt").write_bytes(bytes(range(32, 127)) * 41)
@@ -300,9 +307,9 @@ def test_a_folder_of_corpora_is_copied_and_a_file_again_when_it_changes(bucket, 
 
 
 def test_tokens_are_written_on_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
-    """As on some network drives.
+    """Some network drives are such.
 
-    Nobody knows then whether a half-written store belongs to a process that runs.
+    Then nobody knows whether a half-written store belongs to a running process.
     """
 
     def flock(handle, kind):
@@ -316,7 +323,8 @@ def test_tokens_are_written_on_a_file_system_without_locks(tmp_path, monkeypatch
     capsys.readouterr()
     monkeypatch.setattr(files.fcntl, "flock", flock)
     second = read("data", tmp_path / "b", file=str(tmp_path / "book.txt"))
-    assert second.train.tolist() == first.train.tolist() and other.exists()
+    assert second.train.tolist() == first.train.tolist()
+    assert other.exists()
     assert capsys.readouterr().out.count("not locked") == 1
     (tmp_path / ".lock").touch()
     assert not lock.is_held(tmp_path)

@@ -1,5 +1,5 @@
-"""Tests that a checkpoint with a missing part is noticed when it is written, and that it is whole
-in any directory.
+"""Tests that a checkpoint with a missing part is noticed when it is written, and that a checkpoint
+is whole in any directory.
 """
 
 import contextlib
@@ -45,15 +45,16 @@ def test_checkpoints_are_whole_in_a_directory_whose_name_is_a_pattern(name, tmp_
     for step in (1, 2):
         with Checkpointer(folder, keep=2, log=print) as checkpoints:
             save(checkpoints, step)
-            found, state, notes = checkpoints.restore(STATE)
-        assert (found, notes) == (step, {"loss": 1.0})
+            restored_step, state, notes = checkpoints.restore(STATE)
+        assert restored_step == step
+        assert notes == {"loss": 1.0}
         assert_equal(state, STATE)
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
     assert [path.name for path in folder.parent.iterdir()] == ["latest"], "the link is removed"
 
 
 def test_a_step_without_its_arrays_does_not_count_and_the_error_names_one(tmp_path, monkeypatch):
-    """What Orbax leaves in a directory with wildcards, which it takes for a pattern."""
+    """Orbax leaves such a step in a directory with wildcards, which it takes for a pattern."""
     folder = tmp_path / "lr[0.1]"
     with Checkpointer(folder, keep=1, log=print) as checkpoints:
         save(checkpoints, 1)
@@ -73,14 +74,15 @@ def test_all_arrays_open_and_none_that_was_not_saved(saved):
     arrays = stored_arrays.describe(STATE)
     assert sorted(arrays) == ["params.q", "params.zeros", "step"]
     assert stored_arrays.find_missing(saved, arrays) is None
-    more = stored_arrays.describe({**STATE, "memory": np.ones(3)})
-    assert "memory" in stored_arrays.find_missing(saved, more)
+
+    with_memory = stored_arrays.describe({**STATE, "memory": np.ones(3)})
+    assert "memory" in stored_arrays.find_missing(saved, with_memory)
     wider = stored_arrays.describe({"step": np.ones(3)})
     assert "shape" in stored_arrays.find_missing(saved, wider)
 
 
 def test_values_that_are_missing_are_noticed(saved, tmp_path):
-    """The index is whole, and names a file that is not there."""
+    """The index is whole, and names a file that does not exist."""
     # TensorStore keeps up to 1 KiB in the index.
     state = {"large": np.random.default_rng(0).random(1000)}
     with Checkpointer(tmp_path, keep=1, log=print) as checkpoints:
@@ -107,10 +109,11 @@ def test_files_that_appear_late_are_waited_for(saved, tmp_path, monkeypatch):
 
 
 def test_each_process_opens_a_chunk_of_its_own():
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    n_device = jax.device_count()
+    mesh = jax.make_mesh((n_device,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    array = jax.device_put(np.zeros((4 * jax.device_count(), 3)), sharding)
-    assert stored_arrays.describe({"x": array}) == {"x": ((4 * jax.device_count(), 3), (0, 0))}
+    array = jax.device_put(np.zeros((4 * n_device, 3)), sharding)
+    assert stored_arrays.describe({"x": array}) == {"x": ((4 * n_device, 3), (0, 0))}
     assert stored_arrays._chunk_key((4, 0), [4, 3]) == "1.0"
 
 
@@ -141,7 +144,7 @@ def test_a_bucket_name_with_wildcards_is_refused_before_anything_is_written():
 
 @pytest.mark.full
 def test_a_checkpoint_in_a_bucket_is_opened_with_few_requests(storage, bucket):
-    """Per array a chunk, and once the index."""
+    """A chunk per array, and the index once."""
     with Checkpointer(bucket / "latest", keep=1, log=print) as checkpoints:
         save(checkpoints, 1)
     folder = bucket / "latest" / "1" / "state"
