@@ -29,6 +29,7 @@ from txl_jax.data.corpus import KINDS
 from txl_jax.data.vocabulary import TITLE, loads
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import exported, formats, leaves, pickles, portable, safetensors
+from txl_jax.runs import convert as convert_lib
 from txl_jax.runs.convert import TargetFormat, convert
 from txl_jax.runs.run import Run, read_results, recorded_folders
 from txl_jax.runtime import checkpoint, storage
@@ -56,8 +57,11 @@ def made(tmp_path_factory):
     """A directory with a run, its portable checkpoint, and the same model for Hugging Face."""
     directory = tmp_path_factory.mktemp("made")
     run = drawn_run.of_words(directory / "run", **drawn_run.WT103)
-    convert(run.path, directory / "portable", to_format=TargetFormat.NATIVE, log=print)
-    convert(run.path, directory / "theirs", to_format=TargetFormat.HUGGINGFACE, log=print)
+    with pytest.MonkeyPatch.context() as patch:
+        # Tests of convert compare the losses of both models, which takes seconds to compile.
+        patch.setattr(convert_lib, "_losses", lambda *arguments, **options: np.zeros(1))
+        convert(run.path, directory / "portable", to_format=TargetFormat.NATIVE, log=print)
+        convert(run.path, directory / "theirs", to_format=TargetFormat.HUGGINGFACE, log=print)
     return directory
 
 

@@ -141,7 +141,7 @@ def test_losses_memory_and_gradients_through_segments_are_the_librarys(page):
 def test_training_steps_are_the_librarys(page):
     """With plain gradient descent, whose updates are the gradients."""
     made = parts()
-    params = tiny.variables(made.model)["params"]
+    params = jax.device_get(tiny.variables(made.model)["params"])
     optimizer = optax.sgd(RATE)
     inputs, targets = segments()
 
@@ -149,7 +149,7 @@ def test_training_steps_are_the_librarys(page):
     memory = made.model.init_memory(batch_size=tiny.B, mem_len=M)
     before = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), memory)
     successive = Segments(inputs, targets, np.ones(inputs.shape), np.zeros(inputs.shape[:2], bool))
-    expected, metrics = jax.jit(step)(before, successive)
+    expected, metrics = jax.device_get(jax.jit(step)(before, successive))
 
     renamed = page_params(params)
     state = page["TrainState"](renamed, optimizer.init(renamed), jnp.zeros(memory.hidden.shape))

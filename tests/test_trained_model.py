@@ -3,6 +3,7 @@ has by itself, and stop strings and callers' mistakes.
 """
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -195,6 +196,14 @@ def test_continuations_without_context_or_tokens():
 
 
 PIECES = WordPieces(("a", "ab", "abc", "b", "bc", "c", "c d", "d", " ", "x"))
+
+
+@functools.cache
+def model_of_pieces():
+    """The tiny model with another vocabulary. Its programs are kept."""
+    return dataclasses.replace(tiny_model.make(), vocabulary=PIECES)
+
+
 # A context and its continuation, the ids of both, and how many of the last ids are scored.
 BORDERS = {
     "lengthens the last token": ("x ab", "c", [9, 8, 2], 1),
@@ -211,7 +220,7 @@ BORDERS = {
 def test_a_continuation_is_scored_from_the_first_token_that_differs(
     context, continuation, ids, count
 ):
-    model = dataclasses.replace(tiny_model.make(), vocabulary=PIECES)
+    model = model_of_pieces()
     assert model.encode(context + continuation).tolist() == ids
     all_are_scored = count == len(ids)
     nats = model.score([ids], per_token=True, first=4 if all_are_scored else None)[0][-count:]
@@ -228,7 +237,7 @@ def test_a_continuation_is_scored_from_the_first_token_that_differs(
 @pytest.mark.parametrize("pair", [("abc", "-"), ("abc", b"-"), ([2], "-"), ("", "-")], ids=str)
 def test_a_continuation_without_a_token_of_its_own_is_an_error(pair):
     """Its logprob would be 0, which wins every comparison. This vocabulary drops hyphens."""
-    model = dataclasses.replace(tiny_model.make(), vocabulary=PIECES)
+    model = model_of_pieces()
     with pytest.raises(UserError, match="'-' after "):
         model.score_continuations([("a", "b"), pair])
 
