@@ -1,5 +1,5 @@
 """Tests published corpora: their table, archives, checks, places of files in miniature, records,
-damage, downloads.
+corruption, downloads.
 """
 
 import contextlib
@@ -33,10 +33,8 @@ from txl_jax.errors import UserError
 pytestmark = pytest.mark.usefixtures("miniatures")
 
 TABLE = dict(CORPORA)  # As it is shipped.
-ONE_FILE = tuple(name for name, row in TABLE.items() if row.cuts)
-WORDS = tuple(
-    name for name, row in TABLE.items() if all(facts.tokens for facts in row.facts.values())
-)
+ONE_FILE = (CorpusName.ENWIK8, CorpusName.TEXT8)
+WORDS = (CorpusName.WIKITEXT103, CorpusName.WIKITEXT2, CorpusName.PTB)
 
 
 def read(name, tmp_path, **options):
@@ -46,17 +44,27 @@ def read(name, tmp_path, **options):
 
 
 def contents(text):
-    return {
-        split: b"".join(b"".join(file.blocks()) for file in files)
-        for split, files in text.splits.items()
-    }
+    """The bytes of each split."""
+    splits = {}
+    for split, files in text.splits.items():
+        content = b""
+        for file in files:
+            content += b"".join(file.blocks())
+        splits[split] = content
+    return splits
 
 
 def sha256(data):
     return hashlib.sha256(data).hexdigest()
 
 
+def split_files(texts):
+    """Files of splits as Penn Treebank has them, by their names."""
+    return {f"ptb.{split}.txt": text for split, text in texts.items()}
+
+
 def expected_digest(name):
+    """The digest of a miniature, from its splits alone."""
     parts = miniature.texts(name)
     if name in ONE_FILE:
         return sha256(b"".join(parts.values()))
@@ -66,8 +74,8 @@ def expected_digest(name):
     return sha256("".join(sums.values()).encode())
 
 
-def refusal(name, tmp_path, error=ValueError):
-    """The error that reading gives; nothing is left that a later start would take for the
+def reading_error(name, tmp_path, error=ValueError):
+    """The error message of reading. Nothing is left that a later start would take for the
     corpus.
     """
     with pytest.raises(error) as caught:
@@ -88,6 +96,7 @@ def open_archive(path):
 
 
 def opened(tmp_path, file, members=MEMBERS):
+    """The files of a new archive with these members."""
     return open_archive(write(tmp_path / file, miniature.archive(file, members)))
 
 
@@ -97,62 +106,90 @@ def write(path, content):
 
 
 def unpacked_from(places, names):
-    found = dict.fromkeys(names, b"")
-    for each, block in read_files(
-        {each: [each.size] for each in places if each.name in names}, 1 << 16
-    ):
-        found[each.name] += block
-    return found
+    """The bytes of some files of an archive, by their names."""
+    wanted = {file: [file.size] for file in places if file.name in names}
+    unpacked = dict.fromkeys(names, b"")
+    for file, block in read_files(wanted, 1 << 16):
+        unpacked[file.name] += block
+    return unpacked
 
 
-def test_files_are_found_by_the_ends_of_their_paths(tmp_path):
-    for prefix in ("", "./", "some/where/"):
-        names = ("box/b.txt", "box/a.txt", "box/c.txt", "box/not-b.txt", "b.txt.old")
-        moved = opened(tmp_path, "moved.zip", {f"{prefix}{name}": b"" for name in names})
-        found = fit(moved, [{"one": ("absent",)}, LAYOUT, {"one": ("a.txt",)}])
-        expected = {
-            part: [f"{prefix}box/{name[-5:]}" for name in of_part]
-            for part, of_part in LAYOUT.items()
-        }
-        assert {part: [each.name for each in places] for part, places in found.items()} == expected
+def names_of(places):
+    """The names of each part's files."""
+    return {part: [file.name for file in files] for part, files in places.items()}
 
 
-def test_missing_files_and_two_that_could_be_meant_are_named(tmp_path):
+@pytest.mark.parametrize("prefix", ["", "./", "some/where/"])
+def test_files_are_found_by_the_ends_of_their_paths(prefix, tmp_path):
+    """Whole names count: box/not-b.txt is not b.txt."""
+    names = ("box/b.txt", "box/a.txt", "box/c.txt", "box/not-b.txt", "b.txt.old")
+    moved = opened(tmp_path, "moved.zip", {f"{prefix}{name}": b"" for name in names})
+
+    places = fit(moved, [{"one": ("absent",)}, LAYOUT, {"one": ("a.txt",)}])
+
+    assert names_of(places) == {
+        "one": [f"{prefix}box/b.txt"],
+        "two": [f"{prefix}box/a.txt", f"{prefix}box/c.txt"],
+    }
+
+
+def test_missing_files_are_named(tmp_path):
+    """Only those of the layout that lacks fewest."""
     archive = opened(tmp_path, "x.zip")
     with pytest.raises(UserError) as caught:
         fit(archive, [{"one": ("x", "y", "z")}, {"one": ("b.txt", "absent.txt")}])
     assert re.search(rf"^{tmp_path}/x\.zip\b.*\babsent\.txt\b.*{URL}", str(caught.value))
     assert not re.search(r"\b[yz]\b", str(caught.value)), "of the layout that lacks more"
+
+
+def test_two_files_that_could_be_meant_are_named(tmp_path):
+    archive = opened(tmp_path, "x.zip")
     with pytest.raises(UserError, match=rf"{tmp_path}/x\.zip\b.* box/c\.txt\b.* c\.txt\b"):
         fit(archive, [{"one": ("c.txt",)}])
 
 
-def test_links_and_devices_in_an_archive_are_not_files(tmp_path):
-    link, content = tarfile.TarInfo("box/link"), miniature.archive("x.tar", MEMBERS)
-    for link.type, link.linkname in [
-        (tarfile.SYMTYPE, "../../a"),
-        (tarfile.LNKTYPE, "c.txt"),
-        (tarfile.CHRTYPE, ""),
-    ]:
-        places = open_archive(write(tmp_path / "x.tar", link.tobuf() + content))
-        assert unpacked_from(places, list(MEMBERS)) == MEMBERS and len(places) == len(MEMBERS)
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [(tarfile.SYMTYPE, "../../a"), (tarfile.LNKTYPE, "c.txt"), (tarfile.CHRTYPE, "")],
+    ids=["symbolic link", "hard link", "device"],
+)
+def test_links_and_devices_in_an_archive_are_not_files(kind, target, tmp_path):
+    link = tarfile.TarInfo("box/link")
+    link.type = kind
+    link.linkname = target
+    content = miniature.archive("x.tar", MEMBERS)
+
+    places = open_archive(write(tmp_path / "x.tar", link.tobuf() + content))
+
+    assert len(places) == len(MEMBERS)
+    assert unpacked_from(places, list(MEMBERS)) == MEMBERS
 
 
 def read_all(path):
+    """Reads both files of an archive."""
     archive = open_archive(path)
     fit(archive, [{"all": ("a", "b")}])
     return unpacked_from(archive, ["a", "b"])
 
 
+def error_of_reading_all(path):
+    """The error message, which is empty if the archive can be read."""
+    try:
+        read_all(path)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("file", ["x.zip", "x.tar", "x.tar.gz"])
-def test_an_archive_cut_anywhere_is_reported_as_damaged_or_lacking_a_file(file, tmp_path):
+def test_an_archive_cut_anywhere_is_reported_as_corrupted_or_lacking_a_file(file, tmp_path):
     members = {"a": b"ay" * 1500, "b": b"bee" * 1000}
     whole = miniature.archive(file, members)
     # A tar's blocks are filled up, and it ends in empty ones, all of which nobody misses.
     needed = len(whole.rstrip(b"\0")) if file == "x.tar" else len(whole)
     for length in [*range(0, needed, max(needed // 60, 1)), needed - 1]:
-        with pytest.raises(UserError, match=rf"{tmp_path / file}\b.*{URL}"):
-            read_all(write(tmp_path / file, whole[:length]))
+        message = error_of_reading_all(write(tmp_path / file, whole[:length]))
+        assert re.search(rf"{tmp_path / file}\b.*{URL}", message), f"{length} of {needed} bytes"
 
 
 def test_a_file_that_became_shorter_is_named(tmp_path):
@@ -169,59 +206,67 @@ PIECES = st.sampled_from(
 
 @given(st.lists(PIECES, max_size=30).map("".join), st.lists(st.integers(0, 60), max_size=6))
 def test_blocks_count_as_the_whole(text, cuts):
-    content, counted = text.encode(), Tally()
-    for first, last in itertools.pairwise(
-        [0, *sorted(min(cut, len(content)) for cut in cuts), len(content)]
-    ):
-        if first < last:
-            counted.add(content[first:last], words=True)
-    assert counted.lines == text.count("\n") + (bool(text) and not text.endswith("\n"))
-    assert counted.words == len(text.split())
-    assert counted.sha256.hexdigest() == hashlib.sha256(content).hexdigest()
+    """Lines, words and the sum, wherever a text is cut."""
+    content = text.encode()
+    edges = sorted([0, *cuts, len(content)])
+    tally = Tally()
+    for first, last in itertools.pairwise(edges):
+        if content[first:last]:
+            tally.add(content[first:last], words=True)
+
+    n_open_lines = 1 if text and not text.endswith("\n") else 0
+    assert tally.lines == text.count("\n") + n_open_lines
+    assert tally.words == len(text.split())
+    assert tally.sha256.hexdigest() == sha256(content)
 
 
-CASES = [
-    (name, how)
-    for name in miniature.NAMES
-    for how in ARRANGEMENTS
-    if TABLE[name].own_layouts or how != "by split"
-]
+def cases():
+    """Each corpus in each arrangement of files that it can have."""
+    pairs = []
+    for name in miniature.NAMES:
+        for how in ARRANGEMENTS:
+            if TABLE[name].own_layouts or how != "by split":
+                pairs.append((name, how))
+    return pairs
+
+
 # Each corpus once, and each arrangement once.
-QUICK = [(name, "official") for name in miniature.NAMES] + [
-    (CorpusName.PTB, how) for how in ARRANGEMENTS
-]
+QUICK = [(name, "official") for name in miniature.NAMES]
+QUICK += [(CorpusName.PTB, how) for how in ARRANGEMENTS]
 
 
-@pytest.mark.parametrize(("name", "how"), full_but(QUICK, CASES))
+@pytest.mark.parametrize(("name", "how"), full_but(QUICK, cases()))
 def test_a_corpus_in_each_arrangement_of_files(name, how, tmp_path):
+    """Its text, metadata and digest do not depend on the arrangement. The files are left alone."""
     arrange(tmp_path, name, how)
     records = tmp_path / "cache" / "tfds" / f"txl_{name}"
     (records / "1.0.0.incompleteX").mkdir(parents=True)  # Left by a killed process.
-    before = stamps(tmp_path / "data")
-    text, expected = read(name, tmp_path), miniature.texts(name)
-    assert contents(text) == contents(text) == expected, "a text may be read twice"
+    files_before = stamps(tmp_path / "data")
+
+    text = read(name, tmp_path)
+
+    expected = miniature.texts(name)
+    assert contents(text) == expected
+    assert contents(text) == expected, "a text may be read twice"
     sizes = {split: sum(file.size for file in files) for split, files in text.splits.items()}
     assert sizes == {split: len(part) for split, part in expected.items()}
-    assert text.digest == expected_digest(name), (
-        "the digest does not depend on the arrangement of the files"
-    )
-    assert (text.name, text.closed_alphabet) == (name, TABLE[name].closed_alphabet)
+    assert text.name == name
+    assert text.digest == expected_digest(name)
+    assert text.closed_alphabet == TABLE[name].closed_alphabet
     assert re.search(rf"{CORPORA[name].title}.*\b{sum(sizes.values()):,}\b", text.description)
-    assert stamps(tmp_path / "data") == before, "the files are left alone"
-    left = sorted(os.listdir(tmp_path / "cache" / "tfds"))
-    assert left == [f".txl_{name}.lock", f"txl_{name}"] and os.listdir(records) == ["1.0.0"], (
-        "nothing is left over"
-    )
+    assert stamps(tmp_path / "data") == files_before
+    assert sorted(os.listdir(records.parent)) == [f".txl_{name}.lock", f"txl_{name}"]
+    assert os.listdir(records) == ["1.0.0"], "nothing is left over"
+
+    # The records need nothing else.
     shutil.rmtree(tmp_path / "data")
-    before, again = stamps(tmp_path / "cache"), read(name, tmp_path)
-    assert contents(again) == expected and stamps(tmp_path / "cache") == before, (
-        "it needs nothing else"
-    )
-    assert (again.name, again.description, again.digest) == (
-        text.name,
-        text.description,
-        text.digest,
-    )
+    records_before = stamps(tmp_path / "cache")
+    again = read(name, tmp_path)
+    assert contents(again) == expected
+    assert stamps(tmp_path / "cache") == records_before
+    assert again.name == text.name
+    assert again.description == text.description
+    assert again.digest == text.digest
 
 
 def stamps(folder):
@@ -233,112 +278,136 @@ def test_many_files_of_records(name, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "RECORD_BYTES", 1000)
     monkeypatch.setattr(prepare, "SHARD_RECORDS", 7)
     arrange(tmp_path, name)
+
     assert contents(read(name, tmp_path)) == miniature.texts(name)
     files = sorted((tmp_path / "cache" / "tfds" / f"txl_{name}").rglob("*train*"))
-    assert len(files) == -(-len(miniature.texts(name)["train"]) // 7000) > 5
+    n_expected = -(-len(miniature.texts(name)["train"]) // 7000)
+    assert len(files) == n_expected
+    assert n_expected > 5
 
 
 def test_one_billion_words_files_and_heldout_shards(tmp_path):
+    """The test split may also be the validation split, as published."""
     arrange(tmp_path, CorpusName.LM1B)
-    texts, separate = miniature.texts(CorpusName.LM1B), read(CorpusName.LM1B, tmp_path)
+    texts = miniature.texts(CorpusName.LM1B)
+
+    separate = read(CorpusName.LM1B, tmp_path)
     same = read(CorpusName.LM1B, tmp_path, heldout=Heldout.PUBLISHED)
-    assert contents(separate) == texts and separate.digest != same.digest
+
+    assert contents(separate) == texts
     assert contents(same) == texts | {"valid": texts["test"]}
-    names = [f"lm1b train, news.en-0000{i}-of-00100" for i in (1, 2, 3)]
-    assert [file.name for file in separate.splits["train"]] == names, "for errors"
+    assert separate.digest != same.digest
+    # For errors.
+    assert [file.name for file in separate.splits["train"]] == [
+        "lm1b train, news.en-00001-of-00100",
+        "lm1b train, news.en-00002-of-00100",
+        "lm1b train, news.en-00003-of-00100",
+    ]
 
 
-def test_a_wrong_byte_and_another_number_of_bytes(tmp_path):
-    whole, known = (
-        miniature.files(CorpusName.ENWIK8)["enwik8"],
-        CORPORA[CorpusName.ENWIK8].facts[WHOLE].sha256,
-    )
-    wrong = whole[:250_000] + bytes([whole[250_000] ^ 1]) + whole[250_001:]
-    for text, named in (
-        (wrong, rf"{sha256(wrong)}\b.*\b{known}"),
-        (b"x" * 1234, r"1,234\b.*\b300,008"),
-    ):
-        place(tmp_path / "data", {"enwik8": text})
-        assert re.search(
-            rf"{tmp_path}/data/enwik8\b.*\b{named}\b", refusal(CorpusName.ENWIK8, tmp_path)
-        )
+def flip_byte(content, place):
+    """The bytes with one bit of one byte changed."""
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+def test_a_wrong_byte_is_reported_with_both_sums(tmp_path):
+    known = CORPORA[CorpusName.ENWIK8].facts[WHOLE].sha256
+    content = flip_byte(miniature.files(CorpusName.ENWIK8)["enwik8"], 250_000)
+    place(tmp_path / "data", {"enwik8": content})
+    message = reading_error(CorpusName.ENWIK8, tmp_path)
+    assert re.search(rf"{tmp_path}/data/enwik8\b.*\b{sha256(content)}\b.*\b{known}\b", message)
+
+
+def test_another_number_of_bytes_is_reported_with_the_known_one(tmp_path):
+    place(tmp_path / "data", {"enwik8": b"x" * 1234})
+    message = reading_error(CorpusName.ENWIK8, tmp_path)
+    assert re.search(rf"{tmp_path}/data/enwik8\b.*\b1,234\b.*\b300,008\b", message)
 
 
 @pytest.mark.parametrize("name", miniature.PACKED)
 def test_an_official_archive_with_other_content(name, tmp_path):
-    path, whole = tmp_path / "data" / miniature.OFFICIAL[name], miniature.official(name)
-    changed = whole[:-1] + bytes([whole[-1] ^ 1])
-    found, known = sha256(changed), sha256(whole)
+    path = tmp_path / "data" / miniature.OFFICIAL[name]
+    whole = miniature.official(name)
+
+    place(tmp_path / "data", {path.name: whole[:-1]})
     sizes = rf"{len(whole) - 1:,}\b.*\b{len(whole):,}"
-    for content, wrong in ((whole[:-1], sizes), (changed, rf"{found}\b.*\b{known}")):
-        place(tmp_path / "data", {path.name: content})
-        assert re.search(rf"^{path}\b.*\b{wrong}\b", refusal(name, tmp_path))
+    assert re.search(rf"^{path}\b.*\b{sizes}\b", reading_error(name, tmp_path))
+
+    changed = flip_byte(whole, len(whole) - 1)
+    place(tmp_path / "data", {path.name: changed})
+    sums = rf"{sha256(changed)}\b.*\b{sha256(whole)}"
+    assert re.search(rf"^{path}\b.*\b{sums}\b", reading_error(name, tmp_path))
 
 
 @pytest.mark.parametrize("split", ["train", "valid", "test"])
 @pytest.mark.parametrize("name", WORDS)
 def test_another_number_of_tokens(name, split, tmp_path):
-    text, known = miniature.texts(name)[split], CORPORA[name].facts[split].tokens
+    """A line of three words more, or an empty line more."""
+    text = miniature.texts(name)[split]
+    known = CORPORA[name].facts[split].tokens
+    assert text.endswith(b" \n")
     changes = {
-        text[:-1] + b"\nmore words here\n": known + 4 + (not text.endswith(b" \n")),
+        text[:-1] + b"\nmore words here\n": known + 4,
         text + b"\n": known + 1,
     }
     for changed, count in changes.items():
         arrange(tmp_path, name, "by split")
         path = tmp_path / "data" / TABLE[name].folders[-1] / f"{split}.txt"
         path.write_bytes(changed)
-        assert re.search(rf"^{path}\b.*\b{count:,}\b.*\b{known:,}\b", refusal(name, tmp_path))
+        message = reading_error(name, tmp_path)
+        assert re.search(rf"^{path}\b.*\b{count:,}\b.*\b{known:,}\b", message), message
 
 
 def test_the_same_words_in_other_bytes_are_noted(tmp_path, capsys):
-    """Copies of the Penn Treebank differ in the white space around lines; the counts do not."""
-    stripped = (
-        b"\n".join(line.strip() for line in miniature.texts(CorpusName.PTB)["valid"].splitlines())
-        + b"\n"
-    )
-    parts = miniature.texts(CorpusName.PTB) | {"valid": stripped}
-    place(tmp_path / "data", {f"ptb.{split}.txt": text for split, text in parts.items()})
-    assert contents(read(CorpusName.PTB, tmp_path)) == parts
-    (note,) = [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if re.search(r"\b(train|valid|test)\b", line)
-    ]
-    assert "Penn Treebank" in note and "valid" in note
+    """Copies of the Penn Treebank differ in the white space around lines. The counts do not."""
+    texts = miniature.texts(CorpusName.PTB)
+    stripped = [line.strip() for line in texts["valid"].splitlines()]
+    texts = texts | {"valid": b"\n".join(stripped) + b"\n"}
+    place(tmp_path / "data", split_files(texts))
+
+    assert contents(read(CorpusName.PTB, tmp_path)) == texts
+
+    lines = capsys.readouterr().out.splitlines()
+    [note] = [line for line in lines if re.search(r"\b(train|valid|test)\b", line)]
+    assert "Penn Treebank" in note
+    assert "valid" in note
 
 
-def test_a_folder_with_another_number_of_sentences_or_without_a_file(tmp_path):
+def test_another_number_of_sentences_is_reported_with_the_known_one(tmp_path):
     arrange(tmp_path, CorpusName.LM1B, "unpacked")
     path = next((tmp_path / "data").rglob("news.en-00001-of-00100"))
     path.write_bytes(path.read_bytes() + b"One more .\n")
     known = CORPORA[CorpusName.LM1B].facts["train"].lines
-    assert re.search(
-        rf"{path.name}.*\b{known + 1:,}\b.*\b{known:,}\b", refusal(CorpusName.LM1B, tmp_path)
-    )
-    for name, gone in (
-        (CorpusName.PTB, "ptb.valid.txt"),
-        (CorpusName.LM1B, "news.en-00002-of-00100"),
-    ):
-        arrange(tmp_path, name, "unpacked")
-        (path,) = (tmp_path / "data").rglob(gone)
-        path.unlink()
-        lacking = path.relative_to(tmp_path / "data")
-        assert re.search(
-            rf"{tmp_path}/data\b.* {lacking}\b.*{CORPORA[name].title}", refusal(name, tmp_path)
-        )
+    message = reading_error(CorpusName.LM1B, tmp_path)
+    assert re.search(rf"{path.name}.*\b{known + 1:,}\b.*\b{known:,}\b", message)
 
 
-def test_common_names_count_only_in_the_corpuss_own_folder_and_a_whole_corpus_wins(tmp_path):
-    place(
-        tmp_path / "data",
-        {f"{split}.txt": text for split, text in miniature.texts(CorpusName.PTB).items()},
-    )
-    refusal(CorpusName.PTB, tmp_path, UserError)
-    os.rename(tmp_path / "data", tmp_path / "ptb")
-    text = prepare.read(
-        CorpusName.PTB, data_dir=str(tmp_path / "ptb"), cache_dir=str(tmp_path / "cache")
-    )
-    assert contents(text) == miniature.texts(CorpusName.PTB)
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [(CorpusName.PTB, "ptb.valid.txt"), (CorpusName.LM1B, "news.en-00002-of-00100")],
+)
+def test_a_missing_file_of_a_directory_is_named(name, file, tmp_path):
+    arrange(tmp_path, name, "unpacked")
+    [path] = (tmp_path / "data").rglob(file)
+    path.unlink()
+    missing = path.relative_to(tmp_path / "data")
+    message = reading_error(name, tmp_path)
+    assert re.search(rf"{tmp_path}/data\b.* {missing}\b.*{CORPORA[name].title}", message)
+
+
+def test_common_names_count_only_in_the_corpuss_own_directory(tmp_path):
+    """A train.txt in the data directory may be any text."""
+    texts = miniature.texts(CorpusName.PTB)
+    place(tmp_path / "data", {f"{split}.txt": text for split, text in texts.items()})
+    reading_error(CorpusName.PTB, tmp_path, UserError)
+
+    own = tmp_path / "ptb"
+    os.rename(tmp_path / "data", own)
+    text = prepare.read(CorpusName.PTB, data_dir=str(own), cache_dir=str(tmp_path / "cache"))
+    assert contents(text) == texts
+
+
+def test_a_whole_corpus_wins_over_a_part(tmp_path):
     arrange(tmp_path, CorpusName.WIKITEXT2, "by split")
     next((tmp_path / "data").rglob("valid.txt")).unlink()
     arrange(tmp_path, CorpusName.WIKITEXT2, "downloads/manual")
@@ -350,192 +419,266 @@ def test_without_files_and_network_every_source_is_asked_once_and_named(
     name, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(CORPORA, name, TABLE[name])
-    asked, head = [], requests.head
-    monkeypatch.setattr(
-        requests, "head", lambda url, **options: (asked.append(url), head(url, **options))
-    )
-    message = refusal(name, tmp_path, UserError)
-    assert sorted(asked) == sorted(source[0].url for source in TABLE[name].sources)
-    assert all(source[0].url in message for source in TABLE[name].sources)
-    assert all(remote.file in message for source in TABLE[name].sources for remote in source)
+    requested = []
+    head = requests.head
+
+    def recorded_head(url, **options):
+        requested.append(url)
+        return head(url, **options)
+
+    monkeypatch.setattr(requests, "head", recorded_head)
+
+    message = reading_error(name, tmp_path, UserError)
+
+    first_urls = [source[0].url for source in TABLE[name].sources]
+    assert sorted(requested) == sorted(first_urls)
+    for url in first_urls:
+        assert url in message
+    for remote in itertools.chain(*TABLE[name].sources):
+        assert remote.file in message
     assert re.search(rf"{tmp_path / 'data' / TABLE[name].folders[0]}\b.*--data_dir\b", message)
     assert ("--data.file=PATH" in message) == (name in ONE_FILE)
 
 
-def test_a_damaged_cache(tmp_path):
+@pytest.fixture
+def prepared_enwik8(tmp_path):
+    """The directory of the records of a miniature enwik8."""
     arrange(tmp_path, CorpusName.ENWIK8)
     read(CorpusName.ENWIK8, tmp_path)
-    folder = tmp_path / "cache" / "tfds" / "txl_enwik8" / "1.0.0"
-    (path,) = folder.rglob("*train*")
+    return tmp_path / "cache" / "tfds" / "txl_enwik8" / "1.0.0"
+
+
+def test_corrupted_records_are_an_error_that_names_their_directory(prepared_enwik8, tmp_path):
+    [path] = prepared_enwik8.rglob("*train*")
     whole = path.read_bytes()
-    flipped = whole[:70_000] + bytes([whole[70_000] ^ 1]) + whole[70_001:]
-    for content in (whole[: len(whole) // 2], b"", flipped, None):
-        path.unlink() if content is None else path.write_bytes(content)
-        with pytest.raises(UserError, match=rf"{folder}\b"):
+    for content in (whole[: len(whole) // 2], b"", flip_byte(whole, 70_000)):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"{prepared_enwik8}\b"):
             contents(read(CorpusName.ENWIK8, tmp_path))
-    path.write_bytes(whole)
-    for name, content in itertools.product(("metadata.json", "dataset_info.json"), (b"", b"{")):
-        (folder / name).write_bytes(content)
-        with contextlib.suppress(UserError):  # Never another text.
-            assert contents(read(CorpusName.ENWIK8, tmp_path)) == miniature.texts(CorpusName.ENWIK8)
-    shutil.rmtree(folder)
-    assert contents(read(CorpusName.ENWIK8, tmp_path)) == miniature.texts(CorpusName.ENWIK8)
+
+    path.unlink()
+    with pytest.raises(UserError, match=rf"{prepared_enwik8}\b"):
+        contents(read(CorpusName.ENWIK8, tmp_path))
+
+
+def test_corrupted_metadata_never_gives_another_text(prepared_enwik8, tmp_path):
+    """It may be an error. Without the directory, the corpus is prepared again."""
+    expected = miniature.texts(CorpusName.ENWIK8)
+    for name in ("metadata.json", "dataset_info.json"):
+        for content in (b"", b"{"):
+            (prepared_enwik8 / name).write_bytes(content)
+            with contextlib.suppress(UserError):
+                assert contents(read(CorpusName.ENWIK8, tmp_path)) == expected, name
+
+    shutil.rmtree(prepared_enwik8)
+    assert contents(read(CorpusName.ENWIK8, tmp_path)) == expected
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serves the server's folder, and keeps what it was asked."""
+    """Serves the server's directory, and records the requests."""
 
     def log_request(self, *args):
-        self.server.asked.append(f"{self.command} {self.path}")
+        self.server.requested.append(f"{self.command} {self.path}")
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """A server on this machine, with its URL and the requests that it had."""
+
+    def __init__(self, folder):
+        super().__init__(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
+        self.folder = folder
+        self.url = f"http://127.0.0.1:{self.server_port}/"
+        self.requested = []
+
+    def serve(self, file, content):
+        """Makes a file downloadable."""
+        write(self.folder / file, content)
+        return miniature.remote(file, content, self.url)
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
-    """A running server on this machine, with its URL and the requests that it had.
-
-    `serve` gives it a file, and `set_sources` makes files the sources of a corpus.
-    """
-    (folder := tmp_path / "served").mkdir()
-    running = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Handler, directory=folder)
-    )
-
-    def serve(file, content):
-        write(folder / file, content)
-        return miniature.remote(file, content, running.url)
-
-    def set_sources(name, *sources):
-        monkeypatch.setitem(
-            CORPORA, name, dataclasses.replace(miniature.corpus(name), sources=sources)
-        )
-
-    running.asked, running.serve, running.set_sources = [], serve, set_sources
-    running.url = f"http://127.0.0.1:{running.server_port}/"
-    threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
-    yield running
-    running.shutdown()
-    running.server_close()
+def server(tmp_path):
+    folder = tmp_path / "served"
+    folder.mkdir()
+    server = Server(folder)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "packed"), [*((name, True) for name in miniature.NAMES), (CorpusName.PTB, False)]
-)
-def test_a_corpus_is_downloaded_once(name, packed, server, tmp_path):
-    files = {f"ptb.{split}.txt": text for split, text in miniature.texts(name).items()}
-    files = {miniature.OFFICIAL[name]: miniature.official(name)} if packed else files
-    server.set_sources(name, tuple(server.serve(file, content) for file, content in files.items()))
+@pytest.fixture
+def set_sources(monkeypatch):
+    """Makes files the sources of a miniature."""
+
+    def set_sources_of(name, *sources):
+        corpus = dataclasses.replace(miniature.corpus(name), sources=sources)
+        monkeypatch.setitem(CORPORA, name, corpus)
+
+    return set_sources_of
+
+
+def check_one_download(name, files, server, set_sources, tmp_path):
+    """Asserts that a corpus is downloaded from these files, once, and that no copy is kept."""
+    set_sources(name, tuple(server.serve(file, content) for file, content in files.items()))
+
     assert contents(read(name, tmp_path)) == miniature.texts(name)
-    assert server.asked == [f"HEAD /{next(iter(files))}", *(f"GET /{file}" for file in files)]
-    assert sorted(os.listdir(tmp_path / "cache" / "tfds")) == [
-        f".txl_{name}.lock",
-        f"txl_{name}",
-    ], "no copy is kept"
+
+    first = next(iter(files))
+    assert server.requested == [f"HEAD /{first}", *(f"GET /{file}" for file in files)]
+    assert sorted(os.listdir(tmp_path / "cache" / "tfds")) == [f".txl_{name}.lock", f"txl_{name}"]
     assert not (tmp_path / "data").exists()
+
     read(name, tmp_path)
-    assert len(server.asked) == 1 + len(files)
+    assert len(server.requested) == 1 + len(files)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", miniature.NAMES)
+def test_an_archive_is_downloaded_once(name, server, set_sources, tmp_path):
+    files = {miniature.OFFICIAL[name]: miniature.official(name)}
+    check_one_download(name, files, server, set_sources, tmp_path)
+
+
+@pytest.mark.full
+def test_each_file_of_a_split_is_downloaded_once(server, set_sources, tmp_path):
+    files = split_files(miniature.texts(CorpusName.PTB))
+    check_one_download(CorpusName.PTB, files, server, set_sources, tmp_path)
+
+
+def bad_source(kind, server, whole, sha256):
+    """A source that does not give the archive `whole`."""
+    match kind:
+        case "nothing listens":
+            return miniature.remote("enwik8.zip", whole)
+        case "not found":
+            return miniature.remote("absent.zip", whole, server.url)
+        case "other file":
+            other = server.serve("other.zip", b"x" * len(whole))
+            return dataclasses.replace(other, sha256=sha256)
+        case "other size":
+            return Remote(server.serve("short.zip", whole[:-1]).url, size=len(whole))
+        case "no archive":
+            return Remote(server.serve("page.zip", b"<html>sign in</html>").url)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "dead", ["nothing listens", "not found", "other file", "other size", "no archive"]
+    "kind", ["nothing listens", "not found", "other file", "other size", "no archive"]
 )
-def test_the_next_source_is_taken(dead, server, tmp_path):
+def test_the_next_source_is_taken(kind, server, set_sources, tmp_path):
     whole = miniature.official(CorpusName.ENWIK8)
     good = server.serve("enwik8.zip", whole)
-    bad = {
-        "nothing listens": miniature.remote("enwik8.zip", whole),
-        "not found": miniature.remote("absent.zip", whole, server.url),
-        "other file": dataclasses.replace(
-            server.serve("other.zip", b"x" * len(whole)), sha256=good.sha256
-        ),
-        "other size": Remote(server.serve("short.zip", whole[:-1]).url, size=len(whole)),
-        "no archive": Remote(server.serve("page.zip", b"<html>sign in</html>").url),
-    }[dead]
-    server.set_sources(CorpusName.ENWIK8, (bad,), (good,))
+    bad = bad_source(kind, server, whole, good.sha256)
+    set_sources(CorpusName.ENWIK8, (bad,), (good,))
+
     assert contents(read(CorpusName.ENWIK8, tmp_path)) == miniature.texts(CorpusName.ENWIK8)
-    assert "GET /enwik8.zip" in server.asked
+
+    assert "GET /enwik8.zip" in server.requested
     assert sorted(os.listdir(tmp_path / "cache" / "tfds")) == [".txl_enwik8.lock", "txl_enwik8"]
 
 
 @pytest.mark.full
-def test_a_download_outlives_a_failure_that_came_after_it(server, tmp_path, monkeypatch):
-    server.set_sources(
-        CorpusName.PTB, (server.serve("simple-examples.tgz", miniature.official(CorpusName.PTB)),)
-    )
+def test_a_download_outlives_a_failure_that_came_after_it(
+    server, set_sources, tmp_path, monkeypatch
+):
+    """The rest of a killed download is removed by the next start."""
+    archive = server.serve("simple-examples.tgz", miniature.official(CorpusName.PTB))
+    set_sources(CorpusName.PTB, (archive,))
+    records = tmp_path / "cache" / "tfds"
+    rest = records / "txl_ptb_downloads" / "txl_ptb" / "x.tmp.123"
+    rest.mkdir(parents=True)
 
-    def full(self, block, **options):
+    def fail_as_on_a_full_disk(self, block, **options):
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as broken:
-        broken.setattr(prepare.Tally, "add", full)
-        # Rest of a killed download, which the next start removes.
-        cut = tmp_path / "cache" / "tfds" / "txl_ptb_downloads" / "txl_ptb" / "x.tmp.123"
-        cut.mkdir(parents=True)
-        with pytest.raises(
-            UserError, match=r"\bPenn Treebank\b.*\bNo space left on device\b.*--cache_dir\b"
-        ):
+    message = r"\bPenn Treebank\b.*\bNo space left on device\b.*--cache_dir\b"
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.Tally, "add", fail_as_on_a_full_disk)
+        with pytest.raises(UserError, match=message):
             read(CorpusName.PTB, tmp_path)
-        assert not cut.exists()
+    assert not rest.exists()
+
     assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
-    assert [line for line in server.asked if line.startswith("GET")] == ["GET /simple-examples.tgz"]
-    assert sorted(os.listdir(tmp_path / "cache" / "tfds")) == [".txl_ptb.lock", "txl_ptb"]
+    downloads = [line for line in server.requested if line.startswith("GET")]
+    assert downloads == ["GET /simple-examples.tgz"]
+    assert sorted(os.listdir(records)) == [".txl_ptb.lock", "txl_ptb"]
 
 
 @pytest.mark.full
-def test_what_came_and_is_not_the_corpus(server, tmp_path):
-    """An unknown checksum lets it in, its content does not; the next start asks again instead of
-    keeping it.
-    """
+def test_an_archive_with_other_content_is_downloaded_again_by_the_next_start(
+    server, set_sources, tmp_path
+):
+    """An unknown checksum lets it in, its content does not. It is not kept."""
     members = dict(miniature.files(CorpusName.PTB))
     members["./simple-examples/data/ptb.test.txt"] += b"more\n"
     server.serve("simple-examples.tgz", miniature.archive(".tgz", members))
-    server.set_sources(CorpusName.PTB, (Remote(server.url + "simple-examples.tgz"),))
-    known = CORPORA[CorpusName.PTB].facts["test"].tokens
+    set_sources(CorpusName.PTB, (Remote(server.url + "simple-examples.tgz"),))
+
     # The line that was added counts as a word and a line's end.
-    with pytest.raises(
-        UserError, match=rf"ptb\.test\.txt\b.*\b{known + 2:,}\b.*\b{known:,}\b.*{server.url}simple"
-    ):
+    known = CORPORA[CorpusName.PTB].facts["test"].tokens
+    counts = rf"\b{known + 2:,}\b.*\b{known:,}\b"
+    with pytest.raises(UserError, match=rf"ptb\.test\.txt\b.*{counts}.*{server.url}simple"):
         read(CorpusName.PTB, tmp_path)
+
     server.serve("simple-examples.tgz", miniature.official(CorpusName.PTB))
     assert contents(read(CorpusName.PTB, tmp_path)) == miniature.texts(CorpusName.PTB)
+
+
+def layouts_of(row):
+    """The names of each layout's files."""
+    return [set(itertools.chain(*layout.values())) for layout in row.layouts + row.own_layouts]
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_row_is_complete(name):
     row = TABLE[name]
+
     row.defaults.validate()
-    assert row.defaults.corpus is name and row.vocab_size > 1
+    assert row.defaults.corpus is name
+    assert row.vocab_size > 1
+    if row.defaults.tokenizer.kind is Tokenizer.BYTE and not row.closed_alphabet:
+        assert row.vocab_size == 256
     assert set(row.facts) == ({WHOLE} if row.cuts else {"train", "valid", "test"})
-    assert all(set(layout) == set(row.facts) for layout in row.layouts + row.own_layouts)
-    assert row.contents and not row.contents.endswith(".")
     assert sum(row.cuts.values()) in (0, row.facts.get(WHOLE, Facts(size=0)).size)
-    layouts = [
-        {file for files in layout.values() for file in files}
-        for layout in row.layouts + row.own_layouts
-    ]
-    for source in row.sources:
+    for layout in row.layouts + row.own_layouts:
+        assert set(layout) == set(row.facts), layout
+    assert row.contents
+    assert not row.contents.endswith(".")
+    for known in (*row.facts.values(), *itertools.chain(*row.sources)):
+        assert known.sha256 is None or re.fullmatch("[0-9a-f]{64}", known.sha256), known
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_files_of_a_source_are_found_by_a_layout(name):
+    layouts = layouts_of(TABLE[name])
+    for source in TABLE[name].sources:
         plain = {remote.file for remote in source if not remote.is_archive}
         unknown = plain.difference(*layouts)
         assert not unknown, (
             f"{unknown} are in no layout, and end in none of the archives' {ARCHIVE_SUFFIXES}"
         )
-        assert not plain or {remote.file for remote in source} in layouts, (
-            "files are found by a layout"
-        )
-    for known in (*row.facts.values(), *itertools.chain(*row.sources)):
-        assert known.sha256 is None or re.fullmatch("[0-9a-f]{64}", known.sha256), known
-    if row.defaults.tokenizer.kind is Tokenizer.BYTE and not row.closed_alphabet:
-        assert row.vocab_size == 256
+        if plain:
+            assert {remote.file for remote in source} in layouts
 
 
-def test_a_part_is_read_of_one_file_alone_and_only_local_files_have_no_row():
+def test_the_lists_above_are_those_of_the_table():
+    assert tuple(name for name, row in TABLE.items() if row.cuts) == ONE_FILE
+    for name, row in TABLE.items():
+        has_tokens = all(facts.tokens for facts in row.facts.values())
+        assert has_tokens == (name in WORDS), name
+
+
+def test_only_local_files_have_no_row():
     assert set(CorpusName) - set(TABLE) == {CorpusName.TEXT, CorpusName.PYTHON_STDLIB}
-    for name in CorpusName:
-        data = DataConfig(corpus=name, file="a")
-        if name is CorpusName.TEXT or (name in CORPORA and CORPORA[name].cuts):
+
+
+@pytest.mark.parametrize("name", CorpusName)
+def test_a_file_may_be_passed_for_own_text_and_for_corpora_of_one_file(name):
+    data = DataConfig(corpus=name, file="a")
+    if name in (CorpusName.TEXT, *ONE_FILE):
+        check_file(data)
+    else:
+        with pytest.raises(UserError, match=rf"^data\.file is 'a'.*\b{name}\b"):
             check_file(data)
-        else:
-            with pytest.raises(UserError, match=rf"^data\.file is 'a'.*\b{name}\b"):
-                check_file(data)
-            check_file(dataclasses.replace(data, file=None))
+        check_file(dataclasses.replace(data, file=None))

@@ -1,11 +1,12 @@
-"""Tests batching: lists for any text, batch, segment, order and process, random numbers, segments
-made ahead.
+"""Tests segments of a text against lists in plain Python: batches, orders, processes, resuming,
+random numbers, and segments that are made ahead.
 """
 
 import itertools
 import queue
 import re
 import threading
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -26,15 +27,15 @@ def numbered(length):
 
 
 def sentence_starts(length):
-    """Any sentences of a text of this length: some are empty, and up to 3 tokens precede the
+    """Any sentences of a text of this length. Some are empty, and up to 3 tokens precede the
     first.
     """
     cuts = np.random.default_rng(length).integers(0, length + 1, length // 4)
-    return np.sort(np.concatenate([[min(length % 4, *cuts, length)], cuts, [length]]))
+    first = min(length % 4, *cuts, length)
+    return np.sort(np.concatenate([[first], cuts, [length]]))
 
 
-# Ways to cut a text, by a name: the constructor, and what it is given beside the sizes (from the
-# text's length).
+# Ways to cut a text, by name: the constructor, and the arguments that depend on the text's length.
 KINDS = {
     "sequential": (training_segments, lambda length: {}),
     "stream rolled": (training_segments, lambda length: {"roll": Roll.STREAM}),
@@ -43,14 +44,15 @@ KINDS = {
     "evaluation": (evaluation_segments, lambda length: {}),
     "warm-up": (evaluation_segments, lambda length: {"warmup_tokens": 1 + length // 7}),
 }
+TRAINING = ("sequential", "stream rolled", "rows rolled", "sentences")
 
 
 def make(kind, length, batch_size, segment_len, **others):
-    """A reader of a numbered text; texts too short for it are left to the tests of errors."""
-    constructor, given_beside = KINDS[kind]
-    if constructor is training_segments and length - 1 < batch_size * segment_len:
+    """A reader of a numbered text. Texts too short for it are left to the tests of errors."""
+    constructor, arguments_for = KINDS[kind]
+    if kind in TRAINING and length - 1 < batch_size * segment_len:
         reject()
-    others = given_beside(length) | others
+    others = arguments_for(length) | others
     return constructor(numbered(length), batch_size=batch_size, segment_len=segment_len, **others)
 
 
@@ -68,53 +70,89 @@ SIZES = {
     "batch_size": st.integers(1, 7),
     "segment_len": st.integers(1, 9),
 }
-TRAINING = [name for name, (constructor, _) in KINDS.items() if constructor is training_segments]
 
 
 def turned(values, by):
-    return values[by % len(values) :] + values[: by % len(values)]
+    """The values from place `by` on, and then those before it."""
+    by = by % len(values)
+    return values[by:] + values[:by]
+
+
+def row_length(length, batch_size, segment_len, stride):
+    """How many places each row reads in an epoch."""
+    row_len = segment_len
+    while row_len + stride <= (length - 1) // batch_size:
+        row_len += stride
+    return row_len
+
+
+def rolled_rows(length, batch_size, row_len, words):
+    """The rows of stretches of the text, each turned by a random word."""
+    pairs = list(itertools.pairwise(range(length)))
+    rows = []
+    for b in range(batch_size):
+        begin = b * (length - 1) // batch_size
+        end = (b + 1) * (length - 1) // batch_size
+        rows.append(turned(pairs[begin:end], words[b])[:row_len])
+    return rows
+
+
+def shuffled_sentences(length, seed, epoch):
+    """The places of a text in the order of its shuffled sentences."""
+    starts = sentence_starts(length).tolist()
+    places = list(range(starts[0]))
+    for i in random_permutation(seed, epoch, len(starts) - 1).tolist():
+        places += range(starts[i], starts[i + 1])
+    return places
 
 
 def training_by_hand(kind, length, batch_size, segment_len, stride, *, seed, epoch):
     """The (input, target) places that each row reads in an epoch, once each, in plain lists: B
     lists.
     """
-    row_len = segment_len
-    while row_len + stride <= (length - 1) // batch_size:
-        row_len += stride
-    pairs = list(itertools.pairwise(range(length)))
+    row_len = row_length(length, batch_size, segment_len, stride)
     if kind == "rows rolled":
-        edges = [b * (length - 1) // batch_size for b in range(batch_size + 1)]
-        turns = random_words(seed, epoch, batch_size).tolist()
-        stretches = [pairs[a:b] for a, b in itertools.pairwise(edges)]
-        return [turned(stretch, by)[:row_len] for stretch, by in zip(stretches, turns, strict=True)]
+        words = random_words(seed, epoch, batch_size).tolist()
+        return rolled_rows(length, batch_size, row_len, words)
+
+    places = list(range(length))
+    if kind == "sentences":
+        places = shuffled_sentences(length, seed, epoch)
+    pairs = list(itertools.pairwise(places))
     if kind == "stream rolled":
         pairs = turned(pairs, random_words(seed, epoch, 1).item())
-    if kind == "sentences":
-        starts = sentence_starts(length).tolist()
-        sentences = [range(a, b) for a, b in itertools.pairwise(starts)]
-        order = random_permutation(seed, epoch, len(sentences)).tolist()
-        pairs = list(
-            itertools.pairwise(
-                [*range(starts[0]), *(place for i in order for place in sentences[i])]
-            )
-        )
     return [pairs[b * row_len : (b + 1) * row_len] for b in range(batch_size)]
 
 
+class Place(NamedTuple):
+    """What a row reads at a place of the text."""
+
+    input: int
+    target: int
+    weight: int
+
+
+PADDING = Place(0, 0, 0)
+
+
 def evaluation_by_hand(length, batch_size, segment_len, warmup):
-    """Inputs, targets and weights of each row, padded to whole segments: three nested lists [B, S *
-    L].
-    """
+    """The places that each row reads, padded to whole segments: B lists."""
     n = -(-(length - 1) // batch_size)
     rows = []
     for b in range(batch_size):
-        own = range(1 + b * n, min(1 + (b + 1) * n, length))
-        before = range(max(1, 1 + b * n - warmup), 1 + b * n) if own else ()
-        rows.append([(t - 1, t, 0) for t in before] + [(t - 1, t, 1) for t in own])
-    width = -(-max(map(len, rows)) // segment_len) * segment_len
-    padded = [row + [(0, 0, 0)] * (width - len(row)) for row in rows]
-    return [[[place[part] for place in row] for row in padded] for part in range(3)]
+        first = 1 + b * n
+        row = []
+        if first < length:
+            for target in range(max(1, first - warmup), first):
+                row.append(Place(target - 1, target, weight=0))
+        for target in range(first, min(first + n, length)):
+            row.append(Place(target - 1, target, weight=1))
+        rows.append(row)
+
+    n_segments = -(-max(map(len, rows)) // segment_len)
+    for row in rows:
+        row += [PADDING] * (n_segments * segment_len - len(row))
+    return rows
 
 
 @pytest.mark.parametrize("kind", TRAINING)
@@ -125,41 +163,53 @@ def test_training_against_lists(kind, stride, seed, epoch, length, batch_size, s
     """With a stride below L, segments begin with places that the one before has scored."""
     stride = min(stride, segment_len)
     reader = make(kind, length, batch_size, segment_len, stride=stride, seed=seed)
-    got = epoch_of(reader, epoch)
-    expected = training_by_hand(
-        kind, length, batch_size, segment_len, stride, seed=seed, epoch=epoch
-    )
-    firsts = range(0, len(expected[0]) - segment_len + 1, stride)
-    segments = np.array(
-        [[row[first : first + segment_len] for row in expected] for first in firsts]
-    )
-    np.testing.assert_array_equal(got.inputs, segments[..., 0])
-    np.testing.assert_array_equal(got.targets, segments[..., 1])
-    assert got.reset[0].all() and not got.reset[1:].any()
-    again = segment_len - stride
-    assert (
-        got.weights[0].all()
-        and got.weights[1:, :, again:].all()
-        and not got.weights[1:, :, :again].any()
-    )
-    scored = got.targets[got.weights > 0].tolist()
-    assert len(set(scored)) == len(scored) == reader.tokens_per_epoch, "none counts twice"
-    assert reader.skipped_tokens == length - 1 - len(scored) < batch_size * stride
+    segments = epoch_of(reader, epoch)
+
+    rows = training_by_hand(kind, length, batch_size, segment_len, stride, seed=seed, epoch=epoch)
+    expected = []
+    for first in range(0, len(rows[0]) - segment_len + 1, stride):
+        expected.append([row[first : first + segment_len] for row in rows])
+    expected = np.array(expected)
+    np.testing.assert_array_equal(segments.inputs, expected[..., 0], err_msg="inputs")
+    np.testing.assert_array_equal(segments.targets, expected[..., 1], err_msg="targets")
+    assert segments.reset[0].all()
+    assert not segments.reset[1:].any()
+
+    # Every segment but the first begins with places that were scored before.
+    n_repeated = segment_len - stride
+    assert segments.weights[0].all()
+    assert segments.weights[1:, :, n_repeated:].all()
+    assert not segments.weights[1:, :, :n_repeated].any()
+    scored = segments.targets[segments.weights > 0].tolist()
+    assert len(set(scored)) == len(scored), "none counts twice"
+    assert len(scored) == reader.tokens_per_epoch
+    assert reader.skipped_tokens == length - 1 - len(scored)
+    assert reader.skipped_tokens < batch_size * stride
 
 
 @given(**SIZES, warmup=st.integers(0, 30), beyond=st.integers(0, 20))
 # The last row has no target of its own.
 @example(length=6, batch_size=4, segment_len=3, warmup=2, beyond=0)
 def test_evaluation_against_lists(warmup, beyond, length, batch_size, segment_len):
+    """After the end of the text there is only padding."""
     reader = make("evaluation", length, batch_size, segment_len, warmup_tokens=warmup)
-    got = reader.segments(0, reader.n_segments)
-    expected = evaluation_by_hand(length, batch_size, segment_len, warmup)
-    assert [rows_of(values).tolist() for values in got[:3]] == expected
-    assert got.reset[0].all() and not got.reset[1:].any()
-    assert (reader.tokens_per_epoch, reader.skipped_tokens) == (length - 1, 0)
+    segments = reader.segments(0, reader.n_segments)
+
+    expected = np.array(evaluation_by_hand(length, batch_size, segment_len, warmup))
+    np.testing.assert_array_equal(rows_of(segments.inputs), expected[..., 0], err_msg="inputs")
+    np.testing.assert_array_equal(rows_of(segments.targets), expected[..., 1], err_msg="targets")
+    np.testing.assert_array_equal(rows_of(segments.weights), expected[..., 2], err_msg="weights")
+    assert segments.reset[0].all()
+    assert not segments.reset[1:].any()
+    assert reader.tokens_per_epoch == length - 1
+    assert reader.skipped_tokens == 0
+
     padding = reader.segments(reader.n_segments + beyond, 3)
-    assert padding.targets.shape == (3, batch_size, segment_len) and padding.reset.all()
-    assert not padding.weights.any() and not padding.targets.any() and not padding.inputs.any()
+    assert padding.targets.shape == (3, batch_size, segment_len)
+    assert padding.reset.all()
+    assert not padding.weights.any()
+    assert not padding.targets.any()
+    assert not padding.inputs.any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -168,14 +218,12 @@ def test_evaluation_against_lists(warmup, beyond, length, batch_size, segment_le
     calls=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 12)), min_size=1, max_size=6),
 )
 def test_a_resumed_run_reads_on_where_it_stopped(kind, calls, length, batch_size, segment_len):
-    """From any step, in blocks of any size, whatever was asked before."""
+    """From any step, in blocks of any size, whatever was read before."""
     whole = make(kind, length, batch_size, segment_len).segments(0, 312)
     reader = make(kind, length, batch_size, segment_len)
     for step, count in calls:
-        assert_equal(
-            reader.segments(step, count),
-            Segments(*(values[step : step + count] for values in whole)),
-        )
+        expected = Segments(*(values[step : step + count] for values in whole))
+        assert_equal(reader.segments(step, count), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,73 +231,81 @@ def test_a_resumed_run_reads_on_where_it_stopped(kind, calls, length, batch_size
 def test_processes_share_the_rows_of_one(
     kind, n_processes, first_step, data, length, batch_size, segment_len
 ):
+    """Each reads the rows that it owns. Numbers are those of all processes together."""
     whole = make(kind, length, batch_size, segment_len)
-    expected = whole.segments(first_step, 4)
-    owners = np.array(
-        data.draw(
-            st.lists(st.integers(0, n_processes - 1), min_size=batch_size, max_size=batch_size)
-        )
-    )
+    segments = whole.segments(first_step, 4)
+    owner = st.integers(0, n_processes - 1)
+    owners = np.array(data.draw(st.lists(owner, min_size=batch_size, max_size=batch_size)))
+
     for process in np.unique(owners):
-        own = np.flatnonzero(owners == process)
-        share = make(kind, length, batch_size, segment_len, own=own)
-        assert_equal(
-            share.segments(first_step, 4), Segments(*(array[:, own] for array in expected))
-        )
+        rows = np.flatnonzero(owners == process)
+        share = make(kind, length, batch_size, segment_len, own=rows)
+        expected = Segments(*(values[:, rows] for values in segments))
+        assert_equal(share.segments(first_step, 4), expected)
         for name in ("batch_size", "n_segments", "tokens_per_epoch", "skipped_tokens"):
-            assert getattr(share, name) == getattr(whole, name), "numbers of all processes together"
+            assert getattr(share, name) == getattr(whole, name), name
 
 
-WRONG = [
-    *(
-        ({"tokens": np.zeros(shape, np.uint8)}, re.escape(str(shape)))
-        for shape in ((0,), (1,), (4, 5))
-    ),
-    ({"batch_size": 0}, r"batch_size\D*\b0\b"),
-    ({"segment_len": -1}, "segment_len.*-1"),
-    *(({"own": own}, re.escape(str(own))) for own in ([6], [-1, 2], [2, 1], [3, 3])),
-]
-WRONG = [
-    (constructor, *case)
-    for constructor in (training_segments, evaluation_segments)
-    for case in WRONG
-]
-WRONG += [
-    (evaluation_segments, {"warmup_tokens": -1}, r"warmup_tokens.*-1\b"),
-    # One token less than a segment has.
-    (
-        training_segments,
-        {"segment_len": 10, "batch_size": 5},
-        r"5 x 10, got 50\b.*--train\.batch_size",
-    ),
-    *(
-        (training_segments, {"stride": stride}, rf"segment_len=2\b.*stride={stride}\b")
-        for stride in (-1, 3)
-    ),
-]
+def construct(constructor, **changes):
+    """Constructs a reader of valid settings with some of them changed."""
+    settings = {"tokens": numbered(50), "batch_size": 6, "segment_len": 2}
+    return constructor(**settings | changes)
 
 
-@pytest.mark.parametrize(("constructor", "settings", "named"), WRONG)
-def test_texts_and_settings_that_cannot_be(constructor, settings, named):
+@pytest.mark.parametrize("constructor", [training_segments, evaluation_segments])
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        pytest.param({"tokens": np.zeros(0, np.uint8)}, re.escape("(0,)"), id="no tokens"),
+        pytest.param({"tokens": np.zeros(1, np.uint8)}, re.escape("(1,)"), id="one token"),
+        pytest.param({"tokens": np.zeros((4, 5), np.uint8)}, re.escape("(4, 5)"), id="two axes"),
+        pytest.param({"batch_size": 0}, r"batch_size\D*\b0\b", id="no rows"),
+        pytest.param({"segment_len": -1}, "segment_len.*-1", id="negative length"),
+        pytest.param({"own": [6]}, re.escape("[6]"), id="row beyond the last"),
+        pytest.param({"own": [-1, 2]}, re.escape("[-1, 2]"), id="negative row"),
+        pytest.param({"own": [2, 1]}, re.escape("[2, 1]"), id="unsorted rows"),
+        pytest.param({"own": [3, 3]}, re.escape("[3, 3]"), id="a row twice"),
+    ],
+)
+def test_texts_and_settings_that_cannot_be(constructor, changes, named):
     with pytest.raises(ValueError, match=named):
-        constructor(**{"tokens": numbered(50), "batch_size": 6, "segment_len": 2} | settings)
+        construct(constructor, **changes)
 
 
-def test_orders_and_steps_that_cannot_be():
-    sizes = {"batch_size": 2, "segment_len": 2}
-    for roll in (Roll.STREAM, Roll.ROWS):
-        with pytest.raises(ValueError, match=rf"sentence_starts.*\broll\b.*\b{roll}\b"):
-            training_segments(numbered(50), **sizes, roll=roll, sentence_starts=np.array([0, 50]))
-    for first_step, count in ((-1, 2), (0, 0)):
-        with pytest.raises(ValueError, match=rf"\b{count}\b.*{first_step}\b"):
-            training_segments(numbered(50), **sizes).segments(first_step, count)
+def test_a_negative_warm_up_is_an_error():
+    with pytest.raises(ValueError, match=r"warmup_tokens.*-1\b"):
+        construct(evaluation_segments, warmup_tokens=-1)
+
+
+def test_a_text_of_one_token_less_than_a_segment_is_an_error():
+    with pytest.raises(ValueError, match=r"5 x 10, got 50\b.*--train\.batch_size"):
+        construct(training_segments, segment_len=10, batch_size=5)
+
+
+@pytest.mark.parametrize("stride", [-1, 3])
+def test_a_stride_beyond_the_segment_is_an_error(stride):
+    with pytest.raises(ValueError, match=rf"segment_len=2\b.*stride={stride}\b"):
+        construct(training_segments, stride=stride)
+
+
+@pytest.mark.parametrize("roll", [Roll.STREAM, Roll.ROWS])
+def test_shuffled_sentences_cannot_be_rolled(roll):
+    with pytest.raises(ValueError, match=rf"sentence_starts.*\broll\b.*\b{roll}\b"):
+        construct(training_segments, roll=roll, sentence_starts=np.array([0, 50]))
+
+
+@pytest.mark.parametrize(("first_step", "count"), [(-1, 2), (0, 0)])
+def test_steps_that_cannot_be(first_step, count):
+    reader = construct(training_segments)
+    with pytest.raises(ValueError, match=rf"\b{count}\b.*{first_step}\b"):
+        reader.segments(first_step, count)
 
 
 class Untouchable(np.ndarray):
-    """Tokens that lie on disk: only places are taken of them."""
+    """Tokens on disk, from which only places may be taken."""
 
     def take(self, places, **options):
-        self.taken = places.size
+        self.n_taken = places.size
         return np.zeros(places.shape, self.dtype)
 
     def __getitem__(self, key):
@@ -258,23 +314,28 @@ class Untouchable(np.ndarray):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_places_asked_for_are_read(kind):
-    constructor, given_beside = KINDS[kind]
+    constructor, arguments_for = KINDS[kind]
     text = np.zeros(1000, np.uint8).view(Untouchable)
-    constructor(text, batch_size=3, segment_len=7, **given_beside(1000)).segments(2, 4)
-    assert text.taken == 4 * 3 * 7
+    constructor(text, batch_size=3, segment_len=7, **arguments_for(1000)).segments(2, 4)
+    assert text.n_taken == 4 * 3 * 7
 
 
 def test_the_order_of_an_epoch_is_kept(monkeypatch):
+    """It is computed once."""
     starts = np.cumsum([2, *np.random.default_rng(0).integers(0, 6, 20)])
-    made = ShuffledSentences(starts, n_tokens=starts[-1], seed=4)
-    whole = made(1, np.array(0), starts[-1] - 1)
+    sentences = ShuffledSentences(starts, n_tokens=starts[-1], seed=4)
+    whole = sentences(1, np.array(0), starts[-1] - 1)
+
     monkeypatch.setattr(epoch_order, "random_permutation", None)
-    assert_equal(made(1, np.array(0), starts[-1] - 1), whole)
-    for i in range(1, 20):
-        wrong = starts.copy()
-        wrong[i] = wrong[i - 1] - 1
-        with pytest.raises(ValueError, match="decrease"):
-            ShuffledSentences(wrong, n_tokens=starts[-1], seed=4)
+    assert_equal(sentences(1, np.array(0), starts[-1] - 1), whole)
+
+
+@pytest.mark.parametrize("i", range(1, 20))
+def test_sentence_starts_that_decrease_anywhere_are_an_error(i):
+    starts = np.cumsum([2, *np.random.default_rng(0).integers(0, 6, 20)])
+    starts[i] = starts[i - 1] - 1
+    with pytest.raises(ValueError, match="decrease"):
+        ShuffledSentences(starts, n_tokens=starts[-1], seed=4)
 
 
 def test_the_numbers_are_those_of_runs_that_exist():
@@ -291,20 +352,18 @@ def test_the_numbers_are_those_of_runs_that_exist():
 @pytest.mark.parametrize(
     "starts",
     [
-        np.array(0),
-        np.array([0]),
-        np.zeros((3, 4), int),
-        np.zeros(3, np.uint64),
-        [0, 5, 9],
-        [0, 11],
-        [-1, 10],
+        pytest.param(np.array(0), id="a number"),
+        pytest.param(np.array([0]), id="one start"),
+        pytest.param(np.zeros((3, 4), int), id="two axes"),
+        pytest.param(np.zeros(3, np.uint64), id="unsigned"),
+        pytest.param(np.array([0, 5, 9]), id="ends early"),
+        pytest.param(np.array([0, 11]), id="ends late"),
+        pytest.param(np.array([-1, 10]), id="begins early"),
     ],
 )
 def test_starts_are_one_axis_of_signed_integers_that_span_the_text(starts):
-    starts = np.array(starts)
-    with pytest.raises(
-        ValueError, match=rf"\b10, got {starts.dtype} of shape {re.escape(str(starts.shape))}"
-    ):
+    shape = re.escape(str(starts.shape))
+    with pytest.raises(ValueError, match=rf"\b10, got {starts.dtype} of shape {shape}"):
         ShuffledSentences(starts, n_tokens=10, seed=0)
 
 
@@ -312,13 +371,18 @@ SECONDS = 20.0  # Long enough for any machine; only a failure waits so long.
 
 
 class Recorder:
-    """Makes blocks that contain their number, and records which were begun; those from `hold_from`
-    on wait for `go`.
+    """Makes blocks that contain their number, and records which were begun.
+
+    Blocks from `hold_from` on wait for `go`.
     """
 
     def __init__(self, hold_from=None, fail_at=()):
-        self.begun, self.calls, self.threads = queue.Queue(), [], set()
-        self.go, self.hold_from, self.fail_at = threading.Event(), hold_from, set(fail_at)
+        self.hold_from = hold_from
+        self.fail_at = set(fail_at)
+        self.go = threading.Event()
+        self.begun = queue.Queue()
+        self.calls = []
+        self.threads = set()
 
     def __call__(self, first_step, count):
         self.calls.append(first_step)
@@ -342,22 +406,30 @@ def test_blocks_are_made_once_while_the_caller_does_something_else_and_none_past
         assert prefetcher(12) == (12, 2)
         assert recorder.await_calls(1) == [16]
         assert recorder.begun.empty(), "no more than two ahead"
-        assert [prefetcher(14), prefetcher(16)] == [(14, 2), (16, 2)]
+        assert prefetcher(14) == (14, 2)
+        assert prefetcher(16) == (16, 2)
         assert not prefetcher._pending
+
     assert recorder.calls == [10, 12, 14, 16]
-    assert recorder.threads.isdisjoint([threading.current_thread()]) and len(recorder.threads) == 1
+    assert recorder.threads.isdisjoint([threading.current_thread()])
+    assert len(recorder.threads) == 1
 
 
 def test_an_error_is_raised_where_its_block_is_asked_for_and_only_there():
+    """Asking again tries again."""
     recorder = Recorder(fail_at=[4])
     with Prefetcher(recorder, segments_per_call=2, steps=10) as prefetcher:
-        assert [prefetcher(0), prefetcher(2)] == [(0, 2), (2, 2)]
+        assert prefetcher(0) == (0, 2)
+        assert prefetcher(2) == (2, 2)
         assert recorder.await_calls(3) == [0, 2, 4]
         for _ in range(2):
             with pytest.raises(OSError, match="no block 4"):
                 prefetcher(4)
+
         recorder.fail_at.clear()
-        assert [prefetcher(4), prefetcher(6), prefetcher(8)] == [(4, 2), (6, 2), (8, 2)]
+        assert prefetcher(4) == (4, 2)
+        assert prefetcher(6) == (6, 2)
+        assert prefetcher(8) == (8, 2)
 
 
 def test_closing_drops_the_queue_and_waits_for_the_block_in_the_making():
@@ -365,9 +437,12 @@ def test_closing_drops_the_queue_and_waits_for_the_block_in_the_making():
     prefetcher = Prefetcher(recorder, segments_per_call=1, steps=100)
     prefetcher(0)
     assert recorder.await_calls(2) == [0, 1]
+
     threading.Timer(0.05, recorder.go.set).start()
     prefetcher.close()
-    assert recorder.calls == [0, 1] and not any(thread.is_alive() for thread in recorder.threads)
+    assert recorder.calls == [0, 1]
+    assert not any(thread.is_alive() for thread in recorder.threads)
+
     prefetcher.close()
     with pytest.raises(RuntimeError):
         prefetcher(1)
