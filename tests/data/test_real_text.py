@@ -26,16 +26,16 @@ WORDS = TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS)
 
 
 def read_bytes(data_dir, folder, name, file):
-    """A part of a corpus of bytes, split 90/5/5."""
+    """A part of a corpus of bytes, split 90/5/5, with its cache in `folder`."""
     config = dataclasses.replace(default_data(name), file=str(data_dir / file))
     return read_corpus(config, str(data_dir), str(folder))
 
 
 def read_penn_treebank(data_dir, folder):
-    """Penn Treebank's files as one's own text."""
-    paths = {
-        split: (str(data_dir / "ptb" / f"ptb.{split}.txt"),) for split in ("train", "valid", "test")
-    }
+    """Penn Treebank's files as the user's own text, with a cache in `folder`."""
+    paths = {}
+    for split in ("train", "valid", "test"):
+        paths[split] = (str(data_dir / "ptb" / f"ptb.{split}.txt"),)
     config = DataConfig(corpus=CorpusName.TEXT, tokenizer=WORDS, **paths)
     return read_corpus(config, str(data_dir), str(folder))
 
@@ -50,33 +50,38 @@ def most_frequent(tokens, vocabulary):
 @pytest.mark.parametrize(
     ("name", "file", "newlines", "sizes", "starts", "frequent"),
     [
-        (
+        pytest.param(
             CorpusName.ENWIK8,
             "enwik8-4150k",
             Newlines.DROP,
-            (3_693_409, 205_426, 204_603),
-            (b"<mediawiki xmlns=", b"ong atheism=", b"y in air"),
+            [3_693_409, 205_426, 204_603],
+            [b"<mediawiki xmlns=", b"ong atheism=", b"y in air"],
             [(b" ", 501_009), (b"e", 295_889), (b"t", 227_840)],
+            id="enwik8",
         ),
-        (
+        pytest.param(
             CorpusName.TEXT8,
             "text8-4500k",
             Newlines.KEEP,
-            (4_050_000, 225_000, 225_000),
-            (b" anarchism originated as a term", b"n her bo", b" newly i"),
+            [4_050_000, 225_000, 225_000],
+            [b" anarchism originated as a term", b"n her bo", b" newly i"],
             [(b" ", 685_249), (b"e", 425_791), (b"t", 282_981)],
+            id="text8",
         ),
     ],
-    ids=["enwik8", "text8"],
 )
 def test_bytes_of_wikipedia(data_dir, tmp_path, name, file, newlines, sizes, starts, frequent):
+    """The splits together are the file, without newlines for enwik8."""
     corpus = read_bytes(data_dir, tmp_path, name, file)
-    splits = corpus.train, corpus.valid, corpus.test
-    assert tuple(map(len, splits)) == sizes
+
+    splits = [corpus.train, corpus.valid, corpus.test]
+    assert [len(split) for split in splits] == sizes
     for tokens, start in zip(splits, starts, strict=True):
         assert corpus.vocabulary.decode(tokens[: len(start)]) == start
     assert most_frequent(corpus.train, corpus.vocabulary) == frequent
-    assert (corpus.vocabulary.size, corpus.vocabulary.newlines) == (256, newlines)
+    assert corpus.vocabulary.size == 256
+    assert corpus.vocabulary.newlines == newlines
+
     content = (data_dir / file).read_bytes()
     if newlines is Newlines.DROP:
         content = content.replace(b"\n", b"")
@@ -85,79 +90,86 @@ def test_bytes_of_wikipedia(data_dir, tmp_path, name, file, newlines, sizes, sta
 
 def test_words_of_penn_treebank(data_dir, tmp_path):
     corpus = read_penn_treebank(data_dir, tmp_path)
-    # As published with the corpus, line ends included; 10,000 words with <eos> and <unk>.
+    vocabulary = corpus.vocabulary
+
+    # As published with the corpus, line ends included. 10,000 words with <eos> and <unk>.
     assert (len(corpus.train), len(corpus.valid), len(corpus.test)) == (929_589, 73_760, 82_430)
-    assert corpus.vocabulary.size == 10_000
-    assert corpus.vocabulary.words[:8] == ("<eos>", "the", "<unk>", "N", "of", "to", "a", "in")
+    assert vocabulary.size == 10_000
+    assert vocabulary.words[:8] == ("<eos>", "the", "<unk>", "N", "of", "to", "a", "in")
+
     assert corpus.train[:4].tolist() == [9970, 9971, 9972, 9973]
-    assert corpus.vocabulary.decode(corpus.train[:4]) == b"aer banknote berlitz calloway "
+    assert vocabulary.decode(corpus.train[:4]) == b"aer banknote berlitz calloway "
     assert corpus.valid[:8].tolist() == [1134, 93, 358, 5, 329, 51, 9586, 6]
-    assert (
-        corpus.vocabulary.decode(corpus.valid[:8])
-        == b"consumers may want to move their telephones a "
-    )
+    valid_start = b"consumers may want to move their telephones a "
+    assert vocabulary.decode(corpus.valid[:8]) == valid_start
     assert corpus.test[:8].tolist() == [102, 14, 24, 32, 753, 381, 0, 29]
-    assert corpus.vocabulary.decode(corpus.test[:8]) == b"no it was n't black monday \nbut "
+    assert vocabulary.decode(corpus.test[:8]) == b"no it was n't black monday \nbut "
+
     # Every word of validation and test is in the training split, so all counts are those of the
     # files.
     for split, tokens in (("train", corpus.train), ("valid", corpus.valid), ("test", corpus.test)):
-        lines = (data_dir / "ptb" / f"ptb.{split}.txt").read_text().splitlines()
-        counts = collections.Counter(word for line in lines for word in [*line.split(), "<eos>"])
-        found = np.bincount(tokens, minlength=10_000)
-        assert {
-            word: found[token] for token, word in enumerate(corpus.vocabulary.words) if found[token]
-        } == counts
+        expected = collections.Counter()
+        for line in (data_dir / "ptb" / f"ptb.{split}.txt").read_text().splitlines():
+            expected.update(line.split())
+            expected["<eos>"] += 1
+        counts = np.bincount(tokens, minlength=10_000).tolist()
+        assert collections.Counter(dict(zip(vocabulary.words, counts, strict=True))) == expected, (
+            split
+        )
 
 
 def test_words_of_wikitext_2(data_dir):
     """Its empty lines are lines: each has a mark, as in the published counts."""
-    files = {
-        split: file_part(str(data_dir / "wikitext-2" / f"{split}.txt"))
-        for split in ("valid", "test")
-    }
-    vocabulary = make_vocabulary(
-        WORDS, Text("text", "WikiText-2", "", {"train": (files["valid"],)})
-    )
+    valid = file_part(str(data_dir / "wikitext-2" / "valid.txt"))
+    test = file_part(str(data_dir / "wikitext-2" / "test.txt"))
+    text = Text("text", "WikiText-2", "", {"train": (valid,)})
+
+    vocabulary = make_vocabulary(WORDS, text)
+    valid_ids = np.concatenate(list(vocabulary.blocks([valid])))
+    test_ids = np.concatenate(list(vocabulary.blocks([test])))
+
     assert vocabulary.size == 13_777
-    encoded = {
-        split: np.concatenate(list(vocabulary.blocks([file]))) for split, file in files.items()
-    }
     facts = CORPORA[CorpusName.WIKITEXT2].facts
-    assert (len(encoded["valid"]), len(encoded["test"])) == (217_646, 245_569)
-    assert (facts["valid"].tokens, facts["test"].tokens) == (217_646, 245_569)
-    assert vocabulary.decode(encoded["valid"][:7]) == b"\n= Homarus gammarus = \n\n"
-    assert vocabulary.decode(encoded["test"][:7]) == b"\n= Robert <unk> = \n\n"
+    assert len(valid_ids) == facts["valid"].tokens == 217_646
+    assert len(test_ids) == facts["test"].tokens == 245_569
+    assert vocabulary.decode(valid_ids[:7]) == b"\n= Homarus gammarus = \n\n"
+    assert vocabulary.decode(test_ids[:7]) == b"\n= Robert <unk> = \n\n"
+
     tally = prepare.Tally()
-    for block in files["test"].blocks():
+    for block in test.blocks():
         tally.add(block, words=True)
-    assert (tally.lines, tally.words, tally.lines + tally.words) == (4_358, 241_211, 245_569)
+    assert tally.lines == 4_358
+    assert tally.words == 241_211
+    assert tally.lines + tally.words == 245_569
 
 
 @pytest.mark.full
 def test_penn_treebank_in_its_published_layout(data_dir, tmp_path):
-    """It is found in the directory, checked by its sha256 and counts, and prepared: the ids of
-    one's own text.
+    """It is found in the directory, checked by its sha256 and counts, and prepared. The ids are
+    those of the same files as the user's own text.
     """
-    found = read_corpus(default_data(CorpusName.PTB), str(data_dir), str(tmp_path / "published"))
+    prepared = read_corpus(default_data(CorpusName.PTB), str(data_dir), str(tmp_path / "published"))
     expected = read_penn_treebank(data_dir, tmp_path / "own")
-    assert found.vocabulary == expected.vocabulary
+    assert prepared.vocabulary == expected.vocabulary
     for split in ("train", "valid", "test"):
-        np.testing.assert_array_equal(getattr(found, split), getattr(expected, split))
+        np.testing.assert_array_equal(
+            getattr(prepared, split), getattr(expected, split), err_msg=split
+        )
 
 
 # Losses
 
 
-def nats_per_token(made, params, tokens):
+def nats_per_token(components, params, tokens):
     """The loss on a text, by streaming evaluation."""
-    weights = made.prepare_params(params)
-    lengths = made.config.eval
+    weights = components.prepare_params(params)
+    settings = components.config.eval
     reader = evaluation_segments(
-        tokens, batch_size=lengths.batch_size, segment_len=lengths.segment_len
+        tokens, batch_size=settings.batch_size, segment_len=settings.segment_len
     )
-    return evaluate(
-        made.eval_step, weights, made.init_memory(weights), reader, place=made.place
-    ).nll
+    memory = components.init_memory(weights)
+    totals = evaluate(components.eval_step, weights, memory, reader, place=components.place)
+    return totals.nll
 
 
 def unigram_log_p(tokens, size):
@@ -186,8 +198,13 @@ CONFIG = tiny.changed(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["enwik8", "ptb"])
-def test_a_model_of_frequencies_has_their_cross_entropy(data_dir, tmp_path, name):
+@pytest.mark.parametrize(
+    # By a loop over the files with Python's Counter.
+    ("name", "expected"),
+    [("enwik8", 3.2504586252), ("ptb", 6.5480261197)],
+    ids=["enwik8", "ptb"],
+)
+def test_a_model_of_frequencies_has_their_cross_entropy(data_dir, tmp_path, name, expected):
     """Without weights but a bias of the softmax, the loss is what NumPy computes from the counts
     alone.
     """
@@ -195,30 +212,37 @@ def test_a_model_of_frequencies_has_their_cross_entropy(data_dir, tmp_path, name
         corpus = read_penn_treebank(data_dir, tmp_path)
     else:
         corpus = read_bytes(data_dir, tmp_path, CorpusName.ENWIK8, "enwik8-4150k")
-    size, tokens = corpus.vocabulary.size, np.asarray(corpus.valid[:20_001])
+    size = corpus.vocabulary.size
+    tokens = np.asarray(corpus.valid[:20_001])
     log_p = unigram_log_p(corpus.train, size)
-    made = build(CONFIG, vocab_size=size)
-    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), made.abstract_state.params)
+
+    components = build(CONFIG, vocab_size=size)
+    abstract_params = components.abstract_state.params
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_params)
     params["softmax"]["bias"] = log_p.astype(np.float32)
-    expected = -log_p[tokens[1:]].mean()
-    assert nats_per_token(made, params, tokens) == pytest.approx(expected, rel=1e-6)
-    # By a loop over the files with Python's Counter.
-    assert expected == pytest.approx({"enwik8": 3.2504586252, "ptb": 6.5480261197}[name], rel=1e-9)
+
+    by_counts = -log_p[tokens[1:]].mean()
+    assert by_counts == pytest.approx(expected, rel=1e-9)
+    assert nats_per_token(components, params, tokens) == pytest.approx(by_counts, rel=1e-6)
 
 
 @pytest.mark.full
 def test_a_model_trained_on_real_text_has_the_recorded_loss(data_dir, tmp_path):
     """200 updates on enwik8, after which it knows more than the frequency of bytes."""
     corpus = read_bytes(data_dir, tmp_path, CorpusName.ENWIK8, "enwik8-4150k")
-    made = build(CONFIG, vocab_size=corpus.vocabulary.size)
     tokens = np.asarray(corpus.valid[:20_001])
-    state, step = made.init_state(), made.compile_step().program
+    components = build(CONFIG, vocab_size=corpus.vocabulary.size)
+    state = components.init_state()
+    step = components.compile_step().program
+    before = nats_per_token(components, state.params, tokens)
+
     reader = training_segments(corpus.train, batch_size=16, segment_len=32)
-    before = nats_per_token(made, state.params, tokens)
     per_call = CONFIG.train.segments_per_call
     for first in range(0, CONFIG.train.steps, per_call):
-        state, _ = step(state, made.place(reader.segments(first, per_call)))
-    found = nats_per_token(made, state.params, tokens)
+        state, _ = step(state, components.place(reader.segments(first, per_call)))
+    after = nats_per_token(components, state.params, tokens)
+
     assert before == pytest.approx(np.log(256), abs=0.05)
-    assert found == pytest.approx(2.863, abs=0.01)
-    assert found < -unigram_log_p(corpus.train, 256)[tokens[1:]].mean() - 0.3
+    assert after == pytest.approx(2.863, abs=0.01)
+    by_frequencies = -unigram_log_p(corpus.train, 256)[tokens[1:]].mean()
+    assert after < by_frequencies - 0.3

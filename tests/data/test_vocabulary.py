@@ -36,84 +36,129 @@ CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0")
 AWKWARD = st.text(st.sampled_from("\n\r\\nr\x0b\x0c\x1c\x85\N{LINE SEPARATOR}😀") | CHARACTERS)
 
 
-def test_decoding_takes_any_integers_and_names_a_foreign_one():
-    for vocabulary, expected in (
+@pytest.mark.parametrize(
+    ("vocabulary", "expected"),
+    [
         (ByteVocabulary.of(b"abc"), "caac"),
         (CharacterVocabulary(f"a{UNKNOWN}é"), "éaaé"),
         (WordVocabulary(("a", "<unk>", "<eos>")), "\na a \n"),
-    ):
-        for dtype in (np.uint8, np.int32, np.int64):
-            assert vocabulary.decode(np.array([[2, 0], [0, 2]], dtype)).decode() == expected
-        assert vocabulary.decode([]) == b""
-        for foreign in (-1, 3):
-            with pytest.raises(UserError, match=rf"\b0\b.*\b2\b.*{foreign}$"):
-                vocabulary.decode([0, foreign])
+    ],
+    ids=["bytes", "characters", "words"],
+)
+def test_decoding_takes_any_integers_and_names_a_foreign_one(vocabulary, expected):
+    for dtype in (np.uint8, np.int32, np.int64):
+        assert vocabulary.decode(np.array([[2, 0], [0, 2]], dtype)).decode() == expected, dtype
+    assert vocabulary.decode([]) == b""
+
+    for foreign in (-1, 3):
+        with pytest.raises(UserError, match=rf"\b0\b.*\b2\b.*{foreign}$"):
+            vocabulary.decode([0, foreign])
 
 
-def test_tokens_must_be_distinct_and_hold_the_unknown_and_the_mark():
-    for symbols in (b"", b"aa"):
-        with pytest.raises(UserError, match=re.escape(str([*symbols]))):
-            ByteVocabulary(symbols)
-    for characters in ("", "abc", f"a{UNKNOWN}a"):
-        with pytest.raises(
-            UserError,
-            match=rf"\b{len(characters)}\b.*\bchar\b.*'{UNKNOWN}'.*\b{len({*characters})}\b",
-        ):
-            CharacterVocabulary(characters)
-    for words, line_mark in (
-        ((), LineMark.NONE),
-        (("a", "<unk>", "a"), LineMark.NONE),
-        (("a", "<unk>"), LineMark.EOS),
-        *((("a", "<unk>", "<eos>"), mark) for mark in (LineMark.S, LineMark.DOUBLE_S)),
-    ):
-        with pytest.raises(UserError, match=MARKS.get(line_mark, "'<unk>'")):
-            WordVocabulary(words, line_mark)
+@pytest.mark.parametrize("symbols", [b"", b"aa"])
+def test_bytes_must_be_distinct(symbols):
+    with pytest.raises(UserError, match=re.escape(str([*symbols]))):
+        ByteVocabulary(symbols)
 
 
-def test_what_an_unprompted_text_follows():
-    assert all(ByteVocabulary(symbols).start.tolist() == [0] for symbols in (b"\n a", b" a", b"!a"))
-    assert ByteVocabulary.all_bytes(Newlines.DROP).start.tolist() == [ord(" ")], (
-        "never the newline that is dropped"
-    )
+@pytest.mark.parametrize(
+    ("characters", "size", "n_distinct"), [("", 0, 0), ("abc", 3, 3), (f"a{UNKNOWN}a", 3, 2)]
+)
+def test_characters_must_be_distinct_and_contain_the_unknown(characters, size, n_distinct):
+    named = rf"\b{size}\b.*\bchar\b.*'{UNKNOWN}'.*\b{n_distinct}\b"
+    with pytest.raises(UserError, match=named):
+        CharacterVocabulary(characters)
+
+
+@pytest.mark.parametrize(
+    ("words", "line_mark", "named"),
+    [
+        ((), LineMark.NONE, "'<unk>'"),
+        (("a", "<unk>", "a"), LineMark.NONE, "'<unk>'"),
+        (("a", "<unk>"), LineMark.EOS, "<eos>"),
+        (("a", "<unk>", "<eos>"), LineMark.S, "<S>"),
+        (("a", "<unk>", "<eos>"), LineMark.DOUBLE_S, "<S>"),
+    ],
+)
+def test_words_must_be_distinct_and_contain_the_unknown_and_the_mark(words, line_mark, named):
+    with pytest.raises(UserError, match=named):
+        WordVocabulary(words, line_mark)
+
+
+def test_an_unprompted_text_follows_a_newline_or_a_space_or_the_first_token():
+    assert ByteVocabulary(b"\n a").start.tolist() == [0]
+    assert ByteVocabulary(b" a").start.tolist() == [0]
+    assert ByteVocabulary(b"!a").start.tolist() == [0]
+    # Never the newline that is dropped.
+    assert ByteVocabulary.all_bytes(Newlines.DROP).start.tolist() == [ord(" ")]
     assert ByteVocabulary(b"\nab", Newlines.DROP).start.tolist() == [1]
     assert CharacterVocabulary(f"a {UNKNOWN}\n").start.tolist() == [3]
     assert CharacterVocabulary(f"a {UNKNOWN}").start.tolist() == [1]
     assert CharacterVocabulary(f"a{UNKNOWN}").start.tolist() == [0]
-    starts = [words_of(line_mark).start.tolist() for line_mark in LineMark]
-    assert starts == [[1], [4], [4], [0]] and [
-        words_of(line_mark).mark for line_mark in LineMark
-    ] == [1, 4, 4, None]
 
 
-def test_the_id_of_unknown_tokens():
+@pytest.mark.parametrize(
+    ("line_mark", "start", "mark"),
+    [
+        (LineMark.EOS, [1], 1),
+        (LineMark.S, [4], 4),
+        (LineMark.DOUBLE_S, [4], 4),
+        (LineMark.NONE, [0], None),
+    ],
+)
+def test_an_unprompted_text_of_words_follows_the_mark(line_mark, start, mark):
+    assert words_of(line_mark).start.tolist() == start
+    assert words_of(line_mark).mark == mark
+
+
+def test_bytes_have_no_unknown_token():
     assert ByteVocabulary.of(b"abc").unknown_id is None
-    for vocabulary in (CharacterVocabulary("a\N{REPLACEMENT CHARACTER}"), words_of(LineMark.EOS)):
-        assert vocabulary.encode("ž".encode()).tolist() == [vocabulary.unknown_id]
-        with pytest.raises(UserError, match=r"\b0xff\b.*\b3\b"):
-            vocabulary.encode("é\n".encode() + b"\xff")
+
+
+@pytest.mark.parametrize(
+    "vocabulary",
+    [CharacterVocabulary(f"a{UNKNOWN}"), words_of(LineMark.EOS)],
+    ids=["characters", "words"],
+)
+def test_unknown_tokens_have_one_id_and_bytes_that_are_not_text_are_named(vocabulary):
+    assert vocabulary.encode("ž".encode()).tolist() == [vocabulary.unknown_id]
+    with pytest.raises(UserError, match=r"\b0xff\b.*\b3\b"):
+        vocabulary.encode("é\n".encode() + b"\xff")
 
 
 @pytest.mark.parametrize("line_mark", LineMark)
 @given(lines=st.lists(st.lists(st.sampled_from(["a", "wörd", "é"]), min_size=1), min_size=1))
-def test_the_bytes_of_words_are_those_of_the_text_with_single_spaces(line_mark, lines):
+def test_words_have_as_many_bytes_as_the_text_with_single_spaces(line_mark, lines):
     marks = [MARKS[line_mark]] if line_mark in MARKS else []
     vocabulary = WordVocabulary((*marks, "<unk>", "a", "wörd", "é"), line_mark)
-    text = "".join(f"{' '.join(line)}\n" for line in lines).encode()
-    for spaced in (text, text.replace(b" ", b"  ").replace(b"\n", b" \n")):
-        assert vocabulary.count_bytes(vocabulary.encode(spaced)) == len(text)
+    text = "".join(" ".join(line) + "\n" for line in lines).encode()
+
+    assert vocabulary.count_bytes(vocabulary.encode(text)) == len(text)
+    spaced = text.replace(b" ", b"  ").replace(b"\n", b" \n")
+    assert vocabulary.count_bytes(vocabulary.encode(spaced)) == len(text)
 
 
 @pytest.mark.parametrize(
-    "vocabulary", [CharacterVocabulary(f"a{UNKNOWN}"), WordVocabulary(("<eos>", "a", "<unk>"))]
+    "vocabulary",
+    [CharacterVocabulary(f"a{UNKNOWN}"), WordVocabulary(("<eos>", "a", "<unk>"))],
+    ids=["characters", "words"],
 )
 def test_bytes_are_not_known_above_a_thousandth_of_unknown_tokens(vocabulary, monkeypatch):
+    """0 says that the number of bytes is not known."""
     monkeypatch.setattr(vocabulary_lib, "_IDS_PER_BLOCK", 7)
-    token = vocabulary.encode(b"a").item()
-    ids = np.full(2000, token, np.uint8)
+    ids = np.full(2000, vocabulary.encode(b"a").item(), np.uint8)
+
     ids[:2] = vocabulary.unknown_id
-    assert vocabulary.count_bytes(ids) == vocabulary.byte_lengths[ids].sum() > 0
+    n_bytes = vocabulary.count_bytes(ids)
+    assert n_bytes == vocabulary.byte_lengths[ids].sum()
+    assert n_bytes > 0
+
     ids[2] = vocabulary.unknown_id
-    assert vocabulary.count_bytes(ids) == 0 == IdVocabulary(size=300).count_bytes(ids)
+    assert vocabulary.count_bytes(ids) == 0
+
+
+def test_the_bytes_of_ids_are_not_known():
+    assert IdVocabulary(size=300).count_bytes(np.full(2000, 1, np.uint8)) == 0
 
 
 # The saved form
@@ -127,35 +172,51 @@ def saved(vocabulary):
 @settings(max_examples=200)
 def test_saved_words_and_characters_are_the_same(words, line_mark, lower_case):
     distinct = tuple(dict.fromkeys([*words, "<UNK>", "<eos>", "<S>"]))
-    characters = CharacterVocabulary("".join(dict.fromkeys("".join([*words, UNKNOWN]))))
-    symbols = ByteVocabulary(bytes(range(32, 127)), Newlines.DROP if lower_case else Newlines.KEEP)
-    for own in (WordVocabulary(distinct, line_mark, lower_case, "<UNK>"), characters, symbols):
-        assert saved(own) == own and digest(own) == hashlib.sha256(dumps(own).encode()).hexdigest()
-        assert dumps(own).count("\n") == 1 + own.size, "a line per token"
-        assert saved(own).encode(b"<eos> x").tolist() == own.encode(b"<eos> x").tolist()
+    characters = "".join(dict.fromkeys("".join([*words, UNKNOWN])))
+    newlines = Newlines.DROP if lower_case else Newlines.KEEP
+    vocabularies = [
+        WordVocabulary(distinct, line_mark, lower_case, "<UNK>"),
+        CharacterVocabulary(characters),
+        ByteVocabulary(bytes(range(32, 127)), newlines),
+    ]
+    for vocabulary in vocabularies:
+        text = dumps(vocabulary)
+        assert saved(vocabulary) == vocabulary
+        assert digest(vocabulary) == hashlib.sha256(text.encode()).hexdigest()
+        assert text.count("\n") == 1 + vocabulary.size, "a line per token"
+        expected = vocabulary.encode(b"<eos> x").tolist()
+        assert saved(vocabulary).encode(b"<eos> x").tolist() == expected
 
 
 BYTE = 'txl_jax vocabulary byte {"newlines": "keep"}\n'
 WORD = 'txl_jax vocabulary word {"line_mark": "eos", "lower_case": false, "unknown": "<unk>"}\n'
 
 
-def test_a_damaged_form_is_one_clear_error():
-    for text in (
-        "",
-        "[10, 97]",  # As it was saved before there were other tokens than bytes.
-        'byte {"newlines": "keep"}\n97\n',
-        BYTE,
-        BYTE.replace("byte", "bit") + "97\n",
-        BYTE.replace("{", "") + "97\n",
-        BYTE.replace('"keep"', '"lose"') + "97\n",
-        BYTE.replace('{"newlines": "keep"}', "7") + "97\n",
-        *(BYTE + symbols for symbols in ("97\n97\n", "97\n\n98\n", "256\n", "a\n")),
-        WORD.replace("unknown", "known") + "<eos>\n<unk>\n",
-        "txl_jax vocabulary sentencepiece {}\n",
-    ):
-        start = re.escape(repr(text.partition("\n")[0][:60]))
-        with pytest.raises(UserError, match=start):
-            loads(text, KINDS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("", id="empty"),
+        # As it was saved before there were other tokens than bytes.
+        pytest.param("[10, 97]", id="a list"),
+        pytest.param('byte {"newlines": "keep"}\n97\n', id="no title"),
+        pytest.param(BYTE, id="no bytes"),
+        pytest.param(BYTE.replace("byte", "bit") + "97\n", id="unknown kind"),
+        pytest.param(BYTE.replace("{", "") + "97\n", id="cut settings"),
+        pytest.param(BYTE.replace('"keep"', '"lose"') + "97\n", id="unknown value"),
+        pytest.param(BYTE.replace('{"newlines": "keep"}', "7") + "97\n", id="settings a number"),
+        pytest.param(BYTE + "97\n97\n", id="a byte twice"),
+        pytest.param(BYTE + "97\n\n98\n", id="an empty line"),
+        pytest.param(BYTE + "256\n", id="beyond a byte"),
+        pytest.param(BYTE + "a\n", id="a letter"),
+        pytest.param(WORD.replace("unknown", "known") + "<eos>\n<unk>\n", id="unknown setting"),
+        pytest.param("txl_jax vocabulary sentencepiece {}\n", id="another tool's"),
+    ],
+)
+def test_a_corrupted_form_is_one_clear_error(text):
+    """It shows how the text begins."""
+    start = re.escape(repr(text.partition("\n")[0][:60]))
+    with pytest.raises(UserError, match=start):
+        loads(text, KINDS)
 
 
 SIZES = st.integers(1, 9)
@@ -164,14 +225,15 @@ SIZES = st.integers(1, 9)
 @given(text=st.binary(), size=SIZES)
 def test_newlines_may_be_dropped(text, size):
     text += b"a\n\na"
-    for kept in (
+    without_newlines = text.replace(b"\n", b"")
+    own_bytes = bytes(sorted(set(without_newlines)))
+    for vocabulary in (
         ByteVocabulary.all_bytes(Newlines.DROP),
-        ByteVocabulary(bytes(sorted({*text} - {10})), Newlines.DROP),
+        ByteVocabulary(own_bytes, Newlines.DROP),
     ):
-        assert kept.decode(joined(kept.blocks([in_blocks(text, size)] * 2))) == 2 * text.replace(
-            b"\n", b""
-        )
-        assert kept.decode(kept.encode(text)) == text.replace(b"\n", b"")
+        assert vocabulary.decode(vocabulary.encode(text)) == without_newlines
+        ids = joined(vocabulary.blocks([in_blocks(text, size)] * 2))
+        assert vocabulary.decode(ids) == 2 * without_newlines
 
 
 @given(
@@ -180,37 +242,46 @@ def test_newlines_may_be_dropped(text, size):
     offset=st.integers(0, 99),
 )
 def test_a_foreign_byte_of_a_file_is_named_with_its_place(start, size, offset):
-    others = ByteVocabulary(bytes(set(range(256)) - {ord("x")}))
+    vocabulary = ByteVocabulary(bytes(set(range(256)) - {ord("x")}))
     files = [
         in_blocks(b"ab", size, name="other.txt"),
         in_blocks(start + b"xax", size, offset=offset),
     ]
-    with pytest.raises(
-        UserError, match=rf"^some\.txt\b.*\b120\b.*\b{offset + len(start)}\b.*\b255\b"
-    ):
-        joined(others.blocks(files))
+    named = rf"\b120\b.*\b{offset + len(start)}\b.*\b255\b"
+    with pytest.raises(UserError, match=rf"^some\.txt\b.*{named}"):
+        joined(vocabulary.blocks(files))
 
 
 # Words and characters
 
 
 def plain_words(texts, line_mark, *, lower_case=False):
-    lines = []
-    for text in texts:
-        lines += text.removesuffix("\n").split("\n") if text else []
+    """The ids of some files, with marks between their lines, in plain Python."""
     ids = {word: i for i, word in enumerate(WORDS)}
-    lines = [
-        [ids.get(word, ids["<unk>"]) for word in (line.lower() if lower_case else line).split()]
-        for line in lines
-    ]
-    match line_mark:
-        case LineMark.EOS:
-            lines = [[*line, ids["<eos>"]] for line in lines]
-        case LineMark.S:
-            lines = [[ids["<S>"]], *([*line, ids["<S>"]] for line in lines)]
-        case LineMark.DOUBLE_S:
-            lines = [[ids["<S>"], *line, ids["<S>"]] for line in lines] or [[ids["<S>"]]]
-    return [token for line in lines for token in line]
+    tokens = []
+    n_lines = 0
+    # A text begins with a mark, also without a line.
+    if line_mark is LineMark.S:
+        tokens.append(ids["<S>"])
+    for text in texts:
+        lines = text.removesuffix("\n").split("\n") if text else []
+        n_lines += len(lines)
+        for line in lines:
+            if lower_case:
+                line = line.lower()
+            words = [ids.get(word, ids["<unk>"]) for word in line.split()]
+            match line_mark:
+                case LineMark.EOS:
+                    tokens += [*words, ids["<eos>"]]
+                case LineMark.S:
+                    tokens += [*words, ids["<S>"]]
+                case LineMark.DOUBLE_S:
+                    tokens += [ids["<S>"], *words, ids["<S>"]]
+                case LineMark.NONE:
+                    tokens += words
+    if line_mark is LineMark.DOUBLE_S and n_lines == 0:
+        tokens.append(ids["<S>"])
+    return tokens
 
 
 # Known and unknown words, all kinds of white space, empty lines, and lines that are open at a
@@ -238,36 +309,54 @@ LINES = st.lists(st.sampled_from(PARTS)).map("".join)
 def test_words_against_plain_python(line_mark, texts, size, lower_case):
     vocabulary = words_of(line_mark, lower_case=lower_case)
     blocks = list(vocabulary.blocks(in_blocks(text.encode(), size) for text in texts))
-    assert joined(blocks) == plain_words(texts, line_mark, lower_case=lower_case)
-    assert all(block.dtype == np.uint8 and block.ndim == 1 for block in blocks)
-    mark, found = MARKS.get(line_mark), vocabulary.decode(joined(blocks)).decode()
-    assert found == "".join(
-        "\n" if WORDS[token] == mark else f"{WORDS[token]} " for token in joined(blocks)
-    )
+
+    expected = plain_words(texts, line_mark, lower_case=lower_case)
+    assert joined(blocks) == expected
+    for block in blocks:
+        assert block.dtype == np.uint8
+        assert block.ndim == 1
+
+    expected_text = ""
+    for token in expected:
+        is_mark = WORDS[token] == MARKS.get(line_mark)
+        expected_text += "\n" if is_mark else f"{WORDS[token]} "
+    assert vocabulary.decode(joined(blocks)).decode() == expected_text
 
 
-def test_the_end_of_a_prompt_is_open():
-    for line_mark, ids in (
+@pytest.mark.parametrize(
+    ("line_mark", "ids"),
+    [
         (LineMark.EOS, [0, 1, 2]),
         (LineMark.DOUBLE_S, [0, 4, 4, 2]),
         (LineMark.NONE, [0, 2]),
-    ):
-        assert words_of(line_mark).encode(b"the\ncat").tolist() == ids
-    other = WordVocabulary(("a", "<UNK>", "<eos>"), unknown="<UNK>")
-    assert other.encode(b"a b <UNK> <unk>").tolist() == [0, 1, 1, 1], (
-        "the unknown word can be another"
-    )
+    ],
+)
+def test_the_end_of_a_prompt_is_open(line_mark, ids):
+    assert words_of(line_mark).encode(b"the\ncat").tolist() == ids
+
+
+def test_the_unknown_word_can_be_another():
+    vocabulary = WordVocabulary(("a", "<UNK>", "<eos>"), unknown="<UNK>")
+    assert vocabulary.encode(b"a b <UNK> <unk>").tolist() == [0, 1, 1, 1]
 
 
 @given(characters=st.text(CHARACTERS), others=st.text(CHARACTERS), size=st.integers(1, 9))
 def test_characters_are_known_or_replaced_and_their_bytes_are_counted(characters, others, size):
-    known = "".join(dict.fromkeys(characters + "\N{REPLACEMENT CHARACTER}"))
-    vocabulary, text = CharacterVocabulary(known), others + characters
+    """The bytes of a text with an unknown character are not known."""
+    known = "".join(dict.fromkeys(characters + UNKNOWN))
+    vocabulary = CharacterVocabulary(known)
+    text = others + characters
+    expected_text = text
+    for character in set(text) - set(known):
+        expected_text = expected_text.replace(character, UNKNOWN)
+    expected = [known.index(character) for character in expected_text]
+
     ids = joined(vocabulary.blocks([in_blocks(text.encode(), size)]))
-    seen = "".join(c if c in known else "\N{REPLACEMENT CHARACTER}" for c in text)
-    assert ids == [known.index(c) for c in seen] == vocabulary.encode(text.encode()).tolist()
-    assert vocabulary.decode(ids).decode() == seen
-    assert vocabulary.count_bytes(ids) == (0 if UNKNOWN in seen else len(text.encode()))
+    assert ids == expected
+    assert vocabulary.encode(text.encode()).tolist() == expected
+    assert vocabulary.decode(ids).decode() == expected_text
+    n_bytes = 0 if UNKNOWN in expected_text else len(text.encode())
+    assert vocabulary.count_bytes(ids) == n_bytes
 
 
 # Subwords: the package's own ids, the bytes of each token, what is trained, and files that cannot
@@ -287,41 +376,46 @@ SAMPLES = (
 )
 
 
-OWN, PACKAGE = (
-    SubwordVocabulary(made.byte_level()),
-    tokenizers.Tokenizer.from_str(made.byte_level()),
-)
+OWN = SubwordVocabulary(made.byte_level())
+PACKAGE = tokenizers.Tokenizer.from_str(made.byte_level())
 
 
 @given(lines=st.lists(st.sampled_from(SAMPLES)), size=st.integers(1, 30))
 def test_the_ids_are_those_of_the_package_in_blocks_too(lines, size):
     text = "".join(lines)
     expected = PACKAGE.encode(text, add_special_tokens=False).ids
-    assert (
-        OWN.encode(text.encode()).tolist()
-        == joined(OWN.blocks([in_blocks(text.encode(), size)]))
-        == expected
-    )
-    assert (
-        OWN.encode(b"one").dtype == np.uint16 and OWN.size == PACKAGE.get_vocab_size() == made.SIZE
-    )
-    assert (OWN.mark, OWN.unknown_id, OWN.kind, OWN.start.tolist()) == (None, None, "subword", [0])
+    assert OWN.encode(text.encode()).tolist() == expected
+    assert joined(OWN.blocks([in_blocks(text.encode(), size)])) == expected
+
+
+def test_properties_of_subwords():
+    assert OWN.kind == "subword"
+    assert OWN.size == PACKAGE.get_vocab_size() == made.SIZE
+    assert OWN.encode(b"one").dtype == np.uint16
+    assert OWN.mark is None
+    assert OWN.unknown_id is None
+    assert OWN.start.tolist() == [0]
 
 
 @given(text=st.text())
 def test_every_text_comes_back_also_token_by_token(text):
-    ids = OWN.encode(text.encode())
-    assert OWN.decode(ids) == text.encode() and OWN.count_bytes(ids) == len(text.encode())
-    assert b"".join(OWN.decode([token]) for token in ids) == text.encode()
+    content = text.encode()
+    ids = OWN.encode(content)
+    assert OWN.decode(ids) == content
+    assert OWN.count_bytes(ids) == len(content)
+    assert b"".join(OWN.decode([token]) for token in ids) == content
 
 
 def test_ids_may_lack_a_token():
     gapped = SubwordVocabulary(made.byte_level().replace('"!":1', f'"!":{made.SIZE}'))
-    assert gapped.size == made.SIZE + 1 and gapped.names()[1] == gapped.decode([1]) == b""
+    assert gapped.size == made.SIZE + 1
+    assert gapped.names()[1] == b""
+    assert gapped.decode([1]) == b""
     assert gapped.encode(b"one!").tolist() == [*OWN.encode(b"one"), made.SIZE]
 
 
 def test_what_is_for_other_uses_has_no_effect():
+    """Truncation, padding, dropout of merges, and tokens around a text."""
     changed = tokenizers.Tokenizer.from_str(made.byte_level())
     changed.enable_truncation(max_length=3)
     changed.enable_padding(length=50)
@@ -329,28 +423,37 @@ def test_what_is_for_other_uses_has_no_effect():
     changed.post_processor = tokenizers.processors.TemplateProcessing(
         f"{END} $A {END}", special_tokens=[(END, 0)]
     )
+
     text = "".join(SAMPLES)
-    for _ in range(3):
-        assert (
-            SubwordVocabulary(changed.to_str()).encode(text.encode()).tolist()
-            == PACKAGE.encode(text).ids
-        )
+    expected = PACKAGE.encode(text).ids
+    for _ in range(3):  # Dropout would be random.
+        vocabulary = SubwordVocabulary(changed.to_str())
+        assert vocabulary.encode(text.encode()).tolist() == expected
 
 
-def test_pieces_of_words_are_spelt_as_in_a_text():
-    for content, text, expected in (
-        (made.word_pieces(), b"banana do unseen", b" banana do [UNK]"),
-        (made.meta_space(), "ban é".encode(), " ban é".encode()),
-        (made.whole_words(), b"ba  do", b" ba do"),
-    ):
-        own = SubwordVocabulary(content)
-        assert own.decode(own.encode(text)) == expected
-        assert b"".join(own.decode([token]) for token in own.encode(text)) == expected
-    assert SubwordVocabulary(made.byte_level(special=())).start.tolist() == [
-        made.ALPHABET.index("Ċ")
-    ]
+@pytest.mark.parametrize(
+    ("content", "text", "expected"),
+    [
+        (made.word_pieces(), "banana do unseen", " banana do [UNK]"),
+        (made.meta_space(), "ban é", " ban é"),
+        (made.whole_words(), "ba  do", " ba do"),
+    ],
+    ids=["pieces of words", "a mark for the space", "whole words"],
+)
+def test_pieces_of_words_are_spelt_as_in_a_text(content, text, expected):
+    vocabulary = SubwordVocabulary(content)
+    ids = vocabulary.encode(text.encode())
+    assert vocabulary.decode(ids) == expected.encode()
+    assert b"".join(vocabulary.decode([token]) for token in ids) == expected.encode()
+
+
+def test_an_unprompted_text_of_subwords_follows_a_newline_or_the_first_token():
+    newline = made.ALPHABET.index("Ċ")
+    assert SubwordVocabulary(made.byte_level(special=())).start.tolist() == [newline]
+
     pieces = SubwordVocabulary(made.word_pieces())
-    assert pieces.start.tolist() == [0] and pieces.names()[pieces.unknown_id] == b" [UNK]"
+    assert pieces.start.tolist() == [0]
+    assert pieces.names()[pieces.unknown_id] == b" [UNK]"
 
 
 TEXT = "".join(made.TEXT)
@@ -360,38 +463,46 @@ def trained(content=TEXT, *, size=290, block=1000):
     return train([in_blocks(content.encode(), block)], size=size)
 
 
+# Trains as `trained(block=77)`, and prints the tokenizer. It imports as little as it can.
+TRAIN_ELSEWHERE = """
+import sys
+from support import hf_tokenizers
+from support.encoded_text import in_blocks
+from txl_jax.data.subwords import train
+text = "".join(hf_tokenizers.TEXT)
+sys.stdout.write(train([in_blocks(text.encode(), 77)], size=290).content)
+"""
+
+
 def test_training_has_all_bytes_and_frequent_words_and_any_text_comes_back():
-    own = trained()
-    assert own.size == 290 and set(range(256)) == {
-        name[0] for name in own.names() if len(name) == 1
-    }
-    assert len(own.encode(b"once upon a time")) < 16 / 2
+    vocabulary = trained()
+    assert vocabulary.size == 290
+    single_bytes = {name[0] for name in vocabulary.names() if len(name) == 1}
+    assert single_bytes == set(range(256))
+    assert len(vocabulary.encode(b"once upon a time")) < 16 / 2
+
     text = " unseen\r\n\n\t日本 😀\x00".encode()
-    assert own.decode(own.encode(text)) == text
-    assert trained("a\n", size=1000).size == 256  # Nothing to merge.
+    assert vocabulary.decode(vocabulary.encode(text)) == text
 
 
-def test_hosts_learn_the_same_bytes():
-    """In other processes, on other threads and in other blocks; Python's and Rust's hashes differ
+def test_training_ends_when_nothing_is_left_to_merge():
+    assert trained("a\n", size=1000).size == 256
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_hosts_learn_the_same_bytes(threads):
+    """In other processes, on other threads and in other blocks. Python's and Rust's hashes differ
     between processes.
     """
-    words = (
-        "import sys; from data.test_vocabulary import trained; "
-        "sys.stdout.write(trained(block=77).content)"
-    )
-    found = set()
-    for threads in ("1", "2"):
-        environment = os.environ | {
-            "RAYON_NUM_THREADS": threads,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-        environment |= {"TOKENIZERS_PARALLELISM": str(threads == "2").lower()}
-        found.add(
-            subprocess.run(
-                [sys.executable, "-c", words], env=environment, capture_output=True, check=True
-            ).stdout
-        )
-    assert found == {trained().content.encode()}
+    environment = os.environ | {
+        "RAYON_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, "-c", TRAIN_ELSEWHERE]
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == trained().content
 
 
 def test_what_cannot_be_trained_on_is_named():
@@ -401,30 +512,44 @@ def test_what_cannot_be_trained_on_is_named():
         train([in_blocks(b"ab\xff", 9)], size=290)
 
 
-def test_the_saved_form_is_two_lines_and_keeps_the_file():
-    for content in (
+@pytest.mark.parametrize(
+    "content",
+    [
         made.byte_level(),
         made.byte_level(pretty=True),
         made.byte_level().replace("<|", "\\u003c|"),
-    ):
-        vocabulary = SubwordVocabulary(content)
-        text = dumps(vocabulary)
-        assert text.count("\n") == 2
-        assert loads(text, KINDS) == vocabulary and loads(text, KINDS).content == content
+    ],
+    ids=["compact", "pretty", "escaped"],
+)
+def test_the_saved_form_is_two_lines_and_keeps_the_file(content):
+    vocabulary = SubwordVocabulary(content)
+    text = dumps(vocabulary)
+    assert text.count("\n") == 2
+    assert loads(text, KINDS) == vocabulary
+    assert loads(text, KINDS).content == content
+
+
+def test_the_digest_is_of_the_file():
     assert digest(OWN) != digest(SubwordVocabulary(made.byte_level(pretty=True)))
+
+
+def test_a_corrupted_saved_tokenizer_is_an_error():
     title, content = dumps(OWN).splitlines()
-    for damaged in ("", "{}", content[: len(content) // 2]):
+    for corrupted in ("", "{}", content[: len(content) // 2]):
         with pytest.raises(UserError, match="'txl_jax vocabulary subword "):
-            loads(f"{title}\n{damaged}\n", KINDS)
+            loads(f"{title}\n{corrupted}\n", KINDS)
 
 
-def test_what_is_no_tokenizer_is_named(tmp_path):
-    for content in (b"", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe"):
-        (tmp_path / "old.model").write_bytes(content)
-        with pytest.raises(
-            UserError, match=rf"--data\.tokenizer\.hf_file\b.*{tmp_path}/old\.model\b"
-        ):
-            given_tokenizer(str(tmp_path / "old.model"))
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe"],
+    ids=["empty", "no model", "cut model", "not UTF-8"],
+)
+def test_a_file_that_is_not_a_tokenizer_is_named(content, tmp_path):
+    path = tmp_path / "old.model"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"--data\.tokenizer\.hf_file\b.*{path}\b"):
+        given_tokenizer(str(path))
 
 
 def test_a_tokenizer_may_begin_with_a_byte_order_mark(tmp_path):
@@ -441,18 +566,23 @@ def replace(pattern, content, kind="String"):
 
 
 def in_sequence(part, steps):
-    name = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}[
-        part
-    ]
-    return {part: {"type": "Sequence", name: steps}}
+    """A part of a tokenizer that takes these steps one after the other."""
+    names = {
+        "normalizer": "normalizers",
+        "pre_tokenizer": "pretokenizers",
+        "decoder": "decoders",
+    }
+    return {part: {"type": "Sequence", names[part]: steps}}
+
+
+def normalizers(*steps):
+    return in_sequence("normalizer", list(steps))
 
 
 def table(text):
     """SentencePiece's table of characters without a trie, which maps nothing, and with one text."""
-    return {
-        "type": "Precompiled",
-        "precompiled_charsmap": base64.b64encode(bytes(4) + text.encode() + b"\0").decode(),
-    }
+    content = bytes(4) + text.encode() + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}
 
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -464,58 +594,80 @@ ADDED = {
     "normalized": True,
     "special": False,
 }
-GROWING = {
-    "doubling": in_sequence("normalizer", [replace("a", "aa")] * 16),
-    "doubling of an added token": {
-        **in_sequence("normalizer", [replace("a", "aa")] * 30),
-        "added_tokens": [ADDED | {"content": "aaaa"}],
-    },
-    "nested": in_sequence(
-        "normalizer", [in_sequence("normalizer", [replace("q", "qq")] * 4)["normalizer"]] * 4
-    ),
-    "of two letters": in_sequence("normalizer", [replace("qz", "qzqz")] * 16),
-    "of matches": in_sequence("normalizer", [replace("[k-m]", "mm", "Regex")] * 16),
-    "of empty matches": in_sequence("normalizer", [replace("(?=q)", "q", "Regex")] * 16),
-    "by turns": in_sequence("normalizer", [replace("q", "zz"), replace("z", "qq")] * 8),
-    "in one step": {"normalizer": replace("a", "b" * 100)},
-    "in one long step": {"normalizer": replace("a", "b" * 100_000)},
-    "in a table": {"normalizer": table("b" * 1000)},
-    "in two tables": in_sequence("normalizer", [table("bb")] * 2),
-    "decoder": in_sequence("decoder", [replace("a", "aa")] * 16),
-    "bytes of bytes": in_sequence("pre_tokenizer", [BYTES] * 16),
-    "many": in_sequence("normalizer", [replace("a", "b")] * 1000),
-}
+# An added token with this text is also found in a text that the normalizer has changed.
+ADDED_TOKEN = {"added_tokens": [ADDED | {"content": "aaaa"}]}
+NESTED = normalizers(*[replace("q", "qq")] * 4)["normalizer"]
 
 
-@pytest.mark.parametrize("parts", GROWING.values(), ids=GROWING)
-def test_a_tokenizer_that_lets_a_text_grow_without_bound_is_refused(parts):
+@pytest.mark.parametrize(
+    ("part", "parts"),
+    [
+        pytest.param("normalizer", normalizers(*[replace("a", "aa")] * 16), id="doubling"),
+        pytest.param(
+            "normalizer",
+            normalizers(*[replace("a", "aa")] * 30) | ADDED_TOKEN,
+            id="doubling of an added token",
+        ),
+        pytest.param("normalizer", normalizers(*[NESTED] * 4), id="nested"),
+        pytest.param("normalizer", normalizers(*[replace("qz", "qzqz")] * 16), id="of two letters"),
+        pytest.param(
+            "normalizer", normalizers(*[replace("[k-m]", "mm", "Regex")] * 16), id="of matches"
+        ),
+        pytest.param(
+            "normalizer",
+            normalizers(*[replace("(?=q)", "q", "Regex")] * 16),
+            id="of empty matches",
+        ),
+        pytest.param(
+            "normalizer", normalizers(*[replace("q", "zz"), replace("z", "qq")] * 8), id="by turns"
+        ),
+        pytest.param("normalizer", {"normalizer": replace("a", "b" * 100)}, id="in one step"),
+        pytest.param(
+            "normalizer", {"normalizer": replace("a", "b" * 100_000)}, id="in one long step"
+        ),
+        pytest.param("normalizer", {"normalizer": table("b" * 1000)}, id="in a table"),
+        pytest.param("normalizer", normalizers(table("bb"), table("bb")), id="in two tables"),
+        pytest.param("decoder", in_sequence("decoder", [replace("a", "aa")] * 16), id="decoder"),
+        pytest.param(
+            "pre_tokenizer", in_sequence("pre_tokenizer", [BYTES] * 16), id="bytes of bytes"
+        ),
+        pytest.param("normalizer", normalizers(*[replace("a", "b")] * 1000), id="many"),
+    ],
+)
+def test_a_tokenizer_that_lets_a_text_grow_without_bound_is_an_error(part, parts):
     """A file of 2 kB would take all memory. Also as the vocabulary.txt of a model."""
     content = changed_tokenizer(**parts)
-    part = next(name for name in ("normalizer", "pre_tokenizer", "decoder") if name in parts)
     with pytest.raises(UserError, match=f" {part} "):
         SubwordVocabulary(content)
-    saved = dumps(OWN).splitlines()[0] + "\n" + escape(content) + "\n"
+
+    saved_form = dumps(OWN).splitlines()[0] + "\n" + escape(content) + "\n"
     with pytest.raises(UserError, match=f" {part} "):
-        loads(saved, KINDS)
+        loads(saved_form, KINDS)
 
 
 def test_a_tokenizer_may_change_a_text_in_many_steps():
-    quotes = [replace("``", '"'), replace("''", '"'), replace(" {2,}", " ", "Regex")]
-    steps = [
+    steps = normalizers(
         {"type": "NFKC"},
         {"type": "NFD"},
         {"type": "StripAccents"},
         {"type": "Lowercase"},
-        *quotes,
-    ]
-    vocabulary = SubwordVocabulary(changed_tokenizer(**in_sequence("normalizer", steps)))
+        replace("``", '"'),
+        replace("''", '"'),
+        replace(" {2,}", " ", "Regex"),
+    )
+    vocabulary = SubwordVocabulary(changed_tokenizer(**steps))
     assert vocabulary.encode("b\u00c0 AB".encode()).tolist() == [1, 0, 2]
 
 
-@pytest.mark.parametrize("added", [[ADDED | {"content": ""}], [1], 1.5, True, "ab"])
-def test_added_tokens_without_texts_are_refused(added):
+@pytest.mark.parametrize(
+    "added",
+    [[ADDED | {"content": ""}], [1], 1.5, True, "ab"],
+    ids=["an empty text", "a number", "not a list but a number", "a boolean", "a text"],
+)
+def test_added_tokens_without_texts_are_an_error(added):
+    content = changed_tokenizer(added_tokens=added)
     with pytest.raises(UserError, match=r"added.tokens"):
-        SubwordVocabulary(changed_tokenizer(added_tokens=added))
+        SubwordVocabulary(content)
 
 
 ALPHABETS = {
@@ -540,12 +692,14 @@ def test_words_are_cut_for_training_if_they_are_very_long(letters):
     assert list(subwords._cut_words(text[:1000])) == [text[:1000]]
 
 
-def test_a_character_that_would_vanish_is_refused_with_the_file():
-    own = SubwordVocabulary(made.few_letters())
-    assert own.decode(own.encode(b"ab ba")) == b"abba"
+def test_a_character_that_would_vanish_is_named_with_its_file():
+    few_letters = SubwordVocabulary(made.few_letters())
+    assert few_letters.decode(few_letters.encode(b"ab ba")) == b"abba"
     with pytest.raises(UserError, match=r"'c' \(U\+0063\)"):
-        own.encode(b"abc")
+        few_letters.encode(b"abc")
     with pytest.raises(UserError, match=r"^some\.txt: .*'é' \(U\+00E9\)"):
-        list(own.blocks([in_blocks("ab é".encode(), 3)]))
+        list(few_letters.blocks([in_blocks("ab é".encode(), 3)]))
+
+    whole_words = SubwordVocabulary(made.whole_words(unknown=None))
     with pytest.raises(UserError, match=r"^some\.txt: .*UNK"):
-        list(SubwordVocabulary(made.whole_words(unknown=None)).blocks([in_blocks(b"ba zebra", 99)]))
+        list(whole_words.blocks([in_blocks(b"ba zebra", 99)]))
