@@ -18,6 +18,7 @@ from txl_jax.interop import leaves, portable
 from txl_jax.interop import safetensors as ours
 from txl_jax.interop.leaves import Leaf
 from txl_jax.runs import convert as conversion
+from txl_jax.runs.convert import TargetFormat
 
 TENSORS = {
     "small": np.arange(3, dtype=np.uint8),
@@ -30,29 +31,72 @@ TENSORS = {
 }
 
 
-def check_equal(found, expected):
-    assert set(found) == set(expected) and len(found) == len(expected)
+def check_equal(tensors, expected):
+    """Asserts that tensors (arrays or leaves) have the same names, shapes, dtypes and values."""
+    assert len(tensors) == len(expected)
+    assert set(tensors) == set(expected)
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype and found[name].shape == value.shape
-        np.testing.assert_array_equal(
-            found[name].read() if isinstance(found[name], Leaf) else found[name], value
-        )
+        tensor = tensors[name]
+        array = tensor.read() if isinstance(tensor, Leaf) else tensor
+        assert tensor.dtype == value.dtype, name
+        assert tensor.shape == value.shape, name
+        np.testing.assert_array_equal(array, value, err_msg=name)
 
 
-def test_what_is_written_is_read_here_and_by_the_package(tmp_path):
+def test_what_is_written_is_read_back(tmp_path):
+    """An array, or a part of it. The arrays are read-only."""
     path = tmp_path / "a.safetensors"
     ours.write(path, leaves.from_tree(TENSORS))
+
     found = ours.read(path)
+
     check_equal(found, TENSORS)
+    np.testing.assert_array_equal(found["matrix"].part(1), TENSORS["matrix"][1])
     with pytest.raises(ValueError, match="read-only"):
         found["matrix"].read()[0] = 1
-    np.testing.assert_array_equal(found["matrix"].part(1), TENSORS["matrix"][1])
-    # numpy has no such dtype.
-    theirs = {name: value.copy() for name, value in TENSORS.items() if name != "brain"}
-    ours.write(path, leaves.from_tree({name: TENSORS[name] for name in theirs}))
-    check_equal(load_file(path), theirs)
-    save_file(theirs, path)
-    check_equal(ours.read(path), theirs)
+
+
+def test_the_package_reads_what_we_write_and_the_reverse(tmp_path):
+    path = tmp_path / "a.safetensors"
+    # numpy has no bfloat16.
+    tensors = {name: value for name, value in TENSORS.items() if name != "brain"}
+
+    ours.write(path, leaves.from_tree(tensors))
+    check_equal(load_file(path), tensors)
+
+    save_file({name: value.copy() for name, value in tensors.items()}, path)
+    check_equal(ours.read(path), tensors)
+
+
+class MemoryOfConversions:
+    """What conversions have in memory: the host's peak while files are written, and JAX's arrays
+    when the parameters of a loss are placed.
+    """
+
+    def __init__(self, monkeypatch):
+        self.peaks = []
+        self.live = []
+        self.before = live_bytes()
+        self.losses = conversion._losses
+        self.place = portable.place
+        monkeypatch.setattr(conversion, "_losses", self.losses_after_peak)
+        monkeypatch.setattr(portable, "place", self.place_and_count)
+
+    def convert(self, source, target, to_format):
+        tracemalloc.start()
+        conversion.convert(source, target, to_format=to_format, log=lambda line: None)
+        assert not tracemalloc.is_tracing(), "no losses were computed"
+
+    def losses_after_peak(self, *arguments, **options):
+        if tracemalloc.is_tracing():  # The first of two losses. JAX has compiled nothing yet.
+            self.peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        return self.losses(*arguments, **options)
+
+    def place_and_count(self, *arguments):
+        placed = self.place(*arguments)
+        self.live.append(live_bytes() - self.before)
+        return placed
 
 
 def test_a_conversion_has_an_array_at_a_time_in_memory_and_the_parameters_once(
@@ -64,32 +108,18 @@ def test_a_conversion_has_an_array_at_a_time_in_memory_and_the_parameters_once(
     """
     config, params = foreign.make("hf", d_model=512, n_head=8, d_head=64, d_inner=512)
     foreign.huggingface_folder(tmp_path / "theirs", config, params)
-    whole, largest = (of([leaf.nbytes for leaf in jax.tree.leaves(params)]) for of in (sum, max))
-    before, losses, place, peaks, live = live_bytes(), conversion._losses, portable.place, [], []
+    sizes = [leaf.nbytes for leaf in jax.tree.leaves(params)]
     del params
+    memory = MemoryOfConversions(monkeypatch)
 
-    def losses_with_peak(*given, **options):
-        peaks.append(tracemalloc.get_traced_memory()[1])  # Before JAX compiles.
-        return losses(*given, **options)
+    memory.convert(tmp_path / "theirs", tmp_path / "ours", TargetFormat.NATIVE)
+    memory.convert(tmp_path / "ours", tmp_path / "back", TargetFormat.HUGGINGFACE)
 
-    def placed(*given):
-        found = place(*given)
-        live.append(live_bytes() - before)
-        return found
-
-    monkeypatch.setattr(conversion, "_losses", losses_with_peak)
-    monkeypatch.setattr(portable, "place", placed)
-    for source, target, to_format in (
-        ("theirs", "ours", "native"),
-        ("ours", "back", "huggingface"),
-    ):
-        tracemalloc.start()
-        paths = tmp_path / source, tmp_path / target
-        conversion.convert(
-            *paths, to_format=conversion.TargetFormat(to_format), log=lambda line: None
-        )
-        tracemalloc.stop()
-    assert max(peaks[::2]) < 4 * largest < 0.6 * whole and max(live) < 1.1 * whole
+    assert len(memory.peaks) == 2
+    assert len(memory.live) == 4
+    assert 4 * max(sizes) < 0.6 * sum(sizes), "the bound says nothing about such a model"
+    assert max(memory.peaks) < 4 * max(sizes)
+    assert max(memory.live) < 1.1 * sum(sizes)
 
 
 def live_bytes():
@@ -100,29 +130,49 @@ def test_a_leaf_that_reads_as_another_array_is_an_error(tmp_path):
     leaf = Leaf((2,), np.dtype(np.float32), lambda _: np.zeros(3, np.float32))
     with pytest.raises(ValueError, match=r"\ba\b.*\(3,\).*\(2,\)"):
         ours.write(tmp_path / "a", {"a": leaf})
+
+
+def test_a_dtype_that_the_format_lacks_is_an_error(tmp_path):
+    tensors = leaves.from_tree({"a": np.zeros(3, np.complex64)})
     with pytest.raises(ValueError, match="complex64"):
-        ours.write(tmp_path / "a", leaves.from_tree({"a": np.zeros(3, np.complex64)}))
+        ours.write(tmp_path / "a", tensors)
 
 
-def header(content):
-    encoded = content if isinstance(content, bytes) else json.dumps(content).encode()
-    return len(encoded).to_bytes(8, "little") + encoded + b"\0" * 8
+def with_header(header: bytes) -> bytes:
+    """A file with this header and two numbers of float32."""
+    return len(header).to_bytes(8, "little") + header + b"\0" * 8
 
 
-ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-BAD = {  # The package checks sizes and places.
-    "text": b"# A title and some text of a page",
-    "a name twice": header(b'{"a": %s, "a": %s}' % (2 * (json.dumps(ENTRY).encode(),))),
-    "unknown dtype": header({"a": ENTRY | {"dtype": "F8_E4M3", "shape": [8]}}),
-    "other size": header({"a": ENTRY | {"shape": [3]}}),
-    "missing": None,
-}
+def with_entry(**changes) -> bytes:
+    """A file with one tensor, some of whose entries are changed."""
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
+    return with_header(json.dumps({"a": entry}).encode())
 
 
-@pytest.mark.parametrize("content", BAD.values(), ids=BAD)
-def test_a_damaged_file_is_refused(tmp_path, content):
+A_NAME_TWICE = (
+    b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, '
+    b'"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"# A title and some text of a page", id="text"),
+        pytest.param(with_header(A_NAME_TWICE), id="a name twice"),
+        pytest.param(with_entry(dtype="F8_E4M3", shape=[8]), id="unknown dtype"),
+        # The package checks sizes and places.
+        pytest.param(with_entry(shape=[3]), id="other size"),
+    ],
+)
+def test_a_corrupted_file_is_named(tmp_path, content):
     path = tmp_path / "a.safetensors"
-    if content is not None:
-        path.write_bytes(content)
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=re.escape(str(path))):
+        ours.read(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    path = tmp_path / "a.safetensors"
     with pytest.raises(CheckpointError, match=re.escape(str(path))):
         ours.read(path)

@@ -1,5 +1,5 @@
 """Tests of the TensorFlow release's checkpoints: with a reader of the test's own, and with
-TensorFlow where it is.
+TensorFlow if it is installed.
 """
 
 import dataclasses
@@ -39,6 +39,26 @@ CONFIGS = {
 by_config = pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
 
 
+def split_bias(bias, cutoffs) -> dict[str, np.ndarray]:
+    """One bias for each cluster, by our reader's names."""
+    parts = np.split(bias, cutoffs)
+    return {f"crit.out_layers.{c}.bias": part for c, part in enumerate(parts)}
+
+
+def names_of_variables(config) -> dict[str, str]:
+    """Names of our tensors by the variables that a checkpoint of this model can have.
+
+    `#` is the number of a layer or cluster.
+    """
+    if config.div_val > 1:
+        absent = {"adaptive_embed/lookup_table", "adaptive_embed/proj_W"}
+    else:
+        absent = {"adaptive_embed/cutoff_#/lookup_table", "adaptive_embed/cutoff_#/proj_W"}
+    absent.add("adaptive_softmax/bias" if config.cutoffs else "adaptive_softmax/cutoff_#/b")
+    names = tensorflow._NAMES.items()
+    return {variable: name for variable, name in names if variable not in absent}
+
+
 def variables_of(config, params, *, same_dim=True) -> dict[str, np.ndarray]:
     """The variables of the release, which has matrices as [in, out] like us, and one bias for each
     cluster.
@@ -46,36 +66,34 @@ def variables_of(config, params, *, same_dim=True) -> dict[str, np.ndarray]:
     Names are our reader's. `Oracle` has its own, so that its losses show which variable is which.
     """
     tensors = original.from_leaves(leaves.from_tree(params), config, format=Format.TENSORFLOW)
-    bounds, found = [0, *config.cutoffs, foreign.V], {}
     if config.cutoffs and config.div_val == 1:
         bias = tensors.pop("crit.out_layers.0.bias").read()
-        tensors |= leaves.from_tree(
-            {
-                f"crit.out_layers.{c}.bias": bias[slice(*ends)]
-                for c, ends in enumerate(itertools.pairwise(bounds))
-            }
-        )
-    absent = ["adaptive_softmax/bias"] if config.cutoffs else ["adaptive_softmax/cutoff_#/b"]
-    absent += [
-        f"adaptive_embed/{'' if config.div_val > 1 else 'cutoff_#/'}{name}"
-        for name in ("lookup_table", "proj_W")
-    ]
-    for variable, name in tensorflow._NAMES.items():
+        tensors |= leaves.from_tree(split_bias(bias, config.cutoffs))
+
+    variables = {}
+    for variable, name in names_of_variables(config).items():
+        is_transposed = variable.endswith(("/kernel", "/proj", "/proj_W"))
         for number in map(str, range(max(config.n_layer, config.n_cluster))):
-            if variable not in absent and (leaf := tensors.get(name.replace("#", number))):
-                transposed = variable.endswith(("/kernel", "/proj", "/proj_W"))
-                found[variable.replace("#", number)] = leaf.read().T if transposed else leaf.read()
+            leaf = tensors.get(name.replace("#", number))
+            if leaf is not None:
+                value = leaf.read()
+                variables[variable.replace("#", number)] = value.T if is_transposed else value
     if not same_dim:
-        del found["adaptive_embed/cutoff_0/proj_W"], found["adaptive_softmax/cutoff_0/proj"]
-    moments = {
-        f"{name}/{slot}": value for name, value in found.items() for slot in ("Adam", "Adam_1")
-    }
-    moments["r_w_bias/ExponentialMovingAverage"] = found["r_w_bias"]
-    named = {
-        f"transformer/{name}": np.ascontiguousarray(value)
-        for name, value in (found | moments).items()
-    }
-    return named | {"global_step": np.int64(3), "beta1_power": np.float32(0.9)}
+        del variables["adaptive_embed/cutoff_0/proj_W"]
+        del variables["adaptive_softmax/cutoff_0/proj"]
+    return with_optimizer(variables)
+
+
+def with_optimizer(variables: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The variables in the scope of the release, with those of the optimizer."""
+    whole = {"global_step": np.int64(3), "beta1_power": np.float32(0.9)}
+    for name, value in variables.items():
+        contiguous = np.ascontiguousarray(value)
+        whole[f"transformer/{name}"] = contiguous
+        whole[f"transformer/{name}/Adam"] = contiguous
+        whole[f"transformer/{name}/Adam_1"] = contiguous
+    whole["transformer/r_w_bias/ExponentialMovingAverage"] = variables["r_w_bias"]
+    return whole
 
 
 class Reader:
@@ -89,17 +107,17 @@ class Reader:
         return {name: list(value.shape) for name, value in self.arrays.items()}
 
     def get_variable_to_dtype_map(self):
-        return {
-            name: types.SimpleNamespace(as_numpy_dtype=value.dtype)
-            for name, value in self.arrays.items()
-        }
+        dtypes = {}
+        for name, value in self.arrays.items():
+            dtypes[name] = types.SimpleNamespace(as_numpy_dtype=value.dtype)
+        return dtypes
 
     def get_tensor(self, name):
         return self.arrays[name]
 
 
 def write_with_stub(prefix, variables, monkeypatch):
-    """Writes variables for a module of the test that takes TensorFlow's place."""
+    """Writes variables for a module of the test instead of TensorFlow."""
     with open(f"{prefix}.index", "wb") as file:
         np.savez(file, **variables)
     stub = types.ModuleType("tensorflow")
@@ -117,79 +135,89 @@ class Oracle:
     """
 
     def __init__(self, variables, *, cutoffs, n_layer, mem_len, clamp_len, same_length):
-        self.variables = {
-            name.removeprefix("transformer/"): np.float64(value)
-            for name, value in variables.items()
-        }
-        self.cutoffs, self.bounds = cutoffs, [0, *cutoffs, foreign.V]
-        self.n_layer, self.mem_len, self.clamp_len = n_layer, mem_len, clamp_len
+        self.variables = {}
+        for name, value in variables.items():
+            self.variables[name.removeprefix("transformer/")] = np.float64(value)
+        self.cutoffs = cutoffs
+        self.bounds = [0, *cutoffs, foreign.V]
+        self.n_layer = n_layer
+        self.mem_len = mem_len
+        self.clamp_len = clamp_len
         self.window = mem_len + 1 if same_length else None
-        self.width = self.variables["layer_0/ff/layer_1/kernel"].shape[0]
+        self.d_model = self.variables["layer_0/ff/layer_1/kernel"].shape[0]
 
     def losses(self, tokens: np.ndarray, segment_len: int) -> np.ndarray:
-        memory = [np.zeros((1, self.mem_len, self.width)) for _ in range(self.n_layer)]
+        memory = [np.zeros((1, self.mem_len, self.d_model)) for _ in range(self.n_layer)]
         embedding, softmax = self.clusters()
-        tail = [self.variables.get(f"adaptive_softmax/cutoff_0/cluster_{name}") for name in "Wb"]
-        found = []
+        tail_table = self.variables.get("adaptive_softmax/cutoff_0/cluster_W")
+        tail_bias = self.variables.get("adaptive_softmax/cutoff_0/cluster_b")
+        nats = []
         for start in range(0, len(tokens) - 1, segment_len):
-            inputs, targets = (tokens[None, i : i + segment_len] for i in (start, start + 1))
-            hidden = oracles.embed(inputs, embedding, self.cutoffs, self.width) * self.width**0.5
+            inputs = tokens[None, start : start + segment_len]
+            targets = tokens[None, start + 1 : start + 1 + segment_len]
+            hidden = oracles.embed(inputs, embedding, self.cutoffs, self.d_model)
+            hidden = hidden * self.d_model**0.5
             for layer in range(self.n_layer):
-                before, memory[layer] = (
-                    memory[layer],
-                    np.concatenate([memory[layer], hidden], 1)[:, -self.mem_len :],
-                )
+                before = memory[layer]
+                memory[layer] = np.concatenate([before, hidden], 1)[:, -self.mem_len :]
                 hidden = self.layer(layer, hidden, before)
-            found += oracles.adaptive_nll(hidden, targets, softmax, *tail, self.cutoffs)[0].tolist()
-        return np.array(found)
+            of_segment = oracles.adaptive_nll(
+                hidden, targets, softmax, tail_table, tail_bias, self.cutoffs
+            )
+            nats += of_segment[0].tolist()
+        return np.array(nats)
 
     def clusters(self) -> tuple[list[oracles.Cluster], list[oracles.Cluster]]:
         """The clusters of the embedding and of the softmax, whose projection is its own or the
         embedding's.
         """
-        v, embedding, softmax = self.variables, [], []
+        variables = self.variables
+        embedding = []
+        softmax = []
         for c, (begin, end) in enumerate(itertools.pairwise(self.bounds)):
-            if "adaptive_embed/lookup_table" in v:
-                table, projection = (
-                    v["adaptive_embed/lookup_table"][begin:end],
-                    v.get("adaptive_embed/proj_W"),
-                )
+            if "adaptive_embed/lookup_table" in variables:
+                table = variables["adaptive_embed/lookup_table"][begin:end]
+                projection = variables.get("adaptive_embed/proj_W")
             else:
-                table, projection = (
-                    v.get(f"adaptive_embed/cutoff_{c}/{name}")
-                    for name in ("lookup_table", "proj_W")
-                )
-            bias = v[f"adaptive_softmax/cutoff_{c}/b" if self.cutoffs else "adaptive_softmax/bias"]
+                table = variables[f"adaptive_embed/cutoff_{c}/lookup_table"]
+                projection = variables.get(f"adaptive_embed/cutoff_{c}/proj_W")
             embedding.append(oracles.Cluster(table, None, projection))
-            softmax.append(
-                oracles.Cluster(table, bias, v.get(f"adaptive_softmax/cutoff_{c}/proj", projection))
-            )
+
+            name = f"adaptive_softmax/cutoff_{c}/b" if self.cutoffs else "adaptive_softmax/bias"
+            own_projection = variables.get(f"adaptive_softmax/cutoff_{c}/proj", projection)
+            softmax.append(oracles.Cluster(table, variables[name], own_projection))
         return embedding, softmax
 
     def layer(self, i: int, x: np.ndarray, memory: np.ndarray) -> np.ndarray:
         def get(name):
             return self.variables[f"layer_{i}/{name}"]
 
-        u, v = (self.variables[name] for name in ("r_w_bias", "r_r_bias"))
-        u, v = (u[i], v[i]) if u.ndim == 3 else (u, v)
-        (heads, size), length, offset = u.shape, x.shape[1], self.mem_len
+        u = self.variables["r_w_bias"]
+        v = self.variables["r_r_bias"]
+        if u.ndim == 3:  # Each layer has its own.
+            u = u[i]
+            v = v[i]
+        heads, size = u.shape
+        length = x.shape[1]
+        offset = self.mem_len
+
+        # [1, K, 3 * H * E] to queries, keys and values of [1, H, K, E].
         projected = np.concatenate([memory, x], 1) @ get("rel_attn/qkv/kernel")
-        q, k, values = (
-            part.reshape(1, -1, heads, size).swapaxes(1, 2)
-            for part in np.split(projected, 3, axis=-1)
-        )
+        projected = projected.reshape(1, -1, 3, heads, size).transpose(2, 0, 3, 1, 4)
+        query, key, value = projected
+
         distances = np.minimum(range(offset + length - 1, -1, -1), self.clamp_len)
-        codes = np.stack([oracles.sinusoid(distance, self.width) for distance in distances])
+        codes = np.stack([oracles.sinusoid(distance, self.d_model) for distance in distances])
         position_key = (codes @ get("rel_attn/r/kernel")).reshape(-1, heads, size).swapaxes(0, 1)
         mask = oracles.attention_mask(
             [offset], segment_len=length, mem_len=offset, window=self.window
         )
-        attended = oracles.relative_attention(q[:, :, offset:], k, values, position_key, u, v, mask)
-        x = norm(
-            x + attended.swapaxes(1, 2).reshape(1, length, -1) @ get("rel_attn/o/kernel"),
-            get,
-            "rel_attn",
+        attended = oracles.relative_attention(
+            query[:, :, offset:], key, value, position_key, u, v, mask
         )
+        attended = attended.swapaxes(1, 2).reshape(1, length, -1)
+        x = norm(x + attended @ get("rel_attn/o/kernel"), get, "rel_attn")
+
         inner = np.maximum(x @ get("ff/layer_1/kernel") + get("ff/layer_1/bias"), 0)
         return norm(x + inner @ get("ff/layer_2/kernel") + get("ff/layer_2/bias"), get, "ff")
 
@@ -223,18 +251,22 @@ by_writer = pytest.mark.parametrize(
 @by_config
 @by_writer
 def test_a_checkpoint(write, changes, tmp_path, monkeypatch):
+    """The variables of the optimizer are skipped, with a note."""
     config, params = foreign.make("tf", **changes)
-    write(tmp_path / "model.ckpt-3", variables_of(config, params), monkeypatch)
-    found = formats.read(tmp_path / "model.ckpt-3")
-    assert found.format is Format.TENSORFLOW
-    foreign.check(found, config, params)
-    compat = found.info.config.model.compat
-    assert compat == tiny.compat_config("tf") and compat.layer_norm_eps == 1e-12
-    assert found.info.config.eval == EvalConfig()
-    number = len(variables_of(config, params))
-    assert any(
-        f"{(number - 3) // 3 * 2 + 3} variables of the optimizer" in note for note in found.notes
-    )
+    variables = variables_of(config, params)
+    write(tmp_path / "model.ckpt-3", variables, monkeypatch)
+
+    model = formats.read(tmp_path / "model.ckpt-3")
+
+    assert model.format is Format.TENSORFLOW
+    foreign.check(model, config, params)
+    assert model.info.config.model.compat == tiny.compat_config("tf")
+    assert model.info.config.model.compat.layer_norm_eps == 1e-12
+    assert model.info.config.eval == EvalConfig()
+    # Two moments of each parameter, the step, the power and the average.
+    n_parameters = (len(variables) - 3) // 3
+    n_skipped = 2 * n_parameters + 3
+    assert any(f"{n_skipped} variables of the optimizer" in note for note in model.notes)
 
 
 @by_writer
@@ -242,8 +274,10 @@ def test_a_first_cluster_without_projections_gets_identities(write, tmp_path, mo
     """As One Billion Word has it: proj_same_dim is off."""
     config, params = foreign.make("tf", **CONFIGS["div_val 2, as One Billion Word"])
     identity = np.eye(config.d_model, dtype=np.float32)
-    params["embedding"]["projection_0"] = params["softmax"]["projection_0"] = identity
+    params["embedding"]["projection_0"] = identity
+    params["softmax"]["projection_0"] = identity
     write(tmp_path / "model.ckpt-3", variables_of(config, params, same_dim=False), monkeypatch)
+
     foreign.check(formats.read(tmp_path), config, params)
 
 
@@ -252,22 +286,25 @@ def test_the_published_layout(tmp_path, monkeypatch):
     last is read.
     """
     config, params = foreign.make("tf", untie_r=True)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "data").mkdir()
-    other = jax.tree.map(lambda value: value + 1, params)
-    write_with_stub(tmp_path / "model" / "model.ckpt-9", variables_of(config, other), monkeypatch)
-    write_with_stub(tmp_path / "model" / "model.ckpt-10", variables_of(config, params), monkeypatch)
+    older_params = jax.tree.map(lambda value: value + 1, params)
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    write_with_stub(model_dir / "model.ckpt-9", variables_of(config, older_params), monkeypatch)
+    write_with_stub(model_dir / "model.ckpt-10", variables_of(config, params), monkeypatch)
     # They name no step.
     for name in ("weights1", "a-b1", "model.ckpt-\N{ARABIC-INDIC DIGIT THREE}"):
-        (tmp_path / "model" / f"{name}.index").touch()
+        (model_dir / f"{name}.index").touch()
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
     corpus = {"dataset": "wt103", "vocab": {"idx2sym": list(foreign.WORDS), "lower_case": False}}
-    (tmp_path / "data" / "cache.pkl").write_bytes(pickle.dumps(corpus, 2))
-    (tmp_path / "data" / "corpus-info.json").write_text(
-        json.dumps({"dataset": "wt103", "vocab_size": foreign.V})
-    )
-    found = formats.read(tmp_path)
-    foreign.check(found, config, params)
-    assert found.info.config.eval == EvalConfig(
+    (data_dir / "cache.pkl").write_bytes(pickle.dumps(corpus, 2))
+    facts = {"dataset": "wt103", "vocab_size": foreign.V}
+    (data_dir / "corpus-info.json").write_text(json.dumps(facts))
+
+    model = formats.read(tmp_path)
+
+    foreign.check(model, config, params)
+    assert model.info.config.eval == EvalConfig(
         segment_len=128, mem_len=1600, clamp_len=1000, same_length=True
     )
 
@@ -280,15 +317,40 @@ def test_without_tensorflow_the_extra_is_named(tmp_path, monkeypatch):
 
 
 @by_writer
-def test_what_cannot_be_read_is_named(write, tmp_path, monkeypatch):
+def test_an_unknown_variable_is_named(write, tmp_path, monkeypatch):
     config, params = foreign.make("tf")
-    variables = variables_of(config, params) | {"transformer/layer_0/gate/kernel": np.zeros((2, 2))}
-    write(tmp_path / "model.ckpt-0", variables, monkeypatch)
+    unknown = {"transformer/layer_0/gate/kernel": np.zeros((2, 2))}
+    write(tmp_path / "model.ckpt-0", variables_of(config, params) | unknown, monkeypatch)
     with pytest.raises(UserError, match="transformer/layer_0/gate/kernel"):
         formats.read(tmp_path)
+
+
+@by_writer
+def test_a_corrupted_checkpoint_is_an_error(write, tmp_path, monkeypatch):
+    config, params = foreign.make("tf")
+    write(tmp_path / "model.ckpt-0", variables_of(config, params), monkeypatch)
     (tmp_path / "model.ckpt-0.index").write_bytes(b"hello")
     with pytest.raises(UserError, match="corrupted or incomplete"):
         formats.read(tmp_path)
+
+
+def losses_of(model, variables, tokens, *, segment_len, mem_len, **lengths) -> np.ndarray:
+    """The losses of one text, segment after segment, from a memory of zeros."""
+
+    # One program for both, so that nothing runs one operation at a time.
+    @jax.jit
+    def read(variables, inputs, targets, memory):
+        hidden, memory = model.apply(variables, inputs, memory, **lengths)
+        return model.apply(variables, hidden, targets, method=model.nll), memory
+
+    memory = jax.jit(lambda: model.init_memory(batch_size=1, mem_len=mem_len))()
+    nats = []
+    for start in range(0, tokens.shape[1] - 1, segment_len):
+        inputs = tokens[:, start : start + segment_len]
+        targets = tokens[:, start + 1 : start + segment_len + 1]
+        of_segment, memory = read(variables, inputs, targets, memory)
+        nats.append(of_segment[0])
+    return np.concatenate(nats)
 
 
 @pytest.mark.parametrize(
@@ -299,24 +361,17 @@ def test_the_release_gives_the_same_losses(changes, tmp_path, monkeypatch, x64):
     config, params = foreign.make("tf", **changes)
     variables = variables_of(config, params)
     write_with_stub(tmp_path / "model.ckpt-0", variables, monkeypatch)
-    found = formats.read(tmp_path)
     tokens = tiny.text(3 * 4 + 1, rows=1)
     tokens[0, 2:6] = (0, 5, foreign.V - 1, 10)  # Each cluster.
-    whole = found.info.config
-    model = TransformerXL(dataclasses.replace(whole.model, dtype=DType.FLOAT64), foreign.V)
-    read = {"params": jax.tree.map(np.float64, foreign.to_tree(found.leaves))}
-    sizes = {"cutoffs": config.cutoffs, "n_layer": config.n_layer, "mem_len": 5}
+
+    found = formats.read(tmp_path)
+    model_config = dataclasses.replace(found.info.config.model, dtype=DType.FLOAT64)
+    model = TransformerXL(model_config, foreign.V)
+    weights = {"params": jax.tree.map(np.float64, foreign.to_tree(found.leaves))}
+
     for same_length in (False, True):
-        lengths = {"clamp_len": 4, "same_length": same_length}
-        encode, memory, losses = (
-            tiny.encoder(model, **lengths),
-            model.init_memory(batch_size=1, mem_len=5),
-            [],
-        )
-        for start in range(0, 12, 4):
-            hidden, memory = encode(read, tokens[:, start : start + 4], memory)
-            losses.append(
-                model.apply(read, hidden, tokens[:, start + 1 : start + 5], method=model.nll)[0]
-            )
-        expected = Oracle(variables, **sizes, **lengths).losses(tokens[0], 4)
-        np.testing.assert_allclose(np.concatenate(losses), expected, rtol=1e-9)
+        lengths = {"mem_len": 5, "clamp_len": 4, "same_length": same_length}
+        losses = losses_of(model, weights, tokens, segment_len=4, **lengths)
+        oracle = Oracle(variables, cutoffs=config.cutoffs, n_layer=config.n_layer, **lengths)
+        expected = oracle.losses(tokens[0], 4)
+        np.testing.assert_allclose(losses, expected, rtol=1e-9, err_msg=f"{same_length=}")
