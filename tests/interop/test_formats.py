@@ -24,30 +24,34 @@ by_config = pytest.mark.parametrize("changes", foreign.CONFIGS.values(), ids=for
 
 def write_safetensors(path, tensors):
     """Writes one name of each group of shared tensors, as transformers does."""
-    first = {id(value): name for name, value in reversed(tensors.items())}
-    kept = {name: np.asarray(tensors[name]) for name in first.values()}
+    first_names = {}
+    for name, value in tensors.items():
+        first_names.setdefault(id(value), name)
+    kept = {name: np.asarray(tensors[name]) for name in first_names.values()}
     safetensors.write(path.with_name("model.safetensors"), leaves.from_tree(kept))
+
+
+def has_words(vocabulary):
+    """Returns whether a vocabulary is of `foreign.WORDS`."""
+    return isinstance(vocabulary, WordVocabulary) and vocabulary.words == foreign.WORDS
 
 
 @by_config
 @pytest.mark.parametrize(
     "write", [torch_bytes.write_legacy, torch_bytes.write_zip, write_safetensors]
 )
-def test_a_folder_of_hugging_face(changes, write, tmp_path):
+def test_a_directory_of_hugging_face(changes, write, tmp_path):
     config, params = foreign.make("hf", **changes)
     folder = foreign.huggingface_folder(tmp_path / "model", config, params, write=write)
     (folder / "vocab.txt").write_text("\n".join(foreign.WORDS))
-    found = formats.read(folder)
-    foreign.check(found, config, params)
-    assert (
-        found.format is Format.HUGGINGFACE
-        and found.info.config.model.compat == tiny.compat_config("hf")
-    )
-    assert found.info.config.eval == foreign.LENGTHS
-    assert (
-        isinstance(found.info.vocabulary, WordVocabulary)
-        and found.info.vocabulary.words == foreign.WORDS
-    )
+
+    model = formats.read(folder)
+
+    assert model.format is Format.HUGGINGFACE
+    foreign.check(model, config, params)
+    assert model.info.config.model.compat == tiny.compat_config("hf")
+    assert model.info.config.eval == foreign.LENGTHS
+    assert has_words(model.info.vocabulary)
 
 
 @by_config
@@ -58,10 +62,12 @@ def test_a_config_is_inferred_without_a_config_file(changes, tmp_path):
     facts = json.loads((folder / "config.json").read_text())
     needed = {name: facts[name] for name in ("pre_lnorm", "cutoffs")}
     (folder / "config.json").write_text(json.dumps(needed))
-    found = formats.read(folder)
-    foreign.check(found, config, params)
-    assert found.info.config.eval == EvalConfig()
-    assert any("not record lengths" in note for note in found.notes)
+
+    model = formats.read(folder)
+
+    foreign.check(model, config, params)
+    assert model.info.config.eval == EvalConfig()
+    assert any("not record lengths" in note for note in model.notes)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -72,11 +78,13 @@ def test_half_precision(dtype, tmp_path):
         torch_bytes.write_zip(path, {name: value.astype(dtype) for name, value in tensors.items()})
 
     config, params = foreign.make("hf", untie_r=True)
-    found = formats.read(
-        foreign.huggingface_folder(tmp_path / "model", config, params, write=write)
-    )
-    foreign.check(found, config, jax.tree.map(lambda value: value.astype(dtype), params))
-    assert {leaf.dtype for leaf in found.leaves.values()} == {np.dtype(dtype)}
+    folder = foreign.huggingface_folder(tmp_path / "model", config, params, write=write)
+
+    model = formats.read(folder)
+
+    foreign.check(model, config, jax.tree.map(lambda value: value.astype(dtype), params))
+    for path, leaf in model.leaves.items():
+        assert leaf.dtype == np.dtype(dtype), path
 
 
 # Hugging Face has none of these.
@@ -89,50 +97,55 @@ ENCODINGS += [{"encoding": Encoding.AL_RFOU, "num_positions": 7, "n_head": 2, "d
 def test_a_pickled_module_of_the_original(changes, write, tmp_path):
     config, params = foreign.make("pytorch", **changes)
     path = write(tmp_path / "model.pt", foreign.pickled_module(config, params))
-    found = formats.read(path)
-    assert found.format is Format.ORIGINAL
-    foreign.check(found, config, params)
-    assert found.info.config.model.compat == tiny.compat_config("pytorch")
-    assert isinstance(found.info.vocabulary, IdVocabulary)
-    assert found.info.config.eval == dataclasses.replace(foreign.LENGTHS, segment_len=3)
+
+    model = formats.read(path)
+
+    assert model.format is Format.ORIGINAL
+    foreign.check(model, config, params)
+    assert model.info.config.model.compat == tiny.compat_config("pytorch")
+    assert model.info.config.eval == dataclasses.replace(foreign.LENGTHS, segment_len=3)
+    assert isinstance(model.info.vocabulary, IdVocabulary)
 
 
 @by_config
 def test_a_state_dict_of_the_original_with_a_config_file(changes, tmp_path):
+    """A safetensors file is preferred."""
     config, params = foreign.make("pytorch", **changes)
     tensors = original.from_flax(params, config)
-    torch_bytes.write_zip(tmp_path / "weights.pt", {"state_dict": tensors, "epoch": 3})
     (tmp_path / "config.json").write_text(json.dumps(foreign.facts_of(config)))
+
+    torch_bytes.write_zip(tmp_path / "weights.pt", {"state_dict": tensors, "epoch": 3})
     foreign.check(formats.read(tmp_path), config, params)
-    write_safetensors(tmp_path / "weights.pt", tensors)  # Now preferred.
+
+    write_safetensors(tmp_path / "weights.pt", tensors)
     foreign.check(formats.read(tmp_path), config, params)
 
 
-# Its u and v are shared by all layers.
-NVIDIA = {
-    name: {k: v for k, v in changes.items() if k != "untie_r"}
-    for name, changes in foreign.CONFIGS.items()
-}
-
-
-@pytest.mark.parametrize("changes", NVIDIA.values(), ids=NVIDIA)
+@by_config
 def test_a_checkpoint_of_nvidia(changes, tmp_path):
-    config, params = foreign.make("pytorch", **changes)
-    torch_bytes.write_zip(
-        tmp_path / "checkpoint_best.pt", foreign.nvidia_checkpoint(config, params)
+    """Its u and v are shared by all layers."""
+    config, params = foreign.make("pytorch", **changes | {"untie_r": False})
+    checkpoint = foreign.nvidia_checkpoint(config, params)
+    torch_bytes.write_zip(tmp_path / "checkpoint_best.pt", checkpoint)
+
+    model = formats.read(tmp_path)
+
+    assert model.format is Format.NVIDIA
+    foreign.check(model, config, params)
+    compat = tiny.compat_config("pytorch")
+    assert model.info.config.model.compat == dataclasses.replace(
+        compat, same_length_window=AttentionWindow.MEM_LEN_PLUS_ONE
     )
-    found = formats.read(tmp_path)
-    assert found.format is Format.NVIDIA
-    foreign.check(found, config, params)
-    compat = dataclasses.replace(
-        tiny.compat_config("pytorch"), same_length_window=AttentionWindow.MEM_LEN_PLUS_ONE
-    )
-    assert found.info.config.model.compat == compat
-    assert found.info.config.eval == dataclasses.replace(foreign.LENGTHS, segment_len=3)
-    assert (
-        isinstance(found.info.vocabulary, WordVocabulary)
-        and found.info.vocabulary.words == foreign.WORDS
-    )
+    assert model.info.config.eval == dataclasses.replace(foreign.LENGTHS, segment_len=3)
+    assert has_words(model.info.vocabulary)
+
+
+def folder_with_config(path, change):
+    """A model's directory, with another value of a setting in its config.json."""
+    folder = foreign.huggingface_folder(path, *foreign.make("hf"))
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | change))
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -140,29 +153,40 @@ def test_a_checkpoint_of_nvidia(changes, tmp_path):
     [
         ({"n_layer": 10**12}, r"layers\.2\.\S+ .*\[60, 6\]"),
         ({"vocab_size": 14}, r"word_emb\.emb_layers\.0\.weight .*\[13, 6\].*\[14, 6\]"),
-        ({"tie_word_embeddings": False}, None),
         ({"cutoffs": [7, 3]}, r"model\.cutoffs"),
         ({"cutoffs": list(range(1, 1002)), "div_val": 1 << 60}, r"^\S+: cutoffs is"),
         ({"n_head": "4"}, "n_head is '4'"),
         ({"n_head": 3}, r"\[\S+ 5\]"),
         ({"untie_r": True}, r"r_w_bias"),
         ({"mem_len": -1}, "mem_len is -1"),
-        ({"layer_norm_epsilon": 1e-6}, None),
     ],
-    ids=str,
+    ids=[
+        "n_layer",
+        "vocab_size",
+        "cutoffs",
+        "many cutoffs",
+        "text",
+        "n_head",
+        "untie_r",
+        "mem_len",
+    ],
 )
 def test_a_config_that_contradicts_the_tensors(change, message, tmp_path):
-    folder = foreign.huggingface_folder(tmp_path / "model", *foreign.make("hf"))
-    facts = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(facts | change))
-    if message is None:
-        assert formats.read(folder).info.config.model.compat.layer_norm_eps == change.get(
-            "layer_norm_epsilon", 1e-5
-        )
-        return
+    folder = folder_with_config(tmp_path / "model", change)
     with pytest.raises(UserError, match=message) as caught:
         formats.read(folder)
-    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "epsilon"),
+    [({"tie_word_embeddings": False}, 1e-5), ({"layer_norm_epsilon": 1e-6}, 1e-6)],
+    ids=["tie_word_embeddings", "layer_norm_epsilon"],
+)
+def test_a_config_may_set_what_the_tensors_leave_open(change, epsilon, tmp_path):
+    folder = folder_with_config(tmp_path / "model", change)
+    assert formats.read(folder).info.config.model.compat.layer_norm_eps == epsilon
 
 
 def test_cutoffs_that_no_shape_gives_are_asked_for(tmp_path):
@@ -173,17 +197,20 @@ def test_cutoffs_that_no_shape_gives_are_asked_for(tmp_path):
         formats.read(path)
 
 
-def test_what_holds_no_weights(tmp_path):
-    for path in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(UserError, match=re.escape(str(path))):
-            formats.read(path)
-    safetensors.write(
-        tmp_path / "model.safetensors", leaves.from_tree({"stack": {"a": np.zeros(3)}})
-    )
+@pytest.mark.parametrize("name", [".", "nothing"])
+def test_a_directory_without_weights_is_named(name, tmp_path):
+    path = tmp_path / name
+    with pytest.raises(UserError, match=re.escape(str(path))):
+        formats.read(path)
+
+
+def test_tensors_of_another_model_are_named(tmp_path):
+    stack = leaves.from_tree({"stack": {"a": np.zeros(3)}})
+    safetensors.write(tmp_path / "model.safetensors", stack)
     with pytest.raises(UserError, match=r"stack/a"):
         formats.read(tmp_path)
-    gpt2 = torch_bytes.write_zip(
-        tmp_path / "gpt2.bin", {"transformer.h.0.ln_1.weight": np.zeros(3, np.float32)}
-    )
+
+    gpt2 = {"transformer.h.0.ln_1.weight": np.zeros(3, np.float32)}
+    path = torch_bytes.write_zip(tmp_path / "gpt2.bin", gpt2)
     with pytest.raises(UserError, match=r"transformer\.h\.0\.ln_1\.weight"):
-        formats.read(gpt2)
+        formats.read(path)
