@@ -1,5 +1,5 @@
-"""Tests of names of tensors behind what wrappers and frameworks put before and into them, in every
-kind of file.
+"""Tests of tensor names with what wrappers and frameworks put before and into them, in every kind
+of file.
 """
 
 import json
@@ -12,31 +12,42 @@ from txl_jax.errors import UserError
 from txl_jax.interop import formats, leaves, names, original, safetensors
 from txl_jax.interop.original import Format
 
-WRAPPED = {
-    "as it is": lambda name: name,
-    "DataParallel": lambda name: f"module.{name}",
-    "torch.compile": lambda name: f"_orig_mod.{name}",
-    "both": lambda name: f"module._orig_mod.{name}",
-    "each layer": lambda name: name.replace("layers.0.", "layers.0._orig_mod.").replace(
-        "layers.1.", "layers.1.module."
-    ),
-    "checkpoints of activations": lambda name: name.replace(
-        "dec_attn.", "dec_attn._checkpoint_wrapped_module."
-    ),
-    "FSDP": lambda name: f"_fsdp_wrapped_module.{name}",
-    "Lightning": lambda name: f"model.{name}",
-    "fairseq": lambda name: f"decoder.model.{name}",
-    "a deep attribute": lambda name: f"net.module.lm._orig_mod.{name}",
-    "the attribute transformer": lambda name: f"transformer.{name}",
+
+def wrapped_layers(name):
+    """Each layer has a wrapper of its own."""
+    name = name.replace("layers.0.", "layers.0._orig_mod.")
+    return name.replace("layers.1.", "layers.1.module.")
+
+
+def wrapped_attention(name):
+    """The attention is computed again for gradients."""
+    return name.replace("dec_attn.", "dec_attn._checkpoint_wrapped_module.")
+
+
+# What a wrapper makes of a name, where `{}` is the name.
+PREFIXES = {
+    "as it is": "{}",
+    "DataParallel": "module.{}",
+    "torch.compile": "_orig_mod.{}",
+    "both": "module._orig_mod.{}",
+    "FSDP": "_fsdp_wrapped_module.{}",
+    "Lightning": "model.{}",
+    "fairseq": "decoder.model.{}",
+    "a deep attribute": "net.module.lm._orig_mod.{}",
+    "the attribute transformer": "transformer.{}",
 }
+WRAPPED = {name: pattern.format for name, pattern in PREFIXES.items()}
+WRAPPED |= {"each layer": wrapped_layers, "checkpoints of activations": wrapped_attention}
 
 
 def write_safetensors(path, tensors):
+    """Writes one name of each group of shared tensors."""
     path = path.with_name("model.safetensors")
-    distinct = {id(value): name for name, value in reversed(tensors.items())}
-    safetensors.write(
-        path, leaves.from_tree({name: np.asarray(tensors[name]) for name in distinct.values()})
-    )
+    first_names = {}
+    for name, value in tensors.items():
+        first_names.setdefault(id(value), name)
+    kept = {name: np.asarray(tensors[name]) for name in first_names.values()}
+    safetensors.write(path, leaves.from_tree(kept))
     return path
 
 
@@ -45,9 +56,8 @@ def write_lightning(path, tensors):
 
 
 def write_fairseq(path, tensors):
-    return torch_bytes.write_legacy(
-        path.with_name("checkpoint_best.pt"), {"args": None, "model": tensors}
-    )
+    path = path.with_name("checkpoint_best.pt")
+    return torch_bytes.write_legacy(path, {"args": None, "model": tensors})
 
 
 @pytest.mark.parametrize(
@@ -58,48 +68,65 @@ def write_fairseq(path, tensors):
 def test_a_model_behind_other_names_is_the_same(write, format, wrapped, tmp_path):
     config, params = foreign.make(original.PRESETS[format], **foreign.CONFIGS["div_val 2"])
     tensors = original.from_flax(params, config, format=format)
-    path = write(tmp_path / "model.pt", {wrapped(name): array for name, array in tensors.items()})
-    (tmp_path / "config.json").write_text(
-        json.dumps({"pre_lnorm": False, "cutoffs": list(config.cutoffs)})
-    )
+    renamed = {wrapped(name): array for name, array in tensors.items()}
+    path = write(tmp_path / "model.pt", renamed)
+    facts = {"pre_lnorm": False, "cutoffs": list(config.cutoffs)}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+
     for source in (path, tmp_path):
-        found = formats.read(source)
-        assert found.format is format
-        foreign.check(found, config, params)
+        model = formats.read(source)
+        assert model.format is format, source
+        foreign.check(model, config, params)
 
 
-def test_what_has_another_prefix_is_omitted_with_a_note():
-    leaf = leaves.leaf_of(np.zeros(2))
-    own = {"word_emb.emb_layers.0.weight": leaf, "crit.out_layers.0.bias": leaf}
-    given = {"loss.weight": leaf, **{f"model.{name}": value for name, value in own.items()}}
-    found = names.known(given)
-    assert found.tensors == own and found.is_recognized and not found.has_transformer
-    assert any("'model.'" in note for note in found.notes) and any(
-        "loss.weight" in note for note in found.notes
-    )
+LEAF = leaves.leaf_of(np.zeros(2))
+
+
+def has_note(found, text):
+    """Returns whether a note of `names.known` contains a text."""
+    return any(text in note for note in found.notes)
+
+
+def test_tensors_with_another_prefix_are_omitted_with_a_note():
+    expected = {"word_emb.emb_layers.0.weight": LEAF, "crit.out_layers.0.bias": LEAF}
+    tensors = {"loss.weight": LEAF}
+    for name, leaf in expected.items():
+        tensors[f"model.{name}"] = leaf
+
+    found = names.known(tensors)
+    assert found.tensors == expected
+    assert found.is_recognized
+    assert not found.has_transformer
+    assert has_note(found, "'model.'")
+    assert has_note(found, "loss.weight")
+
     # An average of the weights under another name.
-    both = given | {f"ema.{name}": value for name, value in own.items()}
-    found = names.known(both)
-    assert found.tensors == own and any("'ema.'" in note for note in found.notes)
-    assert names.known(own).notes == [] and names.known(own).tensors == own
+    average = {f"ema.{name}": leaf for name, leaf in expected.items()}
+    found = names.known(tensors | average)
+    assert found.tensors == expected
+    assert has_note(found, "'ema.'")
+
+
+def test_tensors_without_a_prefix_have_no_note():
+    tensors = {"word_emb.emb_layers.0.weight": LEAF, "crit.out_layers.0.bias": LEAF}
+    found = names.known(tensors)
+    assert found.tensors == tensors
+    assert found.notes == []
 
 
 def test_two_tensors_of_one_name_are_an_error():
-    first, second = (leaves.leaf_of(np.zeros(2)) for _ in range(2))
+    """The same tensor under two names is not."""
+    name = "word_emb.emb_layers.0.weight"
+    other_leaf = leaves.leaf_of(np.zeros(2))
     with pytest.raises(UserError, match=r" word_emb\.emb_layers\.0\.weight "):
-        names.known(
-            {"word_emb.emb_layers.0.weight": first, "module.word_emb.emb_layers.0.weight": second}
-        )
-    assert names.known(
-        {"word_emb.emb_layers.0.weight": first, "module.word_emb.emb_layers.0.weight": first}
-    )
+        names.known({name: LEAF, f"module.{name}": other_leaf})
+
+    assert names.known({name: LEAF, f"module.{name}": LEAF})
 
 
-def test_other_models_are_not_recognized():
-    leaf = leaves.leaf_of(np.zeros(2))
-    for name in (
-        "h.0.ln.weight",
-        "my_word_emb.emb_layers.0.weight",
-        "word_emb.emb_layers.0.weight.x",
-    ):
-        assert not names.known({name: leaf}).is_recognized
+@pytest.mark.parametrize(
+    "name",
+    ["h.0.ln.weight", "my_word_emb.emb_layers.0.weight", "word_emb.emb_layers.0.weight.x"],
+)
+def test_other_models_are_not_recognized(name):
+    assert not names.known({name: LEAF}).is_recognized

@@ -1,12 +1,11 @@
-"""Tests of weights by the original's and Hugging Face's names: lazy reading, shared names,
-refusals, and its package.
+"""Tests of weights by the original's and Hugging Face's names: lazy reading, shared names, errors,
+and the package of Hugging Face.
 
 `test_formats.py` has the round trips of all kinds of models, `test_golden.py` the releases' own
 tensors.
 """
 
 import dataclasses
-import functools
 import itertools
 import re
 
@@ -27,17 +26,20 @@ from txl_jax.modules.transformer_xl import TransformerXL
 
 @pytest.mark.parametrize("encoding", [Encoding.SHAW, Encoding.VASWANI, Encoding.AL_RFOU])
 def test_other_encodings_have_no_names_in_hugging_face(encoding):
+    """Neither for writing nor for reading."""
     config, params = foreign.make("pytorch", encoding=encoding, num_positions=7, n_head=2, d_head=3)
-    for convert in (original.from_flax, functools.partial(foreign.to_flax, vocab_size=tiny.V)):
-        with pytest.raises(UserError, match=rf"\bmodel\.encoding is {encoding}\b"):
-            convert(params, config, format=Format.HUGGINGFACE)
+    named = rf"\bmodel\.encoding is {encoding}\b"
+    with pytest.raises(UserError, match=named):
+        original.from_flax(params, config, format=Format.HUGGINGFACE)
+    with pytest.raises(UserError, match=named):
+        foreign.to_flax(params, config, vocab_size=tiny.V, format=Format.HUGGINGFACE)
 
 
-# Hugging Face's and the TensorFlow release's class have relative positions alone.
-LEARNED = {"num_positions": 7, "n_head": 2, "d_head": 3}
+# Hugging Face's and the TensorFlow release's classes have only relative positions.
 OTHERS = [
     {"encoding": Encoding.VASWANI},
-    *({"encoding": each} | LEARNED for each in (Encoding.SHAW, Encoding.AL_RFOU)),
+    {"encoding": Encoding.SHAW, "num_positions": 7, "n_head": 2, "d_head": 3},
+    {"encoding": Encoding.AL_RFOU, "num_positions": 7, "n_head": 2, "d_head": 3},
 ]
 FORMATS = (Format.ORIGINAL, Format.HUGGINGFACE, Format.TENSORFLOW)
 OF_OTHERS = [(Format.ORIGINAL, changes) for changes in OTHERS]
@@ -59,98 +61,117 @@ def test_names_and_layouts_are_those_written_out_by_hand(format, changes):
     """
     config, params = foreign.make("pytorch", **changes)
     expected = by_hand.tensors(params, config, format)
-    found = original.from_flax(params, config, format=format)
-    assert found.keys() == expected.keys()
+
+    tensors = original.from_flax(params, config, format=format)
+    assert tensors.keys() == expected.keys()
     for name, value in expected.items():
         if name.endswith("inv_freq"):
-            np.testing.assert_allclose(found[name], value, rtol=1e-6)
+            np.testing.assert_allclose(tensors[name], value, rtol=1e-6, err_msg=name)
         else:
-            np.testing.assert_array_equal(found[name], value, err_msg=name, strict=True)
+            np.testing.assert_array_equal(tensors[name], value, err_msg=name, strict=True)
+
     assert_equal(foreign.to_flax(expected, config, vocab_size=tiny.V, format=format), params)
 
 
+# Sizes and lengths of which no two are alike, by the names that both classes share.
+SHARED_ARGUMENTS = {
+    "n_layer": 2,
+    "n_head": 4,
+    "d_model": 6,
+    "d_head": 5,
+    "d_inner": 10,
+    "d_embed": 8,
+    "div_val": 2,
+    "cutoffs": [4, 9],
+    "tie_projs": [False, True, True],
+    "pre_lnorm": False,
+    "mem_len": 7,
+    "clamp_len": 11,
+    "same_length": True,
+    "dropout": 0.0,
+    "dropatt": 0.0,
+}
+LENGTHS = EvalConfig(batch_size=2, segment_len=3, mem_len=7, clamp_len=11, same_length=True)
+
+
 def test_arguments_of_other_implementations_classes():
-    """Of a model in which no two of them are alike."""
-    changes = {
-        "cutoffs": (4, 9),
-        "d_embed": 8,
-        "div_val": 2,
-        "tie_projs": (False, True, True),
-        "untie_r": True,
-    }
-    config, _ = foreign.make("hf", **changes)
-    span = EvalConfig(batch_size=2, segment_len=3, mem_len=7, clamp_len=11, same_length=True)
-    shared = {
-        "n_layer": 2,
-        "n_head": 4,
-        "d_model": 6,
-        "d_head": 5,
-        "d_inner": 10,
-        "d_embed": 8,
-        "div_val": 2,
-    }
-    shared |= {"cutoffs": [4, 9], "tie_projs": [False, True, True], "pre_lnorm": False}
-    shared |= {"mem_len": 7, "clamp_len": 11, "same_length": True}
-    assert huggingface.config_of(config, span, vocab_size=tiny.V) == shared | {
+    config, _ = foreign.make(
+        "hf", cutoffs=(4, 9), d_embed=8, div_val=2, tie_projs=(False, True, True), untie_r=True
+    )
+
+    of_huggingface = huggingface.config_of(config, LENGTHS, vocab_size=tiny.V)
+    assert of_huggingface == SHARED_ARGUMENTS | {
         "vocab_size": 13,
         "tie_word_embeddings": True,
         "untie_r": True,  # The release's class has no such argument.
         "init_std": 0.4,
         "proj_init_std": 0.4,
-        "dropout": 0.0,
-        "dropatt": 0.0,
         "eos_token_id": None,
     }
-    assert original.arguments_of(config, span, vocab_size=tiny.V) == shared | {
+
+    of_original = original.arguments_of(config, LENGTHS, vocab_size=tiny.V)
+    assert of_original == SHARED_ARGUMENTS | {
         "n_token": 13,
-        "dropout": 0.0,
-        "dropatt": 0.0,
         "tie_weight": True,
         "tgt_len": 3,
         "ext_len": 0,
         "attn_type": 0,
     }
-    own = dataclasses.replace(span, clamp_len=None, same_length=False)
+
+
+def test_arguments_of_a_model_without_these_options():
+    lengths = dataclasses.replace(LENGTHS, clamp_len=None, same_length=False)
     config, _ = foreign.make("hf", layer_norm=NormPlace.PRE, tie_weight=False)
-    found = huggingface.config_of(config, own, vocab_size=tiny.V)
-    kept = (
-        "clamp_len",
-        "same_length",
-        "pre_lnorm",
-        "tie_word_embeddings",
-        "untie_r",
-        "cutoffs",
-        "d_embed",
-    )
-    assert [found[name] for name in kept] == [-1, False, True, False, False, [], 6]
+    arguments = huggingface.config_of(config, lengths, vocab_size=tiny.V)
+    assert arguments["clamp_len"] == -1
+    assert arguments["same_length"] is False
+    assert arguments["pre_lnorm"] is True
+    assert arguments["tie_word_embeddings"] is False
+    assert arguments["untie_r"] is False
+    assert arguments["cutoffs"] == []
+    assert arguments["d_embed"] == 6
 
 
 LAZY = foreign.CONFIGS["div_val 2"] | {"d_embed": 8}
 
 
-def test_a_parameter_reads_its_own_tensors_alone():
+def test_a_parameter_reads_only_its_own_tensors():
     config, params = foreign.make("hf", **LAZY)
-    arrays, reads = original.from_flax(params, config, format=Format.HUGGINGFACE), []
+    arrays = original.from_flax(params, config, format=Format.HUGGINGFACE)
+    reads = []
 
-    def counted(name, leaf):
-        return leaf._replace(part=lambda index: reads.append(name) or arrays[name][index])
+    def recorded(name, leaf):
+        def part(index):
+            reads.append(name)
+            return arrays[name][index]
 
-    tensors = {name: counted(name, leaf) for name, leaf in leaves.from_tree(arrays).items()}
+        return leaf._replace(part=part)
+
+    tensors = {name: recorded(name, leaf) for name, leaf in leaves.from_tree(arrays).items()}
     found = original.to_leaves(tensors, config, vocab_size=tiny.V, format=Format.HUGGINGFACE)
-    reads.clear()
     norm = found["stack/layers/attention_norm/scale"]
-    np.testing.assert_array_equal(norm.read(), params["stack"]["layers"]["attention_norm"]["scale"])
-    names = [f"transformer.layers.{layer}.dec_attn.layer_norm.weight" for layer in range(tiny.N)]
-    assert reads == names
+    expected = params["stack"]["layers"]["attention_norm"]["scale"]
+    names = [
+        "transformer.layers.0.dec_attn.layer_norm.weight",
+        "transformer.layers.1.dec_attn.layer_norm.weight",
+    ]
+
     reads.clear()
-    np.testing.assert_array_equal(norm.part(1), norm.read()[1])
-    assert reads == [names[1], *names]
+    np.testing.assert_array_equal(norm.read(), expected)
+    assert reads == names
+
+    # A part of the parameter is a layer's.
+    reads.clear()
+    np.testing.assert_array_equal(norm.part(1), expected[1])
+    assert reads == [names[1]]
 
 
-def test_leaves_can_be_of_another_type():
+def test_leaves_can_be_of_another_dtype():
     _, params = foreign.make("pytorch", **LAZY)
     half = leaves.as_type(leaves.from_tree(params), np.dtype(np.float16))["softmax/bias"]
-    assert half.dtype == half.read().dtype == half.part(slice(2)).dtype == np.float16
+    assert half.dtype == np.float16
+    assert half.read().dtype == np.float16
+    assert half.part(slice(2)).dtype == np.float16
 
 
 TWICE = (2 / 10000 ** (np.arange(0, tiny.D, 2) / tiny.D)).astype(np.float32)
@@ -161,40 +182,68 @@ SHARED = "transformer.r_w_bias"
 @pytest.mark.parametrize(
     ("format", "changes", "name", "value", "named"),
     [
-        (Format.ORIGINAL, {}, "layers.1.dec_attn.r_net.weight", None, r"[^\[]*\[20, 6\]"),
-        (Format.ORIGINAL, {}, "r_emb", np.zeros((3, 4)), r".*\[3, 4\]"),
-        (
+        pytest.param(
+            Format.ORIGINAL,
+            {},
+            "layers.1.dec_attn.r_net.weight",
+            None,
+            r"[^\[]*\[20, 6\]",
+            id="missing",
+        ),
+        pytest.param(Format.ORIGINAL, {}, "r_emb", np.zeros((3, 4)), r".*\[3, 4\]", id="unknown"),
+        pytest.param(
             Format.ORIGINAL,
             {},
             "layers.1.dec_attn.o_net.weight",
             np.zeros((20, 6)),
             r".*\[20, 6\].*\[6, 20\]",
+            id="transposed",
         ),
-        # They share one.
-        (
+        pytest.param(
             Format.ORIGINAL,
             {},
             "crit.out_layers.0.weight",
             np.zeros((13, 6)),
             r".*\bword_emb\.emb_layers\.0\.weight\b",
+            id="shared with another",
         ),
-        (Format.ORIGINAL, {}, original.FREQUENCIES, TWICE, r".*\[3\]"),
-        (Format.HUGGINGFACE, {}, U1, np.ones((4, 5)), rf".*{SHARED}\b.*\bmodel\.untie_r\b"),
-        (Format.HUGGINGFACE, {"untie_r": True}, SHARED, np.zeros((4, 5)), r".*\bmodel\.untie_r\b"),
-        (
+        pytest.param(
+            Format.ORIGINAL, {}, original.FREQUENCIES, TWICE, r".*\[3\]", id="frequencies"
+        ),
+        pytest.param(
+            Format.HUGGINGFACE,
+            {},
+            U1,
+            np.ones((4, 5)),
+            rf".*{SHARED}\b.*\bmodel\.untie_r\b",
+            id="a layer's u",
+        ),
+        pytest.param(
+            Format.HUGGINGFACE,
+            {"untie_r": True},
+            SHARED,
+            np.zeros((4, 5)),
+            r".*\bmodel\.untie_r\b",
+            id="u of all layers",
+        ),
+        pytest.param(
             Format.HUGGINGFACE,
             {},
             "transformer.crit.out_layers.0.bias",
             np.zeros(13),
             r".*expected no such tensor",
+            id="behind a prefix",
         ),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(format, changes, name, value, named):
     """`value` replaces or adds the tensor, or None takes it away."""
     config, params = foreign.make("pytorch", **changes)
-    tensors = original.from_flax(params, config, format=format) | {name: value}
-    tensors = {key: value for key, value in tensors.items() if value is not None}
+    tensors = original.from_flax(params, config, format=format)
+    if value is None:
+        del tensors[name]
+    else:
+        tensors[name] = value
     with pytest.raises(UserError, match=rf" {re.escape(name)}\b{named}"):
         foreign.to_flax(tensors, config, vocab_size=tiny.V, format=format)
 
@@ -206,27 +255,30 @@ def test_a_tensor_that_does_not_fit_is_named(format, changes, name, value, named
         ({"layer_norm": NormPlace.PRE}, True, r"\bcompat\.final_norm\b"),
         ({"tie_positions": True}, False, r"\bmodel\.tie_positions\b"),
     ],
+    ids=["final norm", "tied positions"],
 )
-def test_a_model_that_an_implementation_lacks_is_refused(format, changes, final_norm, named):
+def test_a_model_that_an_implementation_lacks_is_an_error(format, changes, final_norm, named):
     compat = dataclasses.replace(tiny.compat_config("pytorch"), final_norm=final_norm)
     model = tiny.make(compat=compat, **changes)
+    params = tiny.variables(model)["params"]
     with pytest.raises(UserError, match=named):
-        original.from_flax(tiny.variables(model)["params"], model.config, format=format)
+        original.from_flax(params, model.config, format=format)
 
 
-V, L, M = tiny.V, 3, 7
+V = tiny.V
+L = 3
+M = 7
 SPAN = EvalConfig(batch_size=tiny.B, segment_len=L, mem_len=M, clamp_len=None, same_length=False)
+
+
+REAL_CASES = [(changes, {}) for changes in foreign.CONFIGS.values()]
+REAL_CASES.append((foreign.CONFIGS["div_val 2"], {"same_length": True, "clamp_len": 4}))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.nightly(part="huggingface")
 @pytest.mark.parametrize(
-    ("changes", "lengths"),
-    [
-        *((changes, {}) for changes in foreign.CONFIGS.values()),
-        (foreign.CONFIGS["div_val 2"], {"same_length": True, "clamp_len": 4}),
-    ],
-    ids=[*foreign.CONFIGS, "same_length and clamp_len"],
+    ("changes", "lengths"), REAL_CASES, ids=[*foreign.CONFIGS, "same_length and clamp_len"]
 )
 def test_the_real_model_gives_the_same_numbers(changes, lengths, x64, monkeypatch):
     """Losses, hidden states and memory of three segments from a memory of zeros, in float64."""
@@ -243,21 +295,27 @@ def test_the_real_model_gives_the_same_numbers(changes, lengths, x64, monkeypatc
     arguments = transformers.TransfoXLConfig(**huggingface.config_of(config, span, vocab_size=V))
     peer = transformers.TransfoXLLMHeadModel(arguments).eval().double()
     tensors = original.from_flax(params, config, format=Format.HUGGINGFACE)
-    peer.load_state_dict(
-        {name: torch.from_numpy(value) for name, value in tensors.items()}, strict=True
-    )
+    state = {name: torch.from_numpy(value) for name, value in tensors.items()}
+    peer.load_state_dict(state, strict=True)
     tokens = tiny.text(3 * L + 1)
-    # Each cluster, and one row only of the first.
-    tokens[0, 1:4], tokens[1, 1:4] = (0, 5, V - 1), 1
+    tokens[0, 1:4] = (0, 5, V - 1)  # Each cluster.
+    tokens[1, 1:4] = 1  # Only a row of the first.
+
     model = TransformerXL(dataclasses.replace(config, compat=tiny.compat_config("hf")), V)
     ours = list(our_segments(model, params, span, tokens))
     theirs = list(peer_segments(torch, peer, tokens))
-    assert len(ours) == len(theirs) == 3
-    for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+
+    assert len(ours) == 3
+    assert len(theirs) == 3
+    for k in range(3):
         for name in ("nll", "hidden", "memory"):
-            largest = np.abs(b[name]).max()
+            expected = theirs[k][name]
             np.testing.assert_allclose(
-                a[name], b[name], atol=1e-9 * largest, rtol=0, err_msg=f"{name} of segment {k}"
+                ours[k][name],
+                expected,
+                atol=1e-9 * np.abs(expected).max(),
+                rtol=0,
+                err_msg=f"{name} of segment {k}",
             )
 
 
