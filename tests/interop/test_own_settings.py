@@ -1,8 +1,10 @@
-"""Tests of txl_jax.json, the settings next to weights in another format: what it has, and when it
+"""Tests of txl_jax.json, the settings next to weights in another format: its content, and when it
 is ignored.
 """
 
 import json
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -20,38 +22,55 @@ WRITE = {Format.HUGGINGFACE: huggingface.write, Format.ORIGINAL: original.write}
 VOCABULARY = WordVocabulary(foreign.WORDS, LineMark.EOS)
 OWN = {
     "model.compat.memory_start": MemoryStart.MASKED,
+    "model.compat.final_norm": True,
+    "train.mem_len": 11,
     "data.reset_at": "<eos>",
     "eval.temperature": 0.5,
+    "eval.batch_size": 3,
 }
-OWN |= {"model.compat.final_norm": True, "train.mem_len": 11, "eval.batch_size": 3}
+SCORES = {"test": {"loss": 1.0, "perplexity": 2.0}}
+
+
+class Written(NamedTuple):
+    """A model as a conversion writes it."""
+
+    folder: Path
+    format: Format
+    config: ExperimentConfig
 
 
 @pytest.fixture(params=WRITE)
 def written(request, tmp_path):
-    """(directory, format, config) of a model as a conversion writes it."""
     model, params = foreign.make("ours")
     config = config_tree.replace(ExperimentConfig(), {"model": model, "eval": foreign.LENGTHS})
     config = config_tree.replace(config, OWN)
-    info = ModelInfo(
-        config, VOCABULARY, 7, "a description", {"test": {"loss": 1.0, "perplexity": 2.0}}
-    )
+    info = ModelInfo(config, VOCABULARY, 7, "a description", SCORES)
     WRITE[request.param](tmp_path, info, leaves.from_tree(params))
     own_settings.write(tmp_path, info, request.param)
-    return tmp_path, request.param, config
+    return Written(tmp_path, request.param, config)
 
 
-def saved(folder, **changes):
-    path = folder / own_settings.NAME
+def update_json(path, **changes):
+    """Changes some fields of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_settings_come_back_and_there_are_no_parameters(written):
-    folder, format, config = written
-    found = formats.read(folder)
-    assert found.info.config == config and found.info.vocabulary == VOCABULARY
-    assert (found.info.step, found.info.description) == (7, "a description")
-    assert found.info.scores == {"test": {"loss": 1.0, "perplexity": 2.0}}
-    content = json.loads((folder / own_settings.NAME).read_text())
+def has_note(model, text):
+    """Returns whether a note of a model that was read contains a text."""
+    return any(text in note for note in model.notes)
+
+
+def test_settings_come_back(written):
+    info = formats.read(written.folder).info
+    assert info.config == written.config
+    assert info.vocabulary == VOCABULARY
+    assert info.step == 7
+    assert info.description == "a description"
+    assert info.scores == SCORES
+
+
+def test_the_file_has_neither_what_shapes_parameters_nor_what_the_other_config_says(written):
+    content = json.loads((written.folder / own_settings.NAME).read_text())
     assert content.keys() == {
         "txl_jax_settings",
         "description",
@@ -60,56 +79,59 @@ def test_settings_come_back_and_there_are_no_parameters(written):
         "scores",
         "sha256",
     }
-    assert content["config"].keys() == set(own_settings.names(format))
-    # Neither what shapes the parameters nor what the other config.json says.
-    assert not content["config"].keys() & {
-        "model.n_layer",
-        "model.cutoffs",
-        "eval.mem_len",
-        "eval.clamp_len",
-    }
-    assert ("eval.segment_len" in content["config"]) is (format is Format.HUGGINGFACE)
+    settings = content["config"].keys()
+    assert settings == set(own_settings.names(written.format))
+    assert "model.n_layer" not in settings
+    assert "model.cutoffs" not in settings
+    assert "eval.mem_len" not in settings
+    assert "eval.clamp_len" not in settings
+    # Hugging Face's config has no segment length.
+    assert ("eval.segment_len" in settings) is (written.format is Format.HUGGINGFACE)
 
 
 def test_what_the_other_config_says_is_read_from_there(written):
-    folder, _, config = written
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"mem_len": 4}))
-    found = formats.read(folder).info.config
-    assert found.eval.mem_len == 4
-    assert config_tree.replace(found, {"eval.mem_len": config.eval.mem_len}) == config
+    update_json(written.folder / "config.json", mem_len=4)
+    config = formats.read(written.folder).info.config
+    assert config == config_tree.replace(written.config, {"eval.mem_len": 4})
+
+
+def change_a_weight(path):
+    """Adds 1 to an element of the first matrix of a file."""
+    tensors = {}
+    for name, leaf in safetensors.read(path).items():
+        tensors[name] = np.array(leaf.read())
+    matrix = next(value for value in tensors.values() if value.ndim == 2)
+    matrix[0, 0] += 1
+    safetensors.write(path, leaves.from_tree(tensors), metadata={"format": "pt"})
 
 
 def test_it_is_ignored_next_to_other_weights(written):
-    folder, format, _ = written
-    tensors = {
-        name: np.array(leaf.read())
-        for name, leaf in safetensors.read(folder / "model.safetensors").items()
-    }
-    next(value for value in tensors.values() if value.ndim == 2)[0, 0] += 1
-    safetensors.write(
-        folder / "model.safetensors", leaves.from_tree(tensors), metadata={"format": "pt"}
-    )
-    found = formats.read(folder)
-    assert any("txl_jax.json is ignored" in note for note in found.notes)
-    assert found.info.config.model.compat == tiny.compat_config(original.PRESETS[format])
-    assert found.info.config.data.reset_at is None and found.info.step == 0
-    (folder / own_settings.NAME).unlink()
-    alone = formats.read(folder)
-    assert alone.info.config == found.info.config and not any(
-        "txl_jax.json" in note for note in alone.notes
-    )
+    """As if it were missing, but with a note."""
+    change_a_weight(written.folder / "model.safetensors")
+
+    model = formats.read(written.folder)
+    preset = original.PRESETS[written.format]
+    assert has_note(model, "txl_jax.json is ignored")
+    assert model.info.config.model.compat == tiny.compat_config(preset)
+    assert model.info.config.data.reset_at is None
+    assert model.info.step == 0
+
+    (written.folder / own_settings.NAME).unlink()
+    without = formats.read(written.folder)
+    assert without.info.config == model.info.config
+    assert not has_note(without, "txl_jax.json")
 
 
 def test_documents_belong_to_the_vocabulary(written):
-    folder, _, config = written
-    (folder / "vocabulary.txt").unlink()
+    """The end of documents is ignored if the words have another order."""
+    (written.folder / "vocabulary.txt").unlink()
     words = list(foreign.WORDS)
-    words[1:3] = words[2:0:-1]
-    (folder / "vocab.txt").write_text("\n".join(words))
-    found = formats.read(folder)
-    assert any("data.reset_at of txl_jax.json is ignored" in note for note in found.notes)
-    assert found.info.config == config_tree.replace(config, {"data.reset_at": None})
+    words[1:3] = [words[2], words[1]]
+    (written.folder / "vocab.txt").write_text("\n".join(words))
+
+    model = formats.read(written.folder)
+    assert has_note(model, "data.reset_at of txl_jax.json is ignored")
+    assert model.info.config == config_tree.replace(written.config, {"data.reset_at": None})
 
 
 @pytest.mark.parametrize(
@@ -129,26 +151,24 @@ def test_documents_belong_to_the_vocabulary(written):
     ],
     ids=str,
 )
-def test_what_is_no_such_file_is_one_error(changes, written):
-    folder, _, _ = written
-    saved(folder, **changes)
+def test_a_field_with_another_value_is_an_error_that_names_the_file(changes, written):
+    update_json(written.folder / own_settings.NAME, **changes)
     with pytest.raises(UserError, match=r"txl_jax\.json") as raised:
-        formats.read(folder)
+        formats.read(written.folder)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"null", b"[" * 100_000, b"\xff", b'{"a": 1}', b"9" * 5000]
+    "content",
+    [b"", b"null", b"[" * 100_000, b"\xff", b'{"a": 1}', b"9" * 5000],
+    ids=["empty", "null", "deep", "not UTF-8", "another object", "a long number"],
 )
-def test_other_content_is_one_error(content, written):
-    folder, _, _ = written
-    (folder / own_settings.NAME).write_bytes(content)
+def test_other_content_is_an_error_that_names_the_file(content, written):
+    (written.folder / own_settings.NAME).write_bytes(content)
     with pytest.raises(UserError, match=r"txl_jax\.json"):
-        formats.read(folder)
+        formats.read(written.folder)
 
 
 def test_parameters_are_those_of_the_weights(written):
-    folder, _, config = written
-    model = tiny.make()
-    params = jax.tree.map(np.asarray, tiny.variables(model)["params"])
-    foreign.check(formats.read(folder), config.model, params)
+    params = jax.tree.map(np.asarray, tiny.variables(tiny.make())["params"])
+    foreign.check(formats.read(written.folder), written.config.model, params)
