@@ -20,7 +20,8 @@ WORDS = ["<eos>", "the", ",", "<unk>", "Ünder", "@-@"]
 ONE_BILLION = ["<S>", "the", "<UNK>", "of"]
 
 
-def attributes(words=WORDS, **more) -> dict:
+def attributes(words=WORDS, **others) -> dict:
+    """The attributes of a release's vocabulary."""
     counts = collections.Counter(dict.fromkeys(words, 3))
     ids = collections.OrderedDict((word, token) for token, word in enumerate(words))
     return {
@@ -29,7 +30,7 @@ def attributes(words=WORDS, **more) -> dict:
         "idx2sym": list(words),
         "sym2idx": ids,
         "delimiter": None,
-    } | more
+    } | others
 
 
 def write_plain(path, value):
@@ -42,9 +43,10 @@ def test_a_tokenizer_of_hugging_face(write, tmp_path):
     if write is write_plain:
         value["punction_pattern"] = re.compile("[.,]")
     write(tmp_path / "vocab.bin", value)
-    found = foreign_vocabulary.find(tmp_path, len(WORDS))
-    assert found.vocabulary == WordVocabulary(tuple(WORDS), LineMark.EOS, False, "<unk>")
-    assert found.vocabulary.encode(b"the \xc3\x9cnder x\n").tolist() == [1, 4, 3, 0]
+
+    vocabulary = foreign_vocabulary.find(tmp_path, len(WORDS)).vocabulary
+    assert vocabulary == WordVocabulary(tuple(WORDS), LineMark.EOS, False, "<unk>")
+    assert vocabulary.encode(b"the \xc3\x9cnder x\n").tolist() == [1, 4, 3, 0]
 
 
 @torch_bytes.by_format
@@ -52,8 +54,9 @@ def test_a_corpus_of_the_pytorch_release(write, tmp_path):
     vocab = Object(Name("vocabulary", "Vocab"), attributes(lower_case=True))
     whole = {"dataset": "ptb", "vocab": vocab, "train": np.arange(50)}
     write(tmp_path / "cache.pt", Object(Name("data_utils", "Corpus"), whole))
-    found = foreign_vocabulary.find(tmp_path, len(WORDS)).vocabulary
-    assert found == WordVocabulary(tuple(WORDS), LineMark.EOS, True, "<unk>")
+
+    vocabulary = foreign_vocabulary.find(tmp_path, len(WORDS)).vocabulary
+    assert vocabulary == WordVocabulary(tuple(WORDS), LineMark.EOS, True, "<unk>")
 
 
 class Vocab:
@@ -67,8 +70,9 @@ def test_a_corpus_of_the_tensorflow_release(tmp_path):
     vocab = Vocab(**attributes(ONE_BILLION, lower_case=False))
     whole = Vocab(dataset="lm1b", vocab=vocab, train=["a"], valid=np.arange(9))
     (tmp_path / "cache.pkl").write_bytes(pickle.dumps(whole, 2))
-    found = foreign_vocabulary.find(tmp_path, 4).vocabulary
-    assert found == WordVocabulary(tuple(ONE_BILLION), LineMark.DOUBLE_S, False, "<UNK>")
+
+    vocabulary = foreign_vocabulary.find(tmp_path, 4).vocabulary
+    assert vocabulary == WordVocabulary(tuple(ONE_BILLION), LineMark.DOUBLE_S, False, "<UNK>")
 
 
 @pytest.mark.parametrize(
@@ -78,85 +82,111 @@ def test_a_corpus_of_the_tensorflow_release(tmp_path):
         (["101", "10", "97"], None, ByteVocabulary(b"e\na", Newlines.KEEP)),
         (["_", "e", "a"], "text8", ByteVocabulary(b" ea", Newlines.KEEP)),
     ],
+    ids=["enwik8", "own bytes", "text8"],
 )
-def test_bytes(symbols, dataset, expected):
+def test_bytes_keep_their_ids(symbols, dataset, expected):
     found = foreign_vocabulary.of_symbols(
         symbols, lower_case=False, dataset=dataset, name="cache.pkl"
     )
-    assert found.vocabulary == expected, "with the same ids"
+    assert found.vocabulary == expected
 
 
-def test_lists_of_words(tmp_path):
-    (tmp_path / "1b_word_vocab.txt").write_text("<S> 30\nthe 20\n\n<UNK> 3\nof\n", encoding="utf-8")
-    found = foreign_vocabulary.find(tmp_path, 4).vocabulary
-    assert found == WordVocabulary(tuple(ONE_BILLION), LineMark.DOUBLE_S, False, "<UNK>")
+def test_the_list_of_one_billion_word(tmp_path):
+    content = "<S> 30\nthe 20\n\n<UNK> 3\nof\n"
+    (tmp_path / "1b_word_vocab.txt").write_text(content, encoding="utf-8")
+    vocabulary = foreign_vocabulary.find(tmp_path, 4).vocabulary
+    assert vocabulary == WordVocabulary(tuple(ONE_BILLION), LineMark.DOUBLE_S, False, "<UNK>")
+
+
+def test_our_own_vocabulary(tmp_path):
     ours = WordVocabulary(tuple(WORDS), LineMark.EOS, True)
     (tmp_path / "vocabulary.txt").write_text(vocabulary_lib.dumps(ours), encoding="utf-8")
     assert foreign_vocabulary.find(tmp_path, len(WORDS)).vocabulary == ours
 
 
-def test_a_byte_order_mark_is_not_part_of_the_first_word(tmp_path):
-    for name, text in (("vocab.txt", "\n".join(WORDS)), ("vocabulary.txt", None)):
-        words = WordVocabulary(tuple(WORDS), LineMark.EOS)
-        content = (text or vocabulary_lib.dumps(words)).encode()
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
-        found = foreign_vocabulary.find(tmp_path, len(WORDS)).vocabulary
-        assert found == words and found.line_mark is LineMark.EOS
+WORDS_AND_ENDS = WordVocabulary(tuple(WORDS), LineMark.EOS)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("vocab.txt", "\n".join(WORDS)), ("vocabulary.txt", vocabulary_lib.dumps(WORDS_AND_ENDS))],
+)
+def test_a_byte_order_mark_is_not_part_of_the_first_word(name, text, tmp_path):
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    vocabulary = foreign_vocabulary.find(tmp_path, len(WORDS)).vocabulary
+    assert vocabulary == WORDS_AND_ENDS
+    assert vocabulary.line_mark is LineMark.EOS
 
 
 def test_added_tokens_continue_the_words(tmp_path):
-    (tmp_path / "vocab.txt").write_text("\n".join(WORDS))
+    """If the table has rows for them."""
     size = len(WORDS)
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS))
     (tmp_path / "added_tokens.json").write_text(f'{{"<b>": {size + 1}, "<a>": {size}, "the": 1}}')
-    found = foreign_vocabulary.find(tmp_path, size + 2)
-    assert found.vocabulary.words == (*WORDS, "<a>", "<b>")
-    assert any("added_tokens.json" in note for note in found.notes)
-    assert foreign_vocabulary.find(tmp_path, size).vocabulary.words == tuple(WORDS), (
-        "the table decides"
-    )
-    for content in (
-        f'{{"<a>": {size + 1}}}',
-        f'{{"the": {size}}}',
-        '{"<a>": "x"}',
-        "[1]",
-        "null",
-        "{",
-        "[" * 100_000,
-    ):
-        (tmp_path / "added_tokens.json").write_text(content)
-        with pytest.raises(UserError, match=r"added_tokens\.json"):
-            foreign_vocabulary.find(tmp_path, size + 1)
+
+    with_added = foreign_vocabulary.find(tmp_path, size + 2)
+    assert with_added.vocabulary.words == (*WORDS, "<a>", "<b>")
+    assert any("added_tokens.json" in note for note in with_added.notes)
+
+    without = foreign_vocabulary.find(tmp_path, size)
+    assert without.vocabulary.words == tuple(WORDS)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(f'{{"<a>": {len(WORDS) + 1}}}', id="a gap"),
+        pytest.param(f'{{"the": {len(WORDS)}}}', id="a word twice"),
+        pytest.param('{"<a>": "x"}', id="not an id"),
+        pytest.param("[1]", id="a list"),
+        pytest.param("null", id="null"),
+        pytest.param("{", id="cut"),
+        pytest.param("[" * 100_000, id="deep"),
+    ],
+)
+def test_corrupted_added_tokens_are_named(content, tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS))
+    (tmp_path / "added_tokens.json").write_text(content)
+    with pytest.raises(UserError, match=r"added_tokens\.json"):
+        foreign_vocabulary.find(tmp_path, len(WORDS) + 1)
+
+
+class Searches:
+    """A pattern that records each search."""
+
+    def __init__(self):
+        self.texts = []
+
+    def search(self, text):
+        self.texts.append(text)
 
 
 def test_a_long_token_that_is_repeated_is_not_searched_each_time(monkeypatch):
     """A pickle repeats a text for two bytes. Equal ones are found without a look into them."""
-    searched = []
-    monkeypatch.setattr(foreign_vocabulary, "_SURROGATE", Searches(searched))
+    searches = Searches()
+    monkeypatch.setattr(foreign_vocabulary, "_SURROGATE", searches)
     with pytest.raises(UserError, match="distinct"):
         foreign_vocabulary.of_symbols(["N" * 1000] * 1000, name="vocab.pkl")
-    assert not searched
+    assert searches.texts == []
+
+
+def test_symbols_that_are_not_texts_are_an_error():
     with pytest.raises(UserError, match="distinct"):
         foreign_vocabulary.of_symbols([["a"], "b"], name="vocab.pkl")
 
 
-class Searches:
-    """A pattern that notes each search."""
-
-    def __init__(self, searched):
-        self.searched = searched
-
-    def search(self, text):
-        self.searched.append(text)
-
-
 def test_what_has_no_usable_words(tmp_path):
+    """There is no vocabulary then, and the ids can still be used."""
     found = foreign_vocabulary.of_symbols(["<eos>", "the"], lower_case=False, name="vocab.txt")
-    assert found.vocabulary is None and "unknown" in found.notes[0]
-    # No bytes.
-    assert (
-        foreign_vocabulary.of_symbols(["256", "7"], lower_case=False, name="a").vocabulary is None
-    )
+    assert found.vocabulary is None
+    assert "unknown" in found.notes[0]
+
+    not_bytes = foreign_vocabulary.of_symbols(["256", "7"], lower_case=False, name="a")
+    assert not_bytes.vocabulary is None
     assert foreign_vocabulary.find(tmp_path, 3).vocabulary is None
+
+
+def test_words_that_are_not_utf_8_are_named(tmp_path):
     (tmp_path / "vocab.txt").write_bytes(b"the\n\xff\n")
     with pytest.raises(UserError, match=r"vocab\.txt .*\b4\b"):
         foreign_vocabulary.find(tmp_path, 2)
@@ -165,15 +195,17 @@ def test_what_has_no_usable_words(tmp_path):
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        ({"words": ["a"]}, "idx2sym"),
-        ({"idx2sym": [1, 2]}, "distinct"),
-        ({"idx2sym": ["a", "a"]}, "distinct"),
-        ({"idx2sym": ["a", "\ud800"]}, "distinct"),
-        ({"vocab": {"vocab": {"vocab": {"idx2sym": ["a"]}}}}, "idx2sym"),
-        ({"idx2sym": WORDS[:-1]}, r"\b5\b.*\b6\b"),
+        pytest.param({"words": ["a"]}, "idx2sym", id="no symbols"),
+        pytest.param({"idx2sym": [1, 2]}, "distinct", id="numbers"),
+        pytest.param({"idx2sym": ["a", "a"]}, "distinct", id="a word twice"),
+        pytest.param({"idx2sym": ["a", "\ud800"]}, "distinct", id="a surrogate"),
+        pytest.param(
+            {"vocab": {"vocab": {"vocab": {"idx2sym": ["a"]}}}}, "idx2sym", id="deep symbols"
+        ),
+        pytest.param({"idx2sym": WORDS[:-1]}, r"\b5\b.*\b6\b", id="a word too few"),
     ],
 )
-def test_what_is_no_vocabulary(value, named, tmp_path):
+def test_a_pickle_without_a_vocabulary_is_named(value, named, tmp_path):
     write_plain(tmp_path / "vocab.pkl", value)
     with pytest.raises(UserError, match=rf"vocab\.pkl .*{named}"):
         foreign_vocabulary.find(tmp_path, len(WORDS))
@@ -184,12 +216,13 @@ def test_what_is_no_vocabulary(value, named, tmp_path):
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
 )
 def test_the_tokenizer_that_transformers_saves(tmp_path):
-    """Its pickle holds the whole tokenizer, with objects of other packages."""
+    """Its pickle contains the whole tokenizer, with objects of other packages."""
     import transformers
 
     (tmp_path / "words.txt").write_text("\n".join([*WORDS, "<formula>"]), encoding="utf-8")
     tokenizer = transformers.TransfoXLTokenizer(vocab_file=str(tmp_path / "words.txt"))
     tokenizer.save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / "vocab.pkl").exists()
-    found = foreign_vocabulary.find(tmp_path / "saved", len(WORDS) + 1).vocabulary
-    assert found == WordVocabulary((*WORDS, "<formula>"), LineMark.EOS, False, "<unk>")
+
+    vocabulary = foreign_vocabulary.find(tmp_path / "saved", len(WORDS) + 1).vocabulary
+    assert vocabulary == WordVocabulary((*WORDS, "<formula>"), LineMark.EOS, False, "<unk>")
