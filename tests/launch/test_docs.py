@@ -15,18 +15,19 @@ TEXT = (ROOT / "docs" / "launch.md").read_text()
 
 
 def blocks(language):
+    """The code blocks in a language."""
     return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
 
 
 def commands(first):
     """The commands that begin with these words, as lists of words."""
-    lines = "".join(blocks("sh")).replace("\\\n", " ").splitlines()
-    found = [
-        shlex.split(line.rpartition(" | ")[0] or line, comments=True)
-        for line in lines
-        if line.startswith(first)
-    ]
-    assert found
+    found = []
+    for line in "".join(blocks("sh")).replace("\\\n", " ").splitlines():
+        if line.startswith(first):
+            # What comes after a pipe is another command.
+            line = line.rpartition(" | ")[0] or line
+            found.append(shlex.split(line, comments=True))
+    assert found, f"no command begins with {first}"
     return found
 
 
@@ -35,33 +36,40 @@ def commands(first):
     "words", [*commands("launch/tpu.sh"), *commands("launch/slurm.sh")], ids=" ".join
 )
 def test_the_scripts_take_what_is_shown(words):
+    """Also the program in it, whose flags are checked as for a run of a sweep."""
     flags_begin = 1 if "slurm" in words[0] else 3
-    asked = [*words[:flags_begin], "--dry_run", *words[flags_begin:]]
-    done = subprocess.run(asked, cwd=ROOT, text=True, capture_output=True, check=False)
-    assert done.returncode == 0 and done.stdout, done.stderr
-    # What the program is given is checked as for a run of a sweep.
+    command = [*words[:flags_begin], "--dry_run", *words[flags_begin:]]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout, done.stderr
+
     if "--" in words and "launch.sweep" not in words:
         program = words[words.index("--") + 1 :]
-        given = [word for word in program[3:] if not word.startswith("--workdir=")]
-        sweep_file.config_of(program[2].removeprefix("experiments."), given)
+        flags = [word for word in program[3:] if not word.startswith("--workdir=")]
+        sweep_file.config_of(program[2].removeprefix("experiments."), flags)
 
 
-SWEEPS = [
-    words
-    for words in commands("python -m launch.sweep")
-    if "sweep.toml" in words and "--print=sky" not in words
-]
+def shown_sweeps():
+    """The commands with the sweep of the first example, except for tasks of SkyPilot."""
+    found = []
+    for words in commands("python -m launch.sweep"):
+        if "sweep.toml" in words and "--print=sky" not in words:
+            found.append(words)
+    return found
 
 
-@pytest.mark.parametrize("words", SWEEPS, ids=" ".join)
+@pytest.mark.parametrize("words", shown_sweeps(), ids=" ".join)
 def test_the_sweep_takes_what_is_shown(words, tmp_path, capsys):
-    (tmp_path / "sweep.toml").write_text(blocks("toml")[0])
-    words = [word.replace("sweep.toml", str(tmp_path / "sweep.toml")) for word in words[2:]]
-    words = [word for word in words if word != "--table"]
-    assert sweep.main([*words, "--dry_run", f"--out={tmp_path / 'runs'}"]) == 0
+    path = tmp_path / "sweep.toml"
+    path.write_text(blocks("toml")[0])
+    flags = [word.replace("sweep.toml", str(path)) for word in words[2:] if word != "--table"]
+
+    assert sweep.main([*flags, "--dry_run", f"--out={tmp_path / 'runs'}"]) == 0
+
     out = capsys.readouterr().out
     assert out.count("experiments.ptb") == 12
-    assert "/seed=1+dropout.rate=0.1" in out and "/no_memory+seed=3+dropout.rate=0.3" in out
+    assert "/seed=1+dropout.rate=0.1" in out
+    assert "/no_memory+seed=3+dropout.rate=0.3" in out
 
 
 SCRIPTS = [
