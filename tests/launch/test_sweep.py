@@ -23,18 +23,28 @@ from txl_jax.runs.run import Run, TextInfo
 from txl_jax.runs.run_tables import read_runs
 
 SAMPLED = "[sampler]\nname = 'TPESampler'\n[random]\nsamples = 2\nmodel.d_head.log = [1, 2]\n"
+ONE_RUN = "[grid]\nseed = [1]\n"
+TWO_RUNS = "[grid]\nseed = [1, 2]\n"
 
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes the file of a sweep, on tiny runs unless given others; returns its path."""
+    """Writes the file of a sweep, by default on tiny runs. Returns its path."""
     programs.write_words(tmp_path, 12_000)
 
-    def make(text, base=TINY):
-        (tmp_path / "sweep.toml").write_text(base.replace("WORK", str(tmp_path)) + text)
-        return tmp_path / "sweep.toml"
+    def write_file(text, base=TINY):
+        path = tmp_path / "sweep.toml"
+        path.write_text(base.replace("WORK", str(tmp_path)) + text)
+        return path
 
-    return make
+    return write_file
+
+
+@pytest.fixture
+def one_run(write):
+    """The only run of a sweep."""
+    [run] = read(write(ONE_RUN))
+    return run
 
 
 def read(path):
@@ -43,20 +53,36 @@ def read(path):
 
 
 def names(path):
+    """The names of a file's runs."""
     return [run.name for run in read(path)]
 
 
+def sweep_of(path, *words):
+    """Runs the command on a file, with the output next to it. Returns its exit code."""
+    return sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}", *words])
+
+
+def error_of(capsys):
+    """The error message that was printed, and nothing else."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    return err
+
+
 def test_a_grid_is_every_combination_and_names_contain_the_differences(write):
-    found = read(write("[grid]\nseed = [1, 2]\nmodel.dropout.rate = [0.0, 0.5]\n"))
-    assert [run.name for run in found] == [
-        f"seed={seed}+dropout.rate={rate}" for seed in (1, 2) for rate in (0.0, 0.5)
+    grid = read(write("[grid]\nseed = [1, 2]\nmodel.dropout.rate = [0.0, 0.5]\n"))
+    assert [run.name for run in grid] == [
+        "seed=1+dropout.rate=0.0",
+        "seed=1+dropout.rate=0.5",
+        "seed=2+dropout.rate=0.0",
+        "seed=2+dropout.rate=0.5",
     ]
-    last = found[3]
-    assert (last.config.seed, last.config.model.dropout.rate, last.config.train.steps) == (
-        2,
-        0.5,
-        1200,
-    )
+
+    last = grid[3]
+    assert last.config.seed == 2
+    assert last.config.model.dropout.rate == 0.5
+    assert last.config.train.steps == 1200
     assert list(last.command[1:3]) == ["-m", "experiments.text"]
     assert list(last.command[-3:]) == [
         "--seed=2",
@@ -66,41 +92,49 @@ def test_a_grid_is_every_combination_and_names_contain_the_differences(write):
 
 
 def test_the_file_may_begin_with_a_byte_order_mark(write):
-    path = write("[grid]\nseed = [1, 2]\n")
+    path = write(TWO_RUNS)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
     assert names(path) == ["seed=1", "seed=2"]
 
 
 def test_each_run_is_combined_with_the_grid(write):
     text = (
-        '[grid]\nseed = [1, 2]\n[[runs]]\nmodel.d_inner = 8\n[[runs]]\nname = "deep '
-        'one"\nmodel.n_layer = 3\n[[runs]]\n'
+        "[grid]\nseed = [1, 2]\n"
+        "[[runs]]\nmodel.d_inner = 8\n"
+        '[[runs]]\nname = "deep one"\nmodel.n_layer = 3\n'
+        "[[runs]]\n"
     )
-    of_runs = ("d_inner=8+", "deep_one+", "")
-    assert names(write(text)) == [f"{name}seed={seed}" for name in of_runs for seed in (1, 2)]
-    alike = names(write("[[runs]]\ntrain.mem_len = 8\n[[runs]]\neval.mem_len = 8\n"))
-    assert alike == ["train.mem_len=8", "eval.mem_len=8"], "names that end alike are written out"
+    assert names(write(text)) == [
+        "d_inner=8+seed=1",
+        "d_inner=8+seed=2",
+        "deep_one+seed=1",
+        "deep_one+seed=2",
+        "seed=1",
+        "seed=2",
+    ]
 
 
-def test_values_become_flags_after_the_flagfile(write):
-    found = read(
-        write(
-            "[[runs]]\nmodel.untie_r = true\nmodel.cutoffs = [9, "
-            '20]\ndata.tokenizer.newlines = "drop"\n'
-        )
+def test_names_that_end_alike_are_written_out(write):
+    text = "[[runs]]\ntrain.mem_len = 8\n[[runs]]\neval.mem_len = 8\n"
+    assert names(write(text)) == ["train.mem_len=8", "eval.mem_len=8"]
+
+
+def test_values_become_flags(write):
+    text = (
+        "[[runs]]\nmodel.untie_r = true\nmodel.cutoffs = [9, 20]\n"
+        'data.tokenizer.newlines = "drop"\n'
     )
-    words = found[0].command
-    assert {
-        "--model.untie_r=true",
-        "--model.cutoffs=9,20",
-        "--data.tokenizer.newlines=drop",
-    } <= set(words)
+    [run] = read(write(text))
+    assert "--model.untie_r=true" in run.command
+    assert "--model.cutoffs=9,20" in run.command
+    assert "--data.tokenizer.newlines=drop" in run.command
+
+
+def test_flags_come_after_the_flagfile(write):
     base = 'program = "ptb"\nflagfile = "ptb_small"\nbase.train.steps = 2000\n'
-    [run] = read(write("[grid]\nseed = [1]\n", base=base))
-    assert (
-        list(run.command[3:5]) == ["--flagfile=ptb_small", "--train.steps=2000"]
-        and run.config.model.n_layer == 4
-    )
+    [run] = read(write(ONE_RUN, base=base))
+    assert list(run.command[3:5]) == ["--flagfile=ptb_small", "--train.steps=2000"]
+    assert run.config.model.n_layer == 4
 
 
 @pytest.mark.parametrize(
@@ -137,114 +171,133 @@ def test_values_become_flags_after_the_flagfile(write):
         ),
         ("[random]\nsamples = 2\nmodel.dropout.rate = { log = [0, 0.5] }\n", r"\[0, 0\.5\].*log"),
         (
-            (
-                "[random]\nsamples=2\nmodel.n_layer = {uniform = [1, "
-                "9]}\n[grid]\nmodel.n_layer = [2]\n"
-            ),
+            "[random]\nsamples=2\nmodel.n_layer.uniform = [1, 9]\n[grid]\nmodel.n_layer = [2]\n",
             r"n_layer.*grid.*random",
         ),
     ],
 )
 def test_mistakes_in_the_file_are_named(write, capsys, text, pattern):
     path = write("", base=text) if text.startswith("program") else write(text)
-    assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}"]) == 2
-    out, err = capsys.readouterr()
-    assert not out and err.startswith("error: ") and re.search(pattern, err), err
+    assert sweep_of(path) == 2
+    assert re.search(pattern, error_of(capsys))
     assert not (path.parent / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["FILE"], "--out"),
-        (["none", "--out=OUT"], "none"),
-        (["FILE", "--out=gs://bucket/sweep"], "--storage"),
-        (
+        pytest.param(["FILE"], "--out", id="no --out"),
+        pytest.param(["none", "--out=OUT"], "none", id="no file"),
+        pytest.param(["FILE", "--out=gs://bucket/sweep"], "--storage", id="no database"),
+        pytest.param(
             ["FILE", "--out=gs://bucket/sweep", "--storage=sqlite:///study.db", "--print=sky"],
             "--storage",
+            id="a database that hosts cannot share",
         ),
-        (["FILE", "--out=OUT", "--print=sky"], "gs://"),
+        pytest.param(["FILE", "--out=OUT", "--print=sky"], "gs://", id="no bucket"),
     ],
 )
 def test_mistakes_on_the_command_line_too(write, capsys, words, named):
-    path = write("[grid]\nseed = [1]\n")
-    words = [
-        word.replace("FILE", str(path)).replace("OUT", str(path.parent / "out")) for word in words
-    ]
+    path = write(ONE_RUN)
+    paths = {"FILE": str(path), "OUT": str(path.parent / "out")}
+    for name, value in paths.items():
+        words = [word.replace(name, value) for word in words]
     assert sweep.main(["sweep", *words]) == 2
     assert named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "name", [".", "..", ".hidden", "../up", "a/b", "/root", "a\\b", "study.db", "results.csv"]
-)
-@pytest.mark.parametrize("more", ["", "[grid]\nseed = [1, 2]\n"])
-def test_no_name_of_a_run_leads_out_of_the_directory(write, capsys, name, more):
-    path = write(f"{more}[[runs]]\nname = '{name}'\ntrain.mem_len = 8\n")
-    code = sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}", "--dry_run"])
-    out, err = capsys.readouterr()
-    if code == 0:  # A file's name with something behind it is another name.
-        assert more and "." in name
-        assert {Path(line.split("--workdir=")[1]).parent for line in out.splitlines()} == {
-            path.parent / "out"
-        }
+ODD_NAMES = [".", "..", ".hidden", "../up", "a/b", "/root", "a\\b", "study.db", "results.csv"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_no_name_of_a_run_leads_out_of_the_directory(write, capsys, name):
+    path = write(f"[[runs]]\nname = '{name}'\ntrain.mem_len = 8\n")
+    assert sweep_of(path, "--dry_run") == 2
+    assert "name of a run" in error_of(capsys)
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_no_name_with_a_grid_leads_out_of_the_directory(write, capsys, name):
+    """The name of a file with something behind it is another name."""
+    path = write(f"{TWO_RUNS}[[runs]]\nname = '{name}'\ntrain.mem_len = 8\n")
+    code = sweep_of(path, "--dry_run")
+    if code == 0:
+        assert "." in name
+        for line in capsys.readouterr().out.splitlines():
+            folder = Path(line.split("--workdir=")[1])
+            assert folder.parent == path.parent / "out"
     else:
-        assert code == 2 and "name of a run" in err and not out
+        assert code == 2
+        assert "name of a run" in error_of(capsys)
 
 
 def test_long_names_are_cut_and_stay_different(write):
-    names_of = names(write('[[runs]]\nname = "' + "é" * 150 + '"\n[grid]\nseed = [1, 2]\n'))
-    assert len(set(names_of)) == 2
-    for name in names_of:
-        assert sweep_file.MAX_NAME_BYTES - 1 <= len(name.encode()) <= sweep_file.MAX_NAME_BYTES
+    path = write('[[runs]]\nname = "' + "é" * 150 + '"\n' + TWO_RUNS)
+    first, second = names(path)
+    assert first != second
+    for name in (first, second):
+        n_bytes = len(name.encode())
+        assert sweep_file.MAX_NAME_BYTES - 1 <= n_bytes <= sweep_file.MAX_NAME_BYTES
         assert re.fullmatch(r"é+-[0-9a-f]{12}", name)
+
     assert sweep_file.safe_name("x" * 200, []) == "x" * 200
     assert sweep_file.safe_name("x" * 201, []) != sweep_file.safe_name("x" * 202, [])
 
 
 def test_commas_and_quotation_marks_in_lists_arrive(write):
-    texts = ['War, and "Peace".txt', "b.txt"]
-    lists = "".join(f"data.{split} = {json.dumps(texts)}\n" for split in ("train", "valid", "test"))
+    files = ['War, and "Peace".txt', "b.txt"]
+    lists = ""
+    for split in ("train", "valid", "test"):
+        lists += f"data.{split} = {json.dumps(files)}\n"
     base = TINY.replace('data.file = "WORK/words.txt"\n', lists)
     assert base != TINY
-    [run] = read(write("[grid]\nseed = [1]\n", base=base))
-    assert [Path(path).name for path in run.config.data.train] == texts
+
+    [run] = read(write(ONE_RUN, base=base))
+    assert [Path(path).name for path in run.config.data.train] == files
 
 
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ("[grid]\nseed = {0}\ntrain.mem_len = {0}\nmodel.d_inner = {0}\n", "1,000,000"),
-        ("[random]\nsamples = 10001\nmodel.dropout.rate = { uniform = [0, 0.5] }\n", "10,001"),
-        (
-            (
-                "[random]\nsamples = 101\nmodel.dropout.rate = { uniform = [0, 0.5] "
-                "}\n[grid]\nseed = {0}\n"
-            ),
-            "10,100",
+        pytest.param(
+            "[grid]\nseed = HUNDRED\ntrain.mem_len = HUNDRED\nmodel.d_inner = HUNDRED\n",
+            "1,000,000",
+            id="grid",
         ),
-        (SAMPLED.replace("samples = 2", "samples = 20000"), "20,000"),
+        pytest.param(
+            "[random]\nsamples = 10001\nmodel.dropout.rate = { uniform = [0, 0.5] }\n",
+            "10,001",
+            id="random",
+        ),
+        pytest.param(
+            "[random]\nsamples = 101\nmodel.dropout.rate = { uniform = [0, 0.5] }\n"
+            "[grid]\nseed = HUNDRED\n",
+            "10,100",
+            id="both",
+        ),
+        pytest.param(SAMPLED.replace("samples = 2", "samples = 20000"), "20,000", id="sampler"),
     ],
 )
-def test_too_many_runs_are_refused_before_they_are_made(write, capsys, monkeypatch, text, count):
+def test_too_many_runs_are_an_error_before_they_are_made(write, capsys, monkeypatch, text, count):
     monkeypatch.setattr(sweep_file, "draw_samples", None)
     monkeypatch.setattr(sweep_file.Sweep, "run", None)
-    path = write(text.replace("{0}", str(list(range(1, 101)))))
-    assert sweep.main(["sweep", str(path), f"--out={path.parent / 'out'}"]) == 2
-    err = capsys.readouterr().err
-    assert "10,000 runs" in err and f"got {count} (" in err
+    path = write(text.replace("HUNDRED", str(list(range(1, 101)))))
+    assert sweep_of(path) == 2
+    message = capsys.readouterr().err
+    assert "10,000 runs" in message
+    assert f"got {count} (" in message
 
 
 @pytest.fixture
-def worker(monkeypatch):
+def worker_arguments(monkeypatch):
     """The arguments of the worker of a study, which trains nothing."""
-    found = {}
+    arguments = {}
 
     class Worker:
         signal_number = 0
 
-        def __init__(self, given, place, gpus):
-            found.update(out=given.out, runs=list(given.runs), place=place, gpus=gpus)
+        def __init__(self, made, place, gpus):
+            arguments.update(out=made.out, runs=list(made.runs), place=place, gpus=gpus)
 
         def run(self):
             pass
@@ -253,154 +306,204 @@ def worker(monkeypatch):
             return []
 
     monkeypatch.setattr(sweep.study, "Worker", Worker)
-    return found
+    return arguments
 
 
-def test_each_flag_reaches_the_worker_or_the_table(write, worker, capsys, tmp_path):
-    path = write("[grid]\nseed = [1, 2]\n")
+def test_each_flag_reaches_the_worker(write, worker_arguments, tmp_path):
+    path = write(TWO_RUNS)
 
     def start(*flags):
-        worker.clear()
-        assert sweep.main(["sweep", str(path), f"--out={tmp_path / 'out'}", *flags]) == 0
-        return dict(worker)
+        worker_arguments.clear()
+        assert sweep_of(path, *flags) == 0
+        return dict(worker_arguments)
 
     usual = {
         "out": str(tmp_path / "out"),
         "runs": ["seed=1", "seed=2"],
         "place": sqlalchemy.URL.create("sqlite", database=f"{tmp_path / 'out'}/study.db"),
+        "gpus": [None],
     }
-    assert start() == usual | {"gpus": [None]}
+    assert start() == usual
     assert start("--jobs=3") == usual | {"gpus": [None, None, None]}
     assert start("--gpus=4,7") == usual | {"gpus": ["4", "7"]}
-    other = {"gpus": [None], "place": sqlalchemy.URL.create("sqlite", database="other.db")}
-    assert start("--storage=sqlite:///other.db") == usual | other
+    other_place = sqlalchemy.URL.create("sqlite", database="other.db")
+    assert start("--storage=sqlite:///other.db") == usual | {"place": other_place}
     assert start(f"--out={tmp_path / 'new'}")["out"] == str(tmp_path / "new")
-    for flag, printed in (("--table", "| seed=1 | "), ("--dry_run", "--seed=1")):
-        capsys.readouterr()
-        assert start(flag) == {} and printed in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flag", "printed"), [("--table", "| seed=1 | "), ("--dry_run", "--seed=1")]
+)
+def test_flags_that_only_print_start_no_worker(write, worker_arguments, capsys, flag, printed):
+    assert sweep_of(write(TWO_RUNS), flag) == 0
+    assert worker_arguments == {}
+    assert printed in capsys.readouterr().out
+
+
+def test_the_flags_of_the_tests_above_are_all():
     known = {"files", "out", "storage", "jobs", "gpus", "table", "dry_run", "print"}
-    assert vars(sweep._parsed([])).keys() == known, "a new flag needs a line above"
+    assert vars(sweep._parsed([])).keys() == known, "a new flag needs a test above"
 
 
 def printed(capsys, path, *words):
-    out = (
-        [] if any(word.startswith("--out=") for word in words) else [f"--out={path.parent / 'out'}"]
-    )
-    assert sweep.main(["sweep", str(path), *out, *words]) == 0
+    """What the command prints on a file, with the output next to it unless `words` say where."""
+    if any(word.startswith("--out=") for word in words):
+        code = sweep.main(["sweep", str(path), *words])
+    else:
+        code = sweep_of(path, *words)
+    assert code == 0
     return capsys.readouterr().out
 
 
 @pytest.mark.full
-def test_commands_are_printed_for_a_shell_and_for_skypilot(write, capsys, monkeypatch, bucket):
-    """The password stays in the environment."""
-    path = write("[grid]\nseed = [1, 2]\n")
+def test_commands_are_printed_for_a_shell(write, capsys):
+    path = write(TWO_RUNS)
     lines = printed(capsys, path, "--dry_run").splitlines()
     assert [shlex.split(line) for line in lines] == [list(run.command) for run in read(path)]
+
+
+@pytest.mark.full
+def test_commands_are_printed_for_skypilot(write, capsys, monkeypatch, bucket):
+    """The password stays in the environment."""
+    path = write(TWO_RUNS)
     monkeypatch.setenv("PGPASSWORD", "hunter2")
     shared = [f"--out={bucket}/sweep", "--storage=postgresql://me@host/db"]
+
     lines = printed(capsys, path, *shared, "--print=sky", "--jobs=2").splitlines()
+
+    assert "hunter2" not in lines[0]
     first, second = map(shlex.split, lines)
-    assert (
-        first[:4] == ["sky", "jobs", "launch", "launch/sky.yaml"] and "--secret=PGPASSWORD" in first
-    )
-    assert (
-        first[-1] == "--name=sweep-1"
-        and second == [*first[:-1], "--name=sweep-2"]
-        and "hunter2" not in lines[0]
-    )
-    [run] = [word.removeprefix("--env=RUN=") for word in first if word.startswith("--env=RUN=")]
-    assert shlex.split(run) == ["python", "-m", "launch.sweep", str(path), *shared]
+    assert first[:4] == ["sky", "jobs", "launch", "launch/sky.yaml"]
+    assert "--secret=PGPASSWORD" in first
+    assert first[-1] == "--name=sweep-1"
+    assert second == [*first[:-1], "--name=sweep-2"]
+    [command] = [word for word in first if word.startswith("--env=RUN=")]
+    words = shlex.split(command.removeprefix("--env=RUN="))
+    assert words == ["python", "-m", "launch.sweep", str(path), *shared]
 
 
 @pytest.mark.full
 def test_a_study_whose_runs_are_in_a_bucket(write, bucket, tmp_path, capsys):
-    path = write(
-        "train.steps = 20\ntrain.checkpoint_every = 20\n[grid]\nseed = [1]\n",
-        base=TINY.replace("train.steps = 1200\n", "").replace("train.checkpoint_every = 600\n", ""),
-    )
+    base = TINY.replace("train.steps = 1200\n", "train.steps = 20\n")
+    base = base.replace("train.checkpoint_every = 600\n", "train.checkpoint_every = 20\n")
+    path = write(ONE_RUN, base=base)
     words = [str(path), f"--out={bucket}/sweep", f"--storage=sqlite:///{tmp_path}/study.db"]
-    assert sweep.main(["sweep", *words]) == 0, capsys.readouterr().out
-    assert "| finished |" in capsys.readouterr().out
-    assert b"step 20" in (bucket / "sweep/seed=1/sweep.log").read_bytes().replace(b"  ", b" ")
+
+    code = sweep.main(["sweep", *words])
+
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert "| finished |" in out
+    log = (bucket / "sweep/seed=1/sweep.log").read_bytes()
+    assert b"step 20" in log.replace(b"  ", b" ")
     assert (bucket / "sweep/results.csv").exists()
 
 
-def test_states_are_read_from_the_folders(write):
-    run = read(write("[grid]\nseed = [1]\n"))[0]
+def test_a_run_without_a_directory_has_not_started(one_run):
+    assert one_run.row([])["state"] == "not started"
 
-    def state():
-        return run.row([])["state"]
 
-    assert state() == "not started"
-    Path(run.folder).mkdir(parents=True)
-    (Path(run.folder) / "sweep.log").touch()
-    for code, expected in (
-        (1, "failed: exit code 1"),
-        (-signal.SIGKILL, "failed: killed by SIGKILL"),
-    ):
-        assert run.end(code, 2.0, pruned=False) == expected == state()
-    assert json.loads((Path(run.folder) / "sweep.json").read_text())["seconds"] == 4.0
-    with Run.open(run.folder) as held:
+@pytest.fixture
+def started_run(one_run):
+    """A run with a log."""
+    folder = Path(one_run.folder)
+    folder.mkdir(parents=True)
+    (folder / "sweep.log").touch()
+    return one_run
+
+
+def test_a_run_that_failed_has_its_exit_code_and_the_time_of_all_tries(started_run):
+    assert started_run.end(1, 2.0, pruned=False) == "failed: exit code 1"
+    assert started_run.row([])["state"] == "failed: exit code 1"
+
+    assert started_run.end(-signal.SIGKILL, 2.0, pruned=False) == "failed: killed by SIGKILL"
+    assert started_run.row([])["state"] == "failed: killed by SIGKILL"
+    notes = json.loads((Path(started_run.folder) / "sweep.json").read_text())
+    assert notes["seconds"] == 4.0
+
+
+def test_a_run_whose_workdir_is_locked_is_running(started_run):
+    with Run.open(started_run.folder) as held:
         held.claim()
-        assert state().startswith("running")
-    for code, pruned, word in (
-        (143, True, "pruned"),
-        (143, False, "stopped"),
-        (-signal.SIGINT, False, "stopped"),
-    ):
-        assert re.fullmatch(
-            rf"{word}\D*\b0", run.end(code, 2.0, pruned=pruned)
-        ) and state().startswith(word)
-    (Path(run.folder) / "sweep.json").write_text("{")
-    assert state() == "not started"
+        assert started_run.row([])["state"].startswith("running")
+
+
+@pytest.mark.parametrize(
+    ("code", "pruned", "word"),
+    [(143, True, "pruned"), (143, False, "stopped"), (-signal.SIGINT, False, "stopped")],
+)
+def test_a_run_that_was_stopped_has_its_step(started_run, code, pruned, word):
+    assert re.fullmatch(rf"{word}\D*\b0", started_run.end(code, 2.0, pruned=pruned))
+    assert started_run.row([])["state"].startswith(word)
+
+
+def test_a_run_with_corrupted_notes_has_not_started(started_run):
+    started_run.end(1, 2.0, pruned=False)
+    (Path(started_run.folder) / "sweep.json").write_text("{")
+    assert started_run.row([])["state"] == "not started"
 
 
 def test_notes_of_another_version_of_the_file_are_not_in_its_table(write, tmp_path, capsys):
     """A sampler's runs are found by their notes, which others can have written."""
-    path = write(SAMPLED + "[grid]\nseed = [1, 2]\n")
-    for name, content in (
-        ("old", {"values": {"model.d_head": 1, "seed": "3"}}),
-        ("short", {"values": {"seed": "1"}}),
-        ("list", [1]),
-        ("text", {"values": "x"}),
-        ("kept", {"values": {"model.d_head": 1, "seed": "2"}}),
-    ):
+    path = write(SAMPLED + TWO_RUNS)
+    notes = {
+        "old": {"values": {"model.d_head": 1, "seed": "3"}},
+        "short": {"values": {"seed": "1"}},
+        "list": [1],
+        "text": {"values": "x"},
+        "kept": {"values": {"model.d_head": 1, "seed": "2"}},
+    }
+    for name, content in notes.items():
         (tmp_path / "out" / name).mkdir(parents=True)
         (tmp_path / "out" / name / "sweep.json").write_text(json.dumps(content))
+
     assert "| d_head=1+seed=2 |" in printed(capsys, path, "--table")
-    with open(tmp_path / "out" / "results.csv", newline="") as file:
-        assert [row["run"] for row in csv.DictReader(file)] == ["d_head=1+seed=2"]
+    assert list(read_rows(tmp_path / "out")) == ["d_head=1+seed=2"]
+
+
+def read_rows(folder):
+    """The rows of results.csv, by the names of the runs."""
+    with open(folder / "results.csv", newline="") as file:
+        return {row["run"]: row for row in csv.DictReader(file)}
 
 
 def record(run, config, **results):
     """Records a run with a config and its results, instead of training."""
-    runs.record(run.folder, config, TextInfo("text", "own text", "d" * 64, recorded_run.VOCABULARY))
-    results = {"steps": config.train.steps, "eval": config_tree.to_dict(config.eval)} | results
-    (Path(run.folder) / "results.json").write_text(json.dumps(results))
+    text = TextInfo("text", "own text", "d" * 64, recorded_run.VOCABULARY)
+    runs.record(run.folder, config, text)
+    usual = {"steps": config.train.steps, "eval": config_tree.to_dict(config.eval)}
+    (Path(run.folder) / "results.json").write_text(json.dumps(usual | results))
 
 
-def test_damaged_results_and_those_of_other_settings_are_none(write):
-    """Results of 600 steps are from the same run, before it was given more."""
-    run = read(write("[grid]\nseed = [1]\n"))[0]
-    record(run, run.config)
-    assert run.results is not None
-    for changes in ({"steps": 600}, {"eval": {"eval.mem_len": 64}}):
-        record(run, run.config, **changes)
-        assert run.results is None
-    (Path(run.folder) / "results.json").write_text("{")
-    assert run.results is None
+@pytest.mark.parametrize(
+    "changes",
+    # Of the same run, before it was given more steps, and with another evaluation.
+    [{"steps": 600}, {"eval": {"eval.mem_len": 64}}],
+    ids=["steps", "eval"],
+)
+def test_results_of_other_settings_do_not_count(one_run, changes):
+    record(one_run, one_run.config)
+    assert one_run.results is not None
+
+    record(one_run, one_run.config, **changes)
+    assert one_run.results is None
 
 
-def test_results_from_before_there_was_dynamic_evaluation_are_of_the_same_settings(write):
-    [run] = read(write("[grid]\nseed = [1]\n"))
-    record(run, run.config)
-    results = json.loads((Path(run.folder) / "results.json").read_text())
-    old = {name: value for name, value in results["eval"].items() if "dynamic" not in name}
-    assert len(old) < len(results["eval"])
-    (Path(run.folder) / "results.json").write_text(json.dumps(results | {"eval": old}))
-    assert run.results is not None
-    learning = config_tree.replace(run.config, {"eval.dynamic.rule": "sgd"})
-    assert dataclasses.replace(run, config=learning).results is not None
+def test_corrupted_results_do_not_count(one_run):
+    record(one_run, one_run.config)
+    (Path(one_run.folder) / "results.json").write_text("{")
+    assert one_run.results is None
+
+
+def test_results_from_before_there_was_dynamic_evaluation_are_of_the_same_settings(one_run):
+    settings = config_tree.to_dict(one_run.config.eval)
+    old_settings = {name: value for name, value in settings.items() if "dynamic" not in name}
+    assert len(old_settings) < len(settings)
+    record(one_run, one_run.config, eval=old_settings)
+    assert one_run.results is not None
+
+    learning = config_tree.replace(one_run.config, {"eval.dynamic.rule": "sgd"})
+    assert dataclasses.replace(one_run, config=learning).results is not None
 
 
 def test_a_stopped_run_with_dropout_masks_of_another_version_is_in_the_table(write, capsys):
@@ -414,6 +517,7 @@ def test_a_stopped_run_with_dropout_masks_of_another_version_is_in_the_table(wri
     saved = json.loads((folder / "config.json").read_text())
     del saved["dropout_masks"]
     (folder / "config.json").write_text(json.dumps(saved))
+
     assert "| dropout.rate=0.5 |" in printed(capsys, path, "--table")
     with Run.open(folder) as opened, pytest.raises(UserError, match=r" version 1\b"):
         opened.compare(run.config)
@@ -425,19 +529,20 @@ def test_a_sweep_compares_a_run_with_its_record_as_the_program_does(write):
     path = write("[grid]\ninit_from = ['weights']\n", base=small)
     [run] = read(path)
     record(run, config_tree.replace(run.config, {"model.n_layer": 2, "model.n_head": 3}))
+
     [tuned] = read(path)
-    assert (tuned.config.model.n_layer, tuned.config.model.n_head) == (
-        2,
-        3,
-    ) and tuned.results is not None
+    assert tuned.config.model.n_layer == 2
+    assert tuned.config.model.n_head == 3
+    assert tuned.results is not None
 
 
-def test_a_run_that_diverged_has_ended_and_says_so(write):
-    run = read(write("[grid]\nseed = [1]\n"))[0]
-    record(run, run.config, best_valid={"loss": 5.0}, test={"loss": 30.0})
-    row = run.row([])
-    assert run.end(0, 1.0, pruned=False) == row["state"] == "diverged"
-    assert row["test"] == math.inf and row["best_valid"] < 150
+def test_a_run_that_diverged_has_ended_and_says_so(one_run):
+    record(one_run, one_run.config, best_valid={"loss": 5.0}, test={"loss": 30.0})
+    row = one_run.row([])
+    assert row["state"] == "diverged"
+    assert one_run.end(0, 1.0, pruned=False) == "diverged"
+    assert row["test"] == math.inf
+    assert row["best_valid"] < 150
 
 
 # Random search
@@ -448,59 +553,67 @@ def draws(write, text):
     return [run.differs for run in read(write("[random]\n" + text))]
 
 
-def test_values_are_drawn_from_their_ranges_and_more_samples_keep_the_first(write):
-    text = (
-        "samples = 9\noptimizer.learning_rate = { log = [1e-4, 1e-2] }\nmodel.n_layer = { uniform "
-        "= [2, 3] }\n"
-    )
-    found = draws(write, text)
-    assert len(found) == 9 and all(
-        1e-4 <= each["optimizer.learning_rate"] <= 1e-2 for each in found
-    )
-    assert {each["model.n_layer"] for each in found} == {2, 3}
-    assert all(
-        float(f"{value:.4g}") == value
-        for value in (each["optimizer.learning_rate"] for each in found)
-    )
-    assert draws(write, text.replace("9", "12"))[:9] == found != draws(write, "seed = 1\n" + text)
+RANGES = "optimizer.learning_rate = { log = [1e-4, 1e-2] }\nmodel.n_layer = { uniform = [2, 3] }\n"
+
+
+def test_values_are_drawn_from_their_ranges(write):
+    """Numbers have four digits."""
+    drawn = draws(write, "samples = 9\n" + RANGES)
+    assert len(drawn) == 9
+    for values in drawn:
+        rate = values["optimizer.learning_rate"]
+        assert 1e-4 <= rate <= 1e-2
+        assert float(f"{rate:.4g}") == rate
+    assert {values["model.n_layer"] for values in drawn} == {2, 3}
+
+
+def test_more_samples_keep_the_first_and_another_seed_draws_others(write):
+    drawn = draws(write, "samples = 9\n" + RANGES)
+    assert draws(write, "samples = 12\n" + RANGES)[:9] == drawn
+    assert draws(write, "seed = 1\nsamples = 9\n" + RANGES) != drawn
 
 
 def test_equal_draws_are_one_run_and_each_goes_with_the_grid(write):
-    path = write(
-        "[random]\nsamples = 30\nmodel.n_layer = { uniform = [1, 3] }\n[grid]\nseed = [1, 2]\n"
-    )
-    runs = read(path)
-    assert sorted(run.name for run in runs) == [
-        f"n_layer={n}+seed={seed}" for n in (1, 2, 3) for seed in (1, 2)
+    path = write("[random]\nsamples = 30\nmodel.n_layer = { uniform = [1, 3] }\n" + TWO_RUNS)
+    drawn = read(path)
+    assert sorted(run.name for run in drawn) == [
+        "n_layer=1+seed=1",
+        "n_layer=1+seed=2",
+        "n_layer=2+seed=1",
+        "n_layer=2+seed=2",
+        "n_layer=3+seed=1",
+        "n_layer=3+seed=2",
     ]
-    assert {run.config.model.n_layer for run in runs} == {1, 2, 3}
+    assert {run.config.model.n_layer for run in drawn} == {1, 2, 3}
 
 
 # Tables
 
 
 def test_a_table_of_any_runs(tmp_path, capsys):
+    """Of a directory of runs, and of a run that has not ended."""
+    slurm = tmp_path / "slurm"
     for seed in (1, 2):
-        recorded_run.make(tmp_path / "slurm" / f"job-{seed}", seed=seed)
+        recorded_run.make(slurm / f"job-{seed}", seed=seed)
     recorded_run.make(tmp_path / "half", seed=3, done=500)
-    words = [
-        "sweep",
-        "--table",
-        str(tmp_path / "slurm"),
-        str(tmp_path / "half"),
-        f"--out={tmp_path / 'tables'}",
-    ]
-    assert sweep.main(words) == 0
-    with open(tmp_path / "tables" / "results.csv", newline="") as file:
-        rows = {row["run"]: row for row in csv.DictReader(file)}
-    assert (
-        list(rows) == ["job-1", "job-2", "half"]
-        and rows["half"]["state"] == "500 of 1,000 training steps"
-    )
-    for run in read_runs([str(tmp_path / "slurm")]):
-        assert float(rows[run.name]["test"]) == pytest.approx(run.row([])["test"])
-    assert "± " in capsys.readouterr().out and (tmp_path / "tables" / "means.csv").exists()
+    out = tmp_path / "tables"
+
+    code = sweep.main(["sweep", "--table", str(slurm), str(tmp_path / "half"), f"--out={out}"])
+
+    assert code == 0
+    assert "± " in capsys.readouterr().out
+    assert (out / "means.csv").exists()
+    rows = read_rows(out)
+    assert list(rows) == ["job-1", "job-2", "half"]
+    assert rows["half"]["state"] == "500 of 1,000 training steps"
+    for run in read_runs([str(slurm)]):
+        assert float(rows[run.name]["test"]) == pytest.approx(run.row([])["test"]), run.name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("empty", r"config\.json"), ("none", "not a directory")]
+)
+def test_a_table_without_runs_is_an_error(tmp_path, capsys, name, message):
     (tmp_path / "empty" / "below").mkdir(parents=True)
-    for name, message in (("empty", r"config\.json"), ("none", "not a directory")):
-        assert sweep.main(["sweep", "--table", str(tmp_path / name)]) == 2
-        assert re.search(f"{tmp_path / name}.*{message}", capsys.readouterr().err)
+    assert sweep.main(["sweep", "--table", str(tmp_path / name)]) == 2
+    assert re.search(f"{tmp_path / name}.*{message}", capsys.readouterr().err)
