@@ -1,5 +1,5 @@
-"""Tests launch/tpu.sh: what it prints, and the script against a fake gcloud and hosts, scripts of
-tests/launch/fake.
+"""Tests launch/tpu.sh: what it prints, and the script with a fake gcloud and fake hosts, which are
+scripts of tests/launch/fake.
 
 `watch` meets preemptions, maintenance, stops, hosts that are replaced, and runs that break off.
 """
@@ -32,16 +32,17 @@ HOST_COMMANDS = ("sudo", "python3", "uv", "systemctl", "systemd-run", "journalct
 
 
 def start(cloud, *words, **environment):
-    own = {
+    """Starts the script in a process, in the clone and with the fake commands."""
+    variables = {
         "PATH": f"{cloud / 'bin'}:{os.environ['PATH']}",
         "FAKE": str(cloud),
         "TMPDIR": str(cloud),
+        "REAL_PYTHON": sys.executable,
     }
-    variables = os.environ | own | {"REAL_PYTHON": sys.executable} | environment
     return subprocess.Popen(
         [SCRIPT, *words],
         cwd=cloud / "clone",
-        env=variables,
+        env=os.environ | variables | environment,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -49,40 +50,49 @@ def start(cloud, *words, **environment):
 
 
 def call(cloud, *words, **environment):
+    """Runs the script. Returns its exit code, output and errors."""
     process = start(cloud, *words, **environment)
     out, err = process.communicate(timeout=60)
     return process.returncode, out, err
 
 
+def call_without_error(cloud, *words):
+    """Runs the script, which must exit with 0."""
+    code, out, err = call(cloud, *words)
+    assert code == 0, out + err
+
+
 def program(cloud, text):
-    (cloud / "program").write_text(f"#!/usr/bin/env bash\nset -eu\n{text}")
-    (cloud / "program").chmod(0o755)
+    """Writes what the hosts run instead of python."""
+    path = cloud / "program"
+    path.write_text(f"#!/usr/bin/env bash\nset -eu\n{text}")
+    path.chmod(0o755)
 
 
 def is_running(cloud):
-    """Returns whether both hosts run the program, and have been asked about it since."""
-    log = (cloud / "host.log").read_text() if (cloud / "host.log").exists() else ""
-    _, started, since = log.rpartition("\nsystemd-run ")
+    """Returns whether both hosts run the program, and have been polled since."""
+    path = cloud / "host.log"
+    if not path.exists():
+        return False
+    _, started, since = path.read_text().rpartition("\nsystemd-run ")
     return started and since.count("ExecMainStatus") >= 2
 
 
-def asked_of_gcloud(cloud):
-    """Verbs of the requests that change something; an installation that is tried again counts
+def requests_to_gcloud(cloud):
+    """Verbs of the requests that change something. An installation that is tried again counts
     once.
     """
-    lines = (cloud / "gcloud.log").read_text().splitlines()
-    commands = [line.split()[2:4] for line in lines]
-    return [
-        verb
-        for verb, _ in itertools.groupby(
-            verb for _, verb in commands if verb in ("create", "delete", "scp")
-        )
-    ]
+    verbs = []
+    for line in (cloud / "gcloud.log").read_text().splitlines():
+        verb = line.split()[3:4]
+        if verb in (["create"], ["delete"], ["scp"]):
+            verbs += verb
+    return [verb for verb, _ in itertools.groupby(verbs)]
 
 
 @pytest.fixture
 def cloud(tmp_path):
-    """A folder in place of the cloud; its `program` is what the hosts run in place of python."""
+    """A directory instead of the cloud. Its `program` is what the hosts run instead of python."""
     commands = tmp_path / "bin"
     commands.mkdir()
     (commands / "gcloud").symlink_to(FAKES / "gcloud")
@@ -100,17 +110,17 @@ def cloud(tmp_path):
 
 @pytest.mark.full
 def test_dry_run_prints_each_command_and_runs_none(cloud):
-    words = (
-        "create one --zone=z --type=v5p-16 --node-count=2 --project=p --spot --network=n "
-        "--service-account=a@p"
+    flags = (
+        "--zone=z --type=v5p-16 --node-count=2 --project=p --spot --network=n --service-account=a@p"
     )
-    code, out, err = call(cloud, *words.split(), "--dry_run")
-    printed = "queued-resources create one --zone=z --project=p --node-count=2 --node-prefix=one "
-    printed += (
-        "--accelerator-type=v5p-16 --runtime-version=v2-alpha-tpuv5 --spot --network=n "
-        "--service-account=a@p"
+    code, out, err = call(cloud, "create", "one", *flags.split(), "--dry_run")
+    assert code == 0, err
+    assert err == ""
+    assert out == (
+        "gcloud compute tpus queued-resources create one --zone=z --project=p --node-count=2 "
+        "--node-prefix=one --accelerator-type=v5p-16 --runtime-version=v2-alpha-tpuv5 --spot "
+        "--network=n --service-account=a@p\n"
     )
-    assert (code, out, err) == (0, f"gcloud compute tpus {printed}\n", "")
     assert not (cloud / "gcloud.log").exists()
 
 
@@ -136,74 +146,76 @@ EFFECTS = {
 }
 
 
-@pytest.mark.full
-def test_each_documented_flag_changes_its_words_of_a_command(cloud):
-    def words(command, *flags):
-        usual = ["--zone=z", "--type=v4-8", "--node-count=2"]
-        code, out, err = call(cloud, command, "one", *usual, *flags, "--dry_run")
-        assert code == 0, err
-        return set(shlex.split(out))
+def printed_words(cloud, command, *flags):
+    """The words of the command that a dry run prints."""
+    usual = ["--zone=z", "--type=v4-8", "--node-count=2"]
+    code, out, err = call(cloud, command, "one", *usual, *flags, "--dry_run")
+    assert code == 0, err
+    return set(shlex.split(out))
 
-    code, out, _ = call(cloud, "--help")
+
+@pytest.mark.full
+def test_the_flags_with_an_effect_are_those_of_the_help(cloud):
+    code, out, err = call(cloud, "--help")
+    assert code == 0, err
     documented = set(re.findall(r"--([a-z-]+)", out.partition("\n  --zone")[2])) - {"dry"}
-    assert code == 0 and documented | {"zone"} == EFFECTS.keys() | {"every"}
-    for flag, (command, value, added) in EFFECTS.items():
-        assert words(command, f"--{flag}{value}") - words(command) == added, flag
+    assert documented | {"zone"} == EFFECTS.keys() | {"every"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flag", EFFECTS)
+def test_each_documented_flag_changes_its_words_of_a_command(cloud, flag):
+    command, value, added = EFFECTS[flag]
+    before = printed_words(cloud, command)
+    after = printed_words(cloud, command, f"--{flag}{value}")
+    assert after - before == added
 
 
 @pytest.mark.full
 def test_the_scripts_for_the_hosts_are_valid_shell(cloud):
     code, out, err = call(cloud, "watch", "one", "--zone=z", "--type=v5p-8", "--dry_run", *RUN)
     assert code == 0, err
+
     # As a shell reads them.
-    commands = (word for word in shlex.split(out) if word.startswith("--command="))
-    install, run, poll = (word.removeprefix("--command=") for word in commands)
-    for script in (install, run, poll):
+    words = [word for word in shlex.split(out) if word.startswith("--command=")]
+    scripts = [word.removeprefix("--command=") for word in words]
+    for script in scripts:
         assert not shell.findings(script)
+    install, run, _ = scripts
     assert 'pip install --quiet "./txl/source[plots,tpu,gcs]"' in install
     assert shlex.split(run.splitlines()[-1])[1:] == RUN[1:]
-    assert '--setenv=PYTHONPATH="$HOME/txl/source"' in run and '--working-directory="$HOME"' in run
+    assert '--setenv=PYTHONPATH="$HOME/txl/source"' in run
+    assert '--working-directory="$HOME"' in run
     assert "--property=LimitMEMLOCK=infinity" in run
+
+
+WATCH = ["watch", "one", "--zone=z", "--type=v4-8", "--", "python", "-m"]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["install", "one", "--zone=z"], "root of a clone"),
-        (["create", "one", "--zone=z", "--type=v9-8"], "v9-8"),
-        (["delete", "one", "--zone=z"], "watch, got 'delete'"),
-        (["create", "one", "--zone=z", "--runtime=v2"], "--type"),
-        (
-            ["watch", "one", "--zone=z", "--type=v4-8", "--", "python", "-m", "experiments.ptb"],
-            "--workdir=gs://",
-        ),
-        (
-            [
-                "watch",
-                "one",
-                "--zone=z",
-                "--type=v4-8",
-                "--",
-                "python",
-                "-m",
-                "x",
-                "--workdir=runs/one",
-            ],
-            "gs://",
-        ),
+        pytest.param(["install", "one", "--zone=z"], "root of a clone", id="not in a clone"),
+        pytest.param(["create", "one", "--zone=z", "--type=v9-8"], "v9-8", id="unknown type"),
+        pytest.param(["delete", "one", "--zone=z"], "watch, got 'delete'", id="unknown command"),
+        pytest.param(["create", "one", "--zone=z", "--runtime=v2"], "--type", id="no type"),
+        pytest.param([*WATCH, "experiments.ptb"], "--workdir=gs://", id="no workdir"),
+        pytest.param([*WATCH, "x", "--workdir=runs/one"], "gs://", id="local workdir"),
     ],
 )
 def test_mistakes_are_named(cloud, words, expected):
     (cloud / "clone" / "setup.cfg").unlink()  # Without it this is not a clone, and is not sent.
     code, out, err = call(cloud, *words)
-    assert code == 2 and not out
-    assert err.startswith("error: ") and expected in err
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert expected in err
     assert not (cloud / "gcloud.log").exists()
 
 
 STEPS = """
-# Six steps, in a bucket that all hosts share; each host counts its own.
+# Six steps, in a bucket that all hosts share. Each host counts its own.
 folder=$FAKE/${3#--workdir=gs://}
 mkdir -p "$folder"
 own=$folder/$(basename "$HOME")
@@ -222,132 +234,169 @@ done
 """
 
 
-def watch(cloud, *more, wait=True, **environment):
-    words = ["watch", "one", "--zone=z", "--type=v4-32", "--spot"]
-    run = [
-        "--",
-        "python",
-        "-m",
-        "experiments.enwik8",
-        "--workdir=gs://mine/run",
-        "two words",
-        "$HOME",
-    ]
-    return (call if wait else start)(cloud, *words, "--every=0.05", *more, *run, **environment)
+WATCH_A_RUN = [
+    "watch",
+    "one",
+    "--zone=z",
+    "--type=v4-32",
+    "--spot",
+    "--every=0.05",
+    "--",
+    "python",
+    "-m",
+    "experiments.enwik8",
+    "--workdir=gs://mine/run",
+    "two words",
+    "$HOME",
+]
+
+
+def watch(cloud, **environment):
+    """Watches a run to its end. Returns the exit code, output and errors."""
+    return call(cloud, *WATCH_A_RUN, **environment)
+
+
+def start_watching(cloud):
+    """Starts to watch a run. Returns the process when both hosts run it."""
+    watching = start(cloud, *WATCH_A_RUN)
+    wait_for(lambda: is_running(cloud), [watching])
+    return watching
+
+
+def finish(watching):
+    """Waits for the end of watching. Returns the exit code, output and errors."""
+    out, err = watching.communicate(timeout=60)
+    return watching.returncode, out, err
 
 
 @pytest.mark.full
-def test_watch_begins_again_after_a_preemption_and_goes_on_from_the_workdir(cloud):
+def test_watch_begins_again_after_a_preemption_and_continues_from_the_workdir(cloud):
+    """The working tree is sent, except for data."""
     program(cloud, f'[ "$4" = "two words" ] && [ "$5" = "\\$HOME" ]\n{STEPS}')
+
     code, out, err = watch(cloud)
+
     assert code == 0, out + err
-    assert asked_of_gcloud(cloud) == ["create", "scp", "delete", "create", "scp"], out + err
-    for host in ("host0", "host1"):
-        assert (cloud / "mine" / "run" / host).read_text() == "6\n"
-    assert (
-        cloud / "mine" / "run" / "host0.starts"
-    ).read_text() == "goes on after 0\ngoes on after 3\n"
-    assert re.search(r"\bSUSPENDED\b", out) and out.splitlines()[-1].endswith(
-        "delete one --zone=z --force"
-    )
+    requests = requests_to_gcloud(cloud)
+    assert requests == ["create", "scp", "delete", "create", "scp"], out + err
+    run = cloud / "mine" / "run"
+    assert (run / "host0").read_text() == "6\n"
+    assert (run / "host1").read_text() == "6\n"
+    assert (run / "host0.starts").read_text() == "goes on after 0\ngoes on after 3\n"
+    assert re.search(r"\bSUSPENDED\b", out)
+    assert out.splitlines()[-1].endswith("delete one --zone=z --force")
     source = cloud / "host1" / "txl" / "source"
-    assert sorted(path.name for path in source.iterdir()) == [".gitignore", "setup.cfg"], (
-        "the working tree, but for data"
-    )
+    assert sorted(path.name for path in source.iterdir()) == [".gitignore", "setup.cfg"]
+
+
+def notify_of_maintenance(cloud):
+    """Host 1 is going to be maintained. The program gets the same notice."""
+    (cloud / "host1" / "maintenance").write_text("TERMINATE_ON_HOST_MAINTENANCE\n")
+    for host in ("host0", "host1"):
+        os.kill(int((cloud / host / "pid").read_text()), signal.SIGTERM)
 
 
 @pytest.mark.full
 def test_watch_waits_while_a_host_is_maintained(cloud):
-    """The program has the same notice, saves and exits with 143; afterwards the host may have
-    rebooted.
-    """
+    """The program saves and exits with 143. Afterwards the host may have rebooted."""
     program(cloud, "trap 'exit 143' TERM\nwhile [ ! -e \"$FAKE/over\" ]; do sleep 0.02; done\n")
-    watching = watch(cloud, wait=False)
-    wait_for(lambda: is_running(cloud), [watching])
-    (cloud / "host1" / "maintenance").write_text("TERMINATE_ON_HOST_MAINTENANCE\n")
-    for host in ("host0", "host1"):
-        os.kill(int((cloud / host / "pid").read_text()), signal.SIGTERM)
+    watching = start_watching(cloud)
     log = cloud / "host.log"
-    begins = log.read_text().count("\nsystemd-run ")
-    polls = log.read_text().count("ExecMainStatus")
-    wait_for(lambda: log.read_text().count("ExecMainStatus") > polls + 8, [watching])
-    assert log.read_text().count("\nsystemd-run ") == begins, (
-        "it is not started before the maintenance is over"
-    )
+
+    def count(text):
+        return log.read_text().count(text)
+
+    # The run is not started before the maintenance is over.
+    notify_of_maintenance(cloud)
+    n_starts = count("\nsystemd-run ")
+    n_polls = count("ExecMainStatus")
+    wait_for(lambda: count("ExecMainStatus") > n_polls + 8, [watching])
+    assert count("\nsystemd-run ") == n_starts
+
     for name in ("pid", "status", "maintenance"):  # A reboot.
         (cloud / "host1" / name).unlink()
     (cloud / "over").touch()
-    out, err = watching.communicate(timeout=60)
-    assert watching.returncode == 0, out + err
-    assert log.read_text().count("\nsystemd-run ") == begins + 2 and "maintained" in out
+    code, out, err = finish(watching)
+    assert code == 0, out + err
+    assert count("\nsystemd-run ") == n_starts + 2
+    assert "maintained" in out
 
 
 @pytest.mark.full
 def test_watch_ends_when_the_run_is_stopped(cloud):
+    """Another `watch` continues the run."""
     program(cloud, "trap 'echo saved; exit 143' TERM\nwhile :; do sleep 0.02; done\n")
-    watching = watch(cloud, wait=False)
-    wait_for(lambda: is_running(cloud), [watching])
-    code, _, err = call(cloud, "stop", "one", "--zone=z")
-    assert code == 0, err
-    _, err = watching.communicate(timeout=60)
-    assert watching.returncode == 143 and "watch" in err
+    watching = start_watching(cloud)
+
+    call_without_error(cloud, "stop", "one", "--zone=z")
+    code, _, err = finish(watching)
+    assert code == 143, err
+    assert "watch" in err
     assert (cloud / "host1" / "journal").read_text() == "saved\n"
+
     program(cloud, "echo went on\n")
     code, _, err = watch(cloud)
-    assert code == 0, "watch goes on with a run that was stopped before: " + err
+    assert code == 0, err
     assert (cloud / "host1" / "journal").read_text() == "went on\n"
-    assert asked_of_gcloud(cloud) == ["create", "scp"]
+    assert requests_to_gcloud(cloud) == ["create", "scp"]
 
 
 @pytest.mark.nightly(part="faults")
-def test_a_request_that_is_refused_is_made_again_a_few_times(cloud):
+def test_a_request_that_is_rejected_is_made_again_a_few_times(cloud):
     program(cloud, "echo done\n")
     code, out, err = watch(cloud, FAKE_REFUSALS="2")
-    assert code == 0 and err.count("no quota") == 2, out + err
+    assert code == 0, out + err
+    assert err.count("no quota") == 2, out + err
+
     (cloud / "state").unlink()
     code, out, err = watch(cloud, FAKE_REFUSALS="9")
-    assert code == 1 and err.count("no quota") == 5 and re.search(r"(?m)^error: .*\b5\b", err)
+    assert code == 1, out + err
+    assert err.count("no quota") == 5
+    assert re.search(r"(?m)^error: .*\b5\b", err)
 
 
 @pytest.mark.nightly(part="faults")
 def test_a_run_that_is_going_on_is_not_started_twice(cloud):
+    """After a stop it may be started again."""
     program(cloud, "trap 'exit 143' TERM\nwhile :; do sleep 0.02; done\n")
-    assert call(cloud, "create", "one", "--zone=z", "--type=v4-8")[0] == 0
+    call_without_error(cloud, "create", "one", "--zone=z", "--type=v4-8")
     (cloud / "state").write_text("ACTIVE\n")
-    assert call(cloud, "install", "one", "--zone=z")[0] == 0
-    assert call(cloud, "run", "one", "--zone=z", *RUN)[0] == 0
+    call_without_error(cloud, "install", "one", "--zone=z")
+    call_without_error(cloud, "run", "one", "--zone=z", *RUN)
+
     code, _, err = call(cloud, "run", "one", "--zone=z", *RUN)
-    assert code == 1 and re.search(r"(?m)^error: .*tpu\.sh stop\b", err)
-    assert call(cloud, "stop", "one", "--zone=z")[0] == 0
-    assert call(cloud, "run", "one", "--zone=z", *RUN)[0] == 0, (
-        "after a stop it may be started again"
-    )
-    assert call(cloud, "stop", "one", "--zone=z")[0] == 0
+    assert code == 1, err
+    assert re.search(r"(?m)^error: .*tpu\.sh stop\b", err)
+
+    call_without_error(cloud, "stop", "one", "--zone=z")
+    call_without_error(cloud, "run", "one", "--zone=z", *RUN)
+    call_without_error(cloud, "stop", "one", "--zone=z")
 
 
 @pytest.mark.nightly(part="faults")
 @pytest.mark.parametrize("end", ["exit 134", "kill -TERM $$"])
 def test_watch_starts_a_run_that_broke_off_again(cloud, end):
-    """One host loses the other and is aborted, a few times; or somebody else ends it, which systemd
+    """One host loses the other and is aborted, a few times. Or somebody else ends it, which systemd
     calls clean.
     """
-    program(
-        cloud,
-        f'echo x >>"$HOME/starts"\n[ "$(wc -l <"$HOME/starts")" -ge 3 ] || {end}\nsleep 0.02\n',
-    )
+    starts = '"$HOME/starts"'
+    program(cloud, f'echo x >>{starts}\n[ "$(wc -l <{starts})" -ge 3 ] || {end}\nsleep 0.02\n')
     code, out, err = watch(cloud)
     assert code == 0, out + err
     assert (cloud / "host0" / "starts").read_text() == "x\n" * 3
+
     program(cloud, "exit 134\n")
     code, out, err = watch(cloud)
-    assert code == 1 and re.search(r"\b6\b", err), out + err
+    assert code == 1, out + err
+    assert re.search(r"\b6\b", err), out + err
 
 
 @pytest.mark.full
-def test_a_request_that_is_never_served_is_not_asked_for_again(cloud):
+def test_a_request_that_is_never_served_is_not_made_again(cloud):
     code, _, err = watch(cloud, FAKE_FIRST_STATE="FAILED")
-    assert code == 1 and "describe one --zone=z" in err
-    assert asked_of_gcloud(cloud) == ["create"]
+    assert code == 1, err
+    assert "describe one --zone=z" in err
+    assert requests_to_gcloud(cloud) == ["create"]
 
 
 @pytest.mark.nightly(part="faults")
@@ -356,13 +405,15 @@ def test_a_host_that_was_replaced_is_installed_again(cloud):
     both.
     """
     program(cloud, 'trap "exit 143" TERM\nwhile [ ! -e "$FAKE/replaced" ]; do sleep 0.02; done\n')
-    watching = watch(cloud, wait=False)
-    wait_for(lambda: is_running(cloud), [watching])
-    pid = int((cloud / "host1" / "pid").read_text())
-    (cloud / "host1").rename(cloud / "host1-gone")
-    (cloud / "host1").mkdir()
+    watching = start_watching(cloud)
+
+    host = cloud / "host1"
+    pid = int((host / "pid").read_text())
+    host.rename(cloud / "host1-gone")
+    host.mkdir()
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: (cloud / "gcloud.log").read_text().count(" scp ") == 2, [watching])
     (cloud / "replaced").touch()
-    out, err = watching.communicate(timeout=60)
-    assert watching.returncode == 0, out + err
+
+    code, out, err = finish(watching)
+    assert code == 0, out + err
