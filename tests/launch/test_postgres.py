@@ -1,5 +1,5 @@
 """Tests a study in PostgreSQL with workers in two network namespaces, as on two machines: kills,
-restarts, a cut.
+restarts, and a network that is cut.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ from support.sweep_worker import FILE, TINY, check_each_trained_once, starts, tr
 from support.waiting import wait_until
 from txl_jax.runtime.lock import is_held
 
-PROGRAMS = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
+DIRECTORIES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+PROGRAMS = DIRECTORIES[-1] if DIRECTORIES else None  # Of the latest version.
 CONTENT = FILE + (
     "[grid]\nseed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\n"
     "optimizer.learning_rate = [1e-3, 2e-3, 3e-3, 4e-3]\n"
@@ -38,8 +39,26 @@ MODELS = TINY.replace("checkpoint_every = 600", "checkpoint_every = 100") + (
 
 
 def shell(*commands):
+    """Runs commands, all of which must succeed."""
     for command in commands:
         subprocess.run(command.split(), check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def network(number, name):
+    """A network namespace with a pair of devices, the other one of which is here."""
+    shell(f"ip netns add {name}")
+    try:
+        shell(
+            f"ip link add txl{number} type veth peer name eth0 netns {name}",
+            f"ip addr add 10.77.{number}.1/24 dev txl{number}",
+            f"ip link set txl{number} up",
+            f"ip -n {name} addr add 10.77.{number}.2/24 dev eth0",
+            f"ip -n {name} link set eth0 up",
+        )
+        yield
+    finally:
+        shell(f"ip netns del {name}")  # The pair goes with it.
 
 
 @pytest.fixture
@@ -47,93 +66,94 @@ def networks():
     """Two namespaces by the address at which this one is reached from them."""
     if PROGRAMS is None or os.geteuid() or not shutil.which("ip"):
         pytest.skip("it needs root, ip and Debian's postgresql")
-    found = {f"10.77.{number}.1": f"txl-{number}-{os.getpid()}" for number in (1, 2)}
-    with contextlib.ExitStack() as at_end:
-        for number, (address, name) in enumerate(found.items(), start=1):
-            inside = f"ip -n {name} "
-            shell(f"ip netns add {name}")
-            at_end.callback(shell, f"ip netns del {name}")  # The pair goes with it.
-            shell(f"ip link add txl{number} type veth peer name eth0 netns {name}")
-            shell(f"ip addr add {address}/24 dev txl{number}", f"ip link set txl{number} up")
-            shell(f"{inside}addr add 10.77.{number}.2/24 dev eth0", f"{inside}link set eth0 up")
-        yield found
+    first = f"txl-1-{os.getpid()}"
+    second = f"txl-2-{os.getpid()}"
+    with network(1, first), network(2, second):
+        yield {"10.77.1.1": first, "10.77.2.1": second}
 
 
-@pytest.fixture
-def postgres(networks):
-    """The arguments of pg_ctl for a server of our own, which runs, and its port."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    # Folders of pytest can be read by their owner alone.
-    data, user = Path(tempfile.mkdtemp(prefix="postgres-")), pwd.getpwnam("postgres")
-    os.chown(data, user.pw_uid, user.pw_gid)
+class Postgres:
+    """A server of the test, which runs."""
 
-    def server(*words):
+    def __init__(self):
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            self.port = probe.getsockname()[1]
+        self.user = pwd.getpwnam("postgres")
+        # Only the owner can read directories of pytest.
+        self.data = Path(tempfile.mkdtemp(prefix="postgres-"))
+        os.chown(self.data, self.user.pw_uid, self.user.pw_gid)
+        self.call("initdb", "-A", "trust", "--no-sync")
+        with open(self.data / "pg_hba.conf", "a") as rules:
+            rules.write("host all all 10.77.0.0/16 trust\n")
+        self.control("start")
+
+    def call(self, program, *words):
         subprocess.run(
-            words,
-            user=user.pw_uid,
-            group=user.pw_gid,
-            cwd=data,
+            [PROGRAMS / program, "-D", self.data, *words],
+            user=self.user.pw_uid,
+            group=self.user.pw_gid,
+            cwd=self.data,
             check=True,
             stdout=subprocess.DEVNULL,
         )
 
-    server(PROGRAMS / "initdb", "-D", data, "-A", "trust", "--no-sync")
-    with open(data / "pg_hba.conf", "a") as rules:
-        rules.write("host all all 10.77.0.0/16 trust\n")
-    options = f"-p {port} -k {data} -c listen_addresses=*"
-    control = [PROGRAMS / "pg_ctl", "-D", data, "-w", "-s", "-l", data / "log", "-o", options]
-    server(*control, "start")
-    yield server, control, port
-    server(*control, "stop", "-m", "immediate")
-    shutil.rmtree(data)
+    def control(self, *words):
+        """Starts, stops or restarts the server."""
+        options = f"-p {self.port} -k {self.data} -c listen_addresses=*"
+        self.call("pg_ctl", "-w", "-s", "-l", self.data / "log", "-o", options, *words)
+
+    def close(self):
+        self.control("stop", "-m", "immediate")
+        shutil.rmtree(self.data)
+
+
+@pytest.fixture
+def postgres(networks):
+    server = Postgres()
+    yield server
+    server.close()
 
 
 def is_training(folder):
     """Returns whether the process of a run has logged a step, and has not ended."""
-    return (
-        (folder / "metrics.jsonl").exists()
-        and not (folder / "results.json").exists()
-        and is_held(folder)
-    )
+    has_begun = (folder / "metrics.jsonl").exists()
+    has_ended = (folder / "results.json").exists()
+    return has_begun and not has_ended and is_held(folder)
 
 
 class Workers:
     """Four workers, two in each network, and what disturbs them."""
 
     def __init__(self, folder, networks, postgres, **variables):
-        (self.server, self.control, port), self.out, self.log = (
-            postgres,
-            folder / "out",
-            folder / "log",
-        )
-        self.url = f"postgresql+psycopg://postgres@10.77.1.1:{port}/postgres"
-        environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu"} | variables
-        words = [
-            sys.executable,
-            "-m",
-            "support.sweep_worker",
-            str(folder / "sweep.toml"),
-            f"--out={self.out}",
-        ]
-        self.commands = [
-            [
-                "ip",
-                "netns",
-                "exec",
-                name,
-                *words,
-                f"--storage=postgresql://postgres@{address}:{port}/postgres",
-            ]
-            for address, name in [*networks.items()] * 2
-        ]
-        self.how = {"cwd": ROOT, "env": environment, "stderr": subprocess.STDOUT}
+        self.postgres = postgres
+        self.out = folder / "out"
+        self.log = folder / "log"
+        self.url = f"postgresql+psycopg://postgres@10.77.1.1:{postgres.port}/postgres"
+        self.environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu"} | variables
+        self.commands = []
+        for address, name in [*networks.items()] * 2:
+            storage = f"postgresql://postgres@{address}:{postgres.port}/postgres"
+            self.commands.append(
+                [
+                    *("ip", "netns", "exec", name),
+                    *(sys.executable, "-m", "support.sweep_worker"),
+                    str(folder / "sweep.toml"),
+                    f"--out={self.out}",
+                    f"--storage={storage}",
+                ]
+            )
         self.processes = [self.start(number) for number in range(4)]
 
     def start(self, number):
         with open(self.log, "a") as log:
-            return subprocess.Popen(self.commands[number], stdout=log, **self.how)
+            return subprocess.Popen(
+                self.commands[number],
+                cwd=ROOT,
+                env=self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
 
     def kill(self, number):
         """Kills a worker and starts it again."""
@@ -161,34 +181,41 @@ class Workers:
                 time.sleep(30)
                 shell("ip link set txl2 up")
             else:
-                self.server(*self.control, "restart", "-m", event)
+                self.postgres.control("restart", "-m", event)
 
     def losses(self):
-        """Waits for the end; returns the loss of each run by name, None for one that was pruned."""
+        """Waits for the end. Returns the loss of each run by name, None if it was pruned.
+
+        No run is lost, and none is trained twice.
+        """
         codes = [process.wait(timeout=1800) for process in self.processes]
         # 75: it was started during a restart.
         assert set(codes) <= {0, os.EX_TEMPFAIL}, self.log.read_text()
-        found = trials(self.url)
-        assert {trial.state.name for trial in found} <= {"COMPLETE", "PRUNED", "FAIL"}
-        done = [trial for trial in found if trial.state.name != "FAIL"]
-        complete = {
-            trial.user_attrs["run"]: trial.value for trial in done if trial.state.name == "COMPLETE"
-        }
-        names = dict.fromkeys(trial.user_attrs["run"] for trial in done)
-        assert len(done) == len(names) == 40, "none is lost, and none is there twice"
-        return names | complete
+        losses = {}
+        for trial in trials(self.url):
+            assert trial.state.name in ("COMPLETE", "PRUNED", "FAIL")
+            if trial.state.name != "FAIL":
+                name = trial.user_attrs["run"]
+                assert name not in losses, f"{name} has two trials"
+                losses[name] = trial.value if trial.state.name == "COMPLETE" else None
+        assert len(losses) == 40
+        return losses
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture
 def start_workers(tmp_path, networks, postgres):
+    """Starts workers on the content of a file."""
     with contextlib.ExitStack() as at_end:
 
         def start(content, **variables):
             (tmp_path / "sweep.toml").write_text(content)
             workers = Workers(tmp_path, networks, postgres, **variables)
-            at_end.callback(
-                lambda: [process.kill() or process.wait() for process in workers.processes]
-            )
+            at_end.callback(workers.close)
             return workers
 
         yield start
@@ -201,37 +228,39 @@ def test_forty_runs_of_four_workers_survive_kills_restarts_and_a_cut(start_worke
     wait_until(lambda: len(list(out.glob("*/ends"))) >= 3, seconds=600)
     workers.disturb()
     losses = workers.losses()
-    for name, loss in losses.items():
-        seed, rate = (float(part.partition("=")[2]) for part in name.split("+"))
-        assert loss in (None, pytest.approx(seed + 10 * rate + 1 / 20, abs=1e-12))
+
     assert any(len(starts(out / name)) > 1 for name in losses), "some were resumed"
-    for name in [name for name, loss in losses.items() if loss is None]:
-        shutil.rmtree(out / name)
+    for name, loss in losses.items():
+        if loss is None:
+            shutil.rmtree(out / name)
+        else:
+            seed, rate = (float(part.partition("=")[2]) for part in name.split("+"))
+            assert loss == pytest.approx(seed + 10 * rate + 1 / 20, abs=1e-12), name
     check_each_trained_once(out, len([*out.glob("*/ends")]))
 
 
 @pytest.mark.nightly(part="postgres")
 def test_forty_models_are_those_that_are_trained_alone(start_workers, tmp_path):
+    """Some runs are resumed, and some are pruned."""
     write_words(tmp_path, 12_000)
     content = MODELS.replace("WORK", str(tmp_path))
-    pruned = (
-        content + '[pruner]\nname = "MedianPruner"\nn_startup_trials = 10\nn_warmup_steps = 200\n'
-    )
-    workers = start_workers(pruned, REAL_TRAININGS="1")
+    pruner = '[pruner]\nname = "MedianPruner"\nn_startup_trials = 10\nn_warmup_steps = 200\n'
+    workers = start_workers(content + pruner, REAL_TRAININGS="1")
     wait_until(lambda: len(list(workers.out.glob("*/results.json"))) >= 3, seconds=600)
     workers.kill_all_in_the_middle_of_a_training()
     workers.disturb()
     losses = workers.losses()
     logs = [(workers.out / name / "sweep.log").read_text() for name in losses]
-    assert any("resuming " in log for log in logs) and None in losses.values()
+    assert any("resuming " in log for log in logs)
+    assert None in losses.values()
+
     (tmp_path / "alone.toml").write_text(content)
-    code = sweep.main(
-        ["sweep", str(tmp_path / "alone.toml"), f"--out={tmp_path / 'alone'}", "--jobs=2"]
-    )
-    assert code == 0
-    for name in [name for name, loss in losses.items() if loss is not None]:
-        found, alone = (
-            json.loads((folder / name / "results.json").read_text())
-            for folder in (workers.out, tmp_path / "alone")
-        )
-        assert losses[name] == alone["best_valid"]["loss"] and found["test"] == alone["test"], name
+    alone = tmp_path / "alone"
+    assert sweep.main(["sweep", str(tmp_path / "alone.toml"), f"--out={alone}", "--jobs=2"]) == 0
+
+    for name, loss in losses.items():
+        if loss is not None:
+            results = json.loads((workers.out / name / "results.json").read_text())
+            expected = json.loads((alone / name / "results.json").read_text())
+            assert loss == expected["best_valid"]["loss"], name
+            assert results["test"] == expected["test"], name
