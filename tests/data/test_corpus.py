@@ -287,7 +287,7 @@ def test_a_trained_vocabulary_reads_another_text(poem, tmp_path, read):
 
 
 def ranked(tokens, unknown, min_count, mark=None):
-    """The tokens of a vocabulary by count, and those of one count by first occurrence.
+    """The tokens of a vocabulary by count, and for equal counts by first occurrence.
 
     Tokens rarer than `min_count` count as the unknown token. Their counts also include the mark's
     if it is rare. The mark itself is left out.
@@ -315,8 +315,8 @@ def test_own_text_has_all_bytes_and_a_closed_alphabet_is_counted_over_all_splits
     tokenizer = TokenizerConfig(newlines=newlines)
     files = (["cab\n", "é"], "bax", "y\n")
 
-    own = make_vocabulary(tokenizer, text_of(*files))
-    assert own == ByteVocabulary.all_bytes(newlines)
+    vocabulary = make_vocabulary(tokenizer, text_of(*files))
+    assert vocabulary == ByteVocabulary.all_bytes(newlines)
 
     closed = make_vocabulary(tokenizer, text_of(*files, closed_alphabet=True))
     assert closed == ByteVocabulary(bytes(sorted(symbols.encode())), newlines)
@@ -356,7 +356,7 @@ def test_words_are_ranked_by_count_and_first_occurrence_after_the_mark(
 )
 @settings(max_examples=100)
 def test_characters_are_ranked_by_count_and_first_occurrence(texts, min_count):
-    """Only those of the training text."""
+    """Only the training text is counted."""
     tokenizer = TokenizerConfig(kind=Tokenizer.CHAR, min_count=min_count)
     vocabulary = make_vocabulary(tokenizer, text_of(texts, "xxx", "yyyy"))
     assert vocabulary.characters == "".join(ranked("".join(texts), UNKNOWN, min_count))
@@ -454,7 +454,7 @@ def test_a_split_without_a_target_is_named(split, poem, tmp_path, read):
         read(own_text(**poem))
 
 
-# Stores of ids: contents, reuse, memory, and what errors, full disks and damage leave
+# Stores of ids: contents, reuse, memory, and what errors and corruption leave
 
 
 SETTINGS = {"tokenizer": "word", "min_count": 1}
@@ -603,7 +603,7 @@ def test_ids_are_those_of_this_version(tmp_path):
         digest.update(str(ids).encode())
 
     assert digest.hexdigest()[:16] == GOLDEN[token_store.VERSION], (
-        "the same text gives other tokens than before; if that is meant, raise "
+        "the same text gives other tokens than before. If that is meant, raise "
         "token_store.VERSION and add its digest"
     )
 

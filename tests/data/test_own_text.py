@@ -51,7 +51,7 @@ def parts(text):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Path of a file to write; one for all examples of a test."""
+    """Path of a file to write, the same for all examples of a test."""
     return tmp_path_factory.mktemp("own") / "poem.txt"
 
 
@@ -655,10 +655,11 @@ def test_held_out_splits_of_python_stdlib_have_600_000_to_680_000_bytes(monkeypa
         assert n_shared > 0.9 * sizes[2], root
 
 
-# Every kind of white space that cuts, one that does not, and characters of one to four bytes.
+# Every kind of white space that cuts, one that does not, and characters of one to four bytes. UTF-8
+# can encode all but surrogates. Hypothesis computes for a second with `codec`.
 TEXTS = st.text(
     st.sampled_from("ab \n\t\r\N{NO-BREAK SPACE}é日😀")
-    | st.characters(codec="utf-8", exclude_characters="\0")
+    | st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 )
 SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any)
 

@@ -64,7 +64,7 @@ def split_files(texts):
 
 
 def expected_digest(name):
-    """The digest of a miniature, from its splits alone."""
+    """The digest of a miniature, computed only from its splits."""
     parts = miniature.texts(name)
     if name in ONE_FILE:
         return sha256(b"".join(parts.values()))
@@ -134,7 +134,7 @@ def test_files_are_found_by_the_ends_of_their_paths(prefix, tmp_path):
 
 
 def test_missing_files_are_named(tmp_path):
-    """Only those of the layout that lacks fewest."""
+    """Only in the layout that lacks the fewest."""
     archive = opened(tmp_path, "x.zip")
     with pytest.raises(UserError) as caught:
         fit(archive, [{"one": ("x", "y", "z")}, {"one": ("b.txt", "absent.txt")}])
@@ -237,7 +237,7 @@ QUICK += [(CorpusName.PTB, how) for how in ARRANGEMENTS]
 
 @pytest.mark.parametrize(("name", "how"), full_but(QUICK, cases()))
 def test_a_corpus_in_each_arrangement_of_files(name, how, tmp_path):
-    """Its text, metadata and digest do not depend on the arrangement. The files are left alone."""
+    """Its text, metadata and digest do not depend on the arrangement. The files are not touched."""
     arrange(tmp_path, name, how)
     records = tmp_path / "cache" / "tfds" / f"txl_{name}"
     (records / "1.0.0.incompleteX").mkdir(parents=True)  # Left by a killed process.
@@ -401,9 +401,9 @@ def test_common_names_count_only_in_the_corpuss_own_directory(tmp_path):
     place(tmp_path / "data", {f"{split}.txt": text for split, text in texts.items()})
     reading_error(CorpusName.PTB, tmp_path, UserError)
 
-    own = tmp_path / "ptb"
-    os.rename(tmp_path / "data", own)
-    text = prepare.read(CorpusName.PTB, data_dir=str(own), cache_dir=str(tmp_path / "cache"))
+    directory = tmp_path / "ptb"
+    os.rename(tmp_path / "data", directory)
+    text = prepare.read(CorpusName.PTB, data_dir=str(directory), cache_dir=str(tmp_path / "cache"))
     assert contents(text) == texts
 
 

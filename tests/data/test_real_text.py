@@ -105,8 +105,8 @@ def test_words_of_penn_treebank(data_dir, tmp_path):
     assert corpus.test[:8].tolist() == [102, 14, 24, 32, 753, 381, 0, 29]
     assert vocabulary.decode(corpus.test[:8]) == b"no it was n't black monday \nbut "
 
-    # Every word of validation and test is in the training split, so all counts are those of the
-    # files.
+    # Every word of validation and test is in the training split, so all counts are equal to the
+    # counts of the files.
     for split, tokens in (("train", corpus.train), ("valid", corpus.valid), ("test", corpus.test)):
         expected = collections.Counter()
         for line in (data_dir / "ptb" / f"ptb.{split}.txt").read_text().splitlines():
@@ -146,7 +146,7 @@ def test_words_of_wikitext_2(data_dir):
 @pytest.mark.full
 def test_penn_treebank_in_its_published_layout(data_dir, tmp_path):
     """It is found in the directory, checked by its sha256 and counts, and prepared. The ids are
-    those of the same files as the user's own text.
+    the same as if the files were the user's own text.
     """
     prepared = read_corpus(default_data(CorpusName.PTB), str(data_dir), str(tmp_path / "published"))
     expected = read_penn_treebank(data_dir, tmp_path / "own")
@@ -205,8 +205,8 @@ CONFIG = tiny.changed(
     ids=["enwik8", "ptb"],
 )
 def test_a_model_of_frequencies_has_their_cross_entropy(data_dir, tmp_path, name, expected):
-    """Without weights but a bias of the softmax, the loss is what NumPy computes from the counts
-    alone.
+    """Without weights but a bias of the softmax, the loss is what NumPy computes only from the
+    counts.
     """
     if name == "ptb":
         corpus = read_penn_treebank(data_dir, tmp_path)

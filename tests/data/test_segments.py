@@ -231,7 +231,7 @@ def test_a_resumed_run_reads_on_where_it_stopped(kind, calls, length, batch_size
 def test_processes_share_the_rows_of_one(
     kind, n_processes, first_step, data, length, batch_size, segment_len
 ):
-    """Each reads the rows that it owns. Numbers are those of all processes together."""
+    """Each reads the rows that it owns. Sizes and counts are for all processes together."""
     whole = make(kind, length, batch_size, segment_len)
     segments = whole.segments(first_step, 4)
     owner = st.integers(0, n_processes - 1)
@@ -341,7 +341,8 @@ def test_sentence_starts_that_decrease_anywhere_are_an_error(i):
 def test_the_numbers_are_those_of_runs_that_exist():
     """Other numbers would make a resumed run read another text.
 
-    Made by `random_words(1111, 0, 2).tolist()` and so on; they may change with no version of numpy.
+    Made by `random_words(1111, 0, 2).tolist()` and so on. They must be the same with
+    every version of numpy.
     """
     assert random_words(1111, 0, 2).tolist() == [9149335232105706365, 13657752410413150597]
     assert random_words(-1, 7, 1).tolist() == [4692318544024626926]
@@ -367,7 +368,7 @@ def test_starts_are_one_axis_of_signed_integers_that_span_the_text(starts):
         ShuffledSentences(starts, n_tokens=10, seed=0)
 
 
-SECONDS = 20.0  # Long enough for any machine; only a failure waits so long.
+SECONDS = 20.0  # Long enough for any machine. Only a failure waits so long.
 
 
 class Recorder:

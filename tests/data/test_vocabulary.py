@@ -31,7 +31,9 @@ from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0")
+# All that UTF-8 can encode, i.e. no surrogates. Hypothesis computes for a second with `codec`.
+ENCODABLE = st.characters(exclude_categories=["Cs"])
+CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 # What the saved form must not take for the end of a line, or for one of its own escapes.
 AWKWARD = st.text(st.sampled_from("\n\r\\nr\x0b\x0c\x1c\x85\N{LINE SEPARATOR}😀") | CHARACTERS)
 
@@ -397,7 +399,7 @@ def test_properties_of_subwords():
     assert OWN.start.tolist() == [0]
 
 
-@given(text=st.text())
+@given(text=st.text(ENCODABLE))
 def test_every_text_comes_back_also_token_by_token(text):
     content = text.encode()
     ids = OWN.encode(content)

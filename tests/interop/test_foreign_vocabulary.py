@@ -85,10 +85,10 @@ def test_a_corpus_of_the_tensorflow_release(tmp_path):
     ids=["enwik8", "own bytes", "text8"],
 )
 def test_bytes_keep_their_ids(symbols, dataset, expected):
-    found = foreign_vocabulary.of_symbols(
+    result = foreign_vocabulary.of_symbols(
         symbols, lower_case=False, dataset=dataset, name="cache.pkl"
     )
-    assert found.vocabulary == expected
+    assert result.vocabulary == expected
 
 
 def test_the_list_of_one_billion_word(tmp_path):
@@ -177,9 +177,9 @@ def test_symbols_that_are_not_texts_are_an_error():
 
 def test_what_has_no_usable_words(tmp_path):
     """There is no vocabulary then, and the ids can still be used."""
-    found = foreign_vocabulary.of_symbols(["<eos>", "the"], lower_case=False, name="vocab.txt")
-    assert found.vocabulary is None
-    assert "unknown" in found.notes[0]
+    result = foreign_vocabulary.of_symbols(["<eos>", "the"], lower_case=False, name="vocab.txt")
+    assert result.vocabulary is None
+    assert "unknown" in result.notes[0]
 
     not_bytes = foreign_vocabulary.of_symbols(["256", "7"], lower_case=False, name="a")
     assert not_bytes.vocabulary is None

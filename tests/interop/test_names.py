@@ -82,9 +82,9 @@ def test_a_model_behind_other_names_is_the_same(write, format, wrapped, tmp_path
 LEAF = leaves.leaf_of(np.zeros(2))
 
 
-def has_note(found, text):
+def has_note(known, text):
     """Returns whether a note of `names.known` contains a text."""
-    return any(text in note for note in found.notes)
+    return any(text in note for note in known.notes)
 
 
 def test_tensors_with_another_prefix_are_omitted_with_a_note():
@@ -93,25 +93,25 @@ def test_tensors_with_another_prefix_are_omitted_with_a_note():
     for name, leaf in expected.items():
         tensors[f"model.{name}"] = leaf
 
-    found = names.known(tensors)
-    assert found.tensors == expected
-    assert found.is_recognized
-    assert not found.has_transformer
-    assert has_note(found, "'model.'")
-    assert has_note(found, "loss.weight")
+    known = names.known(tensors)
+    assert known.tensors == expected
+    assert known.is_recognized
+    assert not known.has_transformer
+    assert has_note(known, "'model.'")
+    assert has_note(known, "loss.weight")
 
     # An average of the weights under another name.
     average = {f"ema.{name}": leaf for name, leaf in expected.items()}
-    found = names.known(tensors | average)
-    assert found.tensors == expected
-    assert has_note(found, "'ema.'")
+    known = names.known(tensors | average)
+    assert known.tensors == expected
+    assert has_note(known, "'ema.'")
 
 
 def test_tensors_without_a_prefix_have_no_note():
     tensors = {"word_emb.emb_layers.0.weight": LEAF, "crit.out_layers.0.bias": LEAF}
-    found = names.known(tensors)
-    assert found.tensors == tensors
-    assert found.notes == []
+    known = names.known(tensors)
+    assert known.tensors == tensors
+    assert known.notes == []
 
 
 def test_two_tensors_of_one_name_are_an_error():

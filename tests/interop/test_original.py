@@ -148,8 +148,8 @@ def test_a_parameter_reads_only_its_own_tensors():
         return leaf._replace(part=part)
 
     tensors = {name: recorded(name, leaf) for name, leaf in leaves.from_tree(arrays).items()}
-    found = original.to_leaves(tensors, config, vocab_size=tiny.V, format=Format.HUGGINGFACE)
-    norm = found["stack/layers/attention_norm/scale"]
+    parameters = original.to_leaves(tensors, config, vocab_size=tiny.V, format=Format.HUGGINGFACE)
+    norm = parameters["stack/layers/attention_norm/scale"]
     expected = params["stack"]["layers"]["attention_norm"]["scale"]
     names = [
         "transformer.layers.0.dec_attn.layer_norm.weight",
@@ -335,12 +335,12 @@ def peer_segments(torch, peer, tokens: np.ndarray):
     for start in range(0, tokens.shape[1] - 1, L):
         segment = torch.from_numpy(tokens[:, start : start + L + 1].astype(np.int64))
         with torch.no_grad():
-            found = peer(segment[:, :-1], mems=memory, output_hidden_states=True)
-        memory = found.mems
-        nll = -found.prediction_scores.gather(2, segment[:, 1:, None])[:, :, 0]
+            outputs = peer(segment[:, :-1], mems=memory, output_hidden_states=True)
+        memory = outputs.mems
+        nll = -outputs.prediction_scores.gather(2, segment[:, 1:, None])[:, :, 0]
         states = torch.stack(memory).transpose(1, 2)
         yield {
             "nll": nll.numpy(),
-            "hidden": found.hidden_states[-1].numpy(),
+            "hidden": outputs.hidden_states[-1].numpy(),
             "memory": states.numpy(),
         }

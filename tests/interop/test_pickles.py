@@ -17,12 +17,14 @@ from txl_jax.interop import pickles
 from txl_jax.interop.pickles import Omitted, Record, Symbol
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
+# All but surrogates, as by default, for which Hypothesis computes for a second.
+CHARACTERS = strategies.characters(exclude_categories=["Cs"])
 LEAVES = (
     strategies.none()
     | strategies.booleans()
     | strategies.integers(-(1 << 80), 1 << 80)
     | strategies.floats(allow_nan=False)
-    | strategies.text(max_size=300)
+    | strategies.text(CHARACTERS, max_size=300)
     | strategies.binary(max_size=300)
 )
 
@@ -34,7 +36,11 @@ def integers_of(n_bits):
 
 SMALL = integers_of(32)
 LARGE = integers_of(60)
-KEYS = strategies.text(max_size=5) | LARGE | strategies.tuples(SMALL, strategies.text())
+KEYS = (
+    strategies.text(CHARACTERS, max_size=5)
+    | LARGE
+    | strategies.tuples(SMALL, strategies.text(CHARACTERS))
+)
 VALUES = strategies.recursive(
     LEAVES | strategies.sets(KEYS) | strategies.frozensets(LARGE),
     lambda inner: (

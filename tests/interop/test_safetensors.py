@@ -48,12 +48,12 @@ def test_what_is_written_is_read_back(tmp_path):
     path = tmp_path / "a.safetensors"
     ours.write(path, leaves.from_tree(TENSORS))
 
-    found = ours.read(path)
+    leaves_read = ours.read(path)
 
-    check_equal(found, TENSORS)
-    np.testing.assert_array_equal(found["matrix"].part(1), TENSORS["matrix"][1])
+    check_equal(leaves_read, TENSORS)
+    np.testing.assert_array_equal(leaves_read["matrix"].part(1), TENSORS["matrix"][1])
     with pytest.raises(ValueError, match="read-only"):
-        found["matrix"].read()[0] = 1
+        leaves_read["matrix"].read()[0] = 1
 
 
 def test_the_package_reads_what_we_write_and_the_reverse(tmp_path):

@@ -85,7 +85,7 @@ def variables_of(config, params, *, same_dim=True) -> dict[str, np.ndarray]:
 
 
 def with_optimizer(variables: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The variables in the scope of the release, with those of the optimizer."""
+    """The variables in the scope of the release, and the optimizer's variables."""
     whole = {"global_step": np.int64(3), "beta1_power": np.float32(0.9)}
     for name, value in variables.items():
         contiguous = np.ascontiguousarray(value)
@@ -364,10 +364,10 @@ def test_the_release_gives_the_same_losses(changes, tmp_path, monkeypatch, x64):
     tokens = tiny.text(3 * 4 + 1, rows=1)
     tokens[0, 2:6] = (0, 5, foreign.V - 1, 10)  # Each cluster.
 
-    found = formats.read(tmp_path)
-    model_config = dataclasses.replace(found.info.config.model, dtype=DType.FLOAT64)
+    source = formats.read(tmp_path)
+    model_config = dataclasses.replace(source.info.config.model, dtype=DType.FLOAT64)
     model = TransformerXL(model_config, foreign.V)
-    weights = {"params": jax.tree.map(np.float64, foreign.to_tree(found.leaves))}
+    weights = {"params": jax.tree.map(np.float64, foreign.to_tree(source.leaves))}
 
     for same_length in (False, True):
         lengths = {"mem_len": 5, "clamp_len": 4, "same_length": same_length}

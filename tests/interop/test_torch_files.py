@@ -25,14 +25,14 @@ def tensors(path):
     return state_dict.of(torch_files.read(path))
 
 
-def check_equal(found, expected):
+def check_equal(leaves, expected):
     """Asserts that tensors have these names in this order, dtypes, shapes and values."""
-    assert len(found) == len(expected)
-    assert list(found) == list(expected)
+    assert len(leaves) == len(expected)
+    assert list(leaves) == list(expected)
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert found[name].shape == value.shape, name
-        np.testing.assert_array_equal(found[name].read(), value, err_msg=name)
+        assert leaves[name].dtype == value.dtype, name
+        assert leaves[name].shape == value.shape, name
+        np.testing.assert_array_equal(leaves[name].read(), value, err_msg=name)
 
 
 @by_format
@@ -55,9 +55,9 @@ def test_views_share_a_storage(write, tmp_path):
     }
     path = write(tmp_path / "a.bin", expected)
 
-    found = tensors(path)
-    check_equal(found, expected)
-    assert not found["part"].read().flags.writeable
+    leaves = tensors(path)
+    check_equal(leaves, expected)
+    assert not leaves["part"].read().flags.writeable
 
     root = torch_files.read(path).root
     assert root["whole"] != root["transposed"]
@@ -119,10 +119,10 @@ def test_a_module_gives_the_names_of_its_state_dict(write, replicas, tmp_path):
         root = torch_bytes.module("torch.nn.parallel.DataParallel", module=root)
     file = torch_files.read(write(tmp_path / "model.pt", root))
 
-    found = state_dict.of(file)
-    assert list(found) == ["u", "kept", "layers.0.weight", "layers.1.weight"]
-    assert found["layers.0.weight"] is found["layers.1.weight"]
-    np.testing.assert_array_equal(found["layers.1.weight"].read(), WEIGHTS["a.weight"])
+    leaves = state_dict.of(file)
+    assert list(leaves) == ["u", "kept", "layers.0.weight", "layers.1.weight"]
+    assert leaves["layers.0.weight"] is leaves["layers.1.weight"]
+    np.testing.assert_array_equal(leaves["layers.1.weight"].read(), WEIGHTS["a.weight"])
 
     record = state_dict.model_in(file.root)
     assert isinstance(record, Record)
@@ -301,8 +301,8 @@ NOT_COMPLETE = r"a\.pt(: the pickle.* corrupted| is not a complete torch.save fi
 )
 def test_a_tensor_beyond_its_storage_is_an_error(write, sizes, tmp_path):
     base = np.arange(6, dtype=np.float32)
-    found = tensors(write(tmp_path / "a.pt", {"b": base, **tensor_of()}))
-    np.testing.assert_array_equal(found["a"].read(), base.reshape(2, 3))
+    leaves = tensors(write(tmp_path / "a.pt", {"b": base, **tensor_of()}))
+    np.testing.assert_array_equal(leaves["a"].read(), base.reshape(2, 3))
 
     path = write(tmp_path / "a.pt", {"b": base, **tensor_of(**sizes)})
     with pytest.raises(UserError, match=NOT_COMPLETE):
@@ -423,10 +423,10 @@ def test_files_that_torch_writes(legacy, tmp_path):
     ]
     for value, expected in cases:
         torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
-        found = tensors(tmp_path / "a.pt")
-        assert list(found) == list(expected)
+        leaves = tensors(tmp_path / "a.pt")
+        assert list(leaves) == list(expected)
         for name, tensor in expected.items():
-            assert str(tensor.dtype) == f"torch.{found[name].dtype}", name
-            values = np.asarray(found[name].read(), np.float64)
+            assert str(tensor.dtype) == f"torch.{leaves[name].dtype}", name
+            values = np.asarray(leaves[name].read(), np.float64)
             exact = tensor.detach().double().numpy()
             np.testing.assert_array_equal(values, exact, err_msg=name)

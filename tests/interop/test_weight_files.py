@@ -44,10 +44,10 @@ def test_a_file_is_recognized_by_its_first_bytes(write, kind, name, tmp_path):
     (tmp_path / "training_args.bin").write_bytes(b"\x80\x02N.")
 
     for source in (path, tmp_path):
-        found = weight_files.find(source)
-        assert found.kind == kind, source
-        assert found.path == path, source
-        assert list(found.parts) == [path], source
+        weights = weight_files.find(source)
+        assert weights.kind == kind, source
+        assert weights.path == path, source
+        assert list(weights.parts) == [path], source
         assert holds_other_weights(str(source)), source
 
 
@@ -136,8 +136,8 @@ def test_a_checkpoint_of_tensorflow_by_each_of_its_names(end, tensorflow_checkpo
 
 @pytest.mark.parametrize("name", [".", "checkpoint"])
 def test_of_several_checkpoints_of_tensorflow_the_last_is_read(name, tensorflow_checkpoints):
-    found = weight_files.find(tensorflow_checkpoints / name)
-    assert found.path == tensorflow_checkpoints / "model.ckpt-20"
+    weights = weight_files.find(tensorflow_checkpoints / name)
+    assert weights.path == tensorflow_checkpoints / "model.ckpt-20"
 
 
 def test_a_missing_index_of_tensorflow_is_named(tensorflow_checkpoints):

@@ -21,14 +21,14 @@ def blocks(language):
 
 def commands(first):
     """The commands that begin with these words, as lists of words."""
-    found = []
+    shown = []
     for line in "".join(blocks("sh")).replace("\\\n", " ").splitlines():
         if line.startswith(first):
             # What comes after a pipe is another command.
             line = line.rpartition(" | ")[0] or line
-            found.append(shlex.split(line, comments=True))
-    assert found, f"no command begins with {first}"
-    return found
+            shown.append(shlex.split(line, comments=True))
+    assert shown, f"no command begins with {first}"
+    return shown
 
 
 @pytest.mark.full
@@ -51,11 +51,11 @@ def test_the_scripts_take_what_is_shown(words):
 
 def shown_sweeps():
     """The commands with the sweep of the first example, except for tasks of SkyPilot."""
-    found = []
+    shown = []
     for words in commands("python -m launch.sweep"):
         if "sweep.toml" in words and "--print=sky" not in words:
-            found.append(words)
-    return found
+            shown.append(words)
+    return shown
 
 
 @pytest.mark.parametrize("words", shown_sweeps(), ids=" ".join)

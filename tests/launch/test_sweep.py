@@ -524,7 +524,7 @@ def test_a_stopped_run_with_dropout_masks_of_another_version_is_in_the_table(wri
 
 
 def test_a_sweep_compares_a_run_with_its_record_as_the_program_does(write):
-    """A flagfile's sizes yield to those of the weights, which the record has."""
+    """A flagfile's sizes yield to the sizes of the weights, which the record has."""
     small = 'program = "text"\nflagfile = "small"\n[base]\ndata.file = "WORK/words.txt"\n'
     path = write("[grid]\ninit_from = ['weights']\n", base=small)
     [run] = read(path)
