@@ -106,7 +106,7 @@ def test_a_conversion_has_an_array_at_a_time_in_memory_and_the_parameters_once(
 
     Losses, of the source and of the result, need all parameters.
     """
-    config, params = foreign.make("hf", d_model=512, n_head=8, d_head=64, d_inner=512)
+    config, params = foreign.make("hf", d_model=256, n_head=4, d_head=64, d_inner=256)
     foreign.huggingface_folder(tmp_path / "theirs", config, params)
     sizes = [leaf.nbytes for leaf in jax.tree.leaves(params)]
     del params

@@ -118,7 +118,8 @@ def test_every_run_of_a_grid_is_trained_once_and_its_loss_is_its_value(out, caps
 
     check_each_trained_once(out, 4)
     assert len(results(out)) == 4
-    losses = {trial.user_attrs["run"]: trial.value for trial in trials(out)}
+    all_trials = trials(out)
+    losses = {trial.user_attrs["run"]: trial.value for trial in all_trials}
     assert losses == pytest.approx(
         {
             "seed=1+learning_rate=0.001": 1 + 10 * 0.001 + 1 / 20,
@@ -127,8 +128,7 @@ def test_every_run_of_a_grid_is_trained_once_and_its_loss_is_its_value(out, caps
             "seed=2+learning_rate=0.002": 2 + 10 * 0.002 + 1 / 20,
         }
     )
-    first = trials(out)[0]
-    assert first.intermediate_values[20] == first.value
+    assert all_trials[0].intermediate_values[20] == all_trials[0].value
 
     printed = capsys.readouterr().out
     best = r"seed=1\+learning_rate=0\.001"
