@@ -87,7 +87,9 @@ def test_bytes_are_split_by_position(size, path):
 
 
 @pytest.mark.parametrize(
-    "tokens", [{"kind": Tokenizer.CHAR}, {"kind": Tokenizer.WORD, "line_mark": LineMark.NONE}]
+    "tokens",
+    [{"kind": Tokenizer.CHAR}, {"kind": Tokenizer.WORD, "line_mark": LineMark.NONE}],
+    ids=["characters", "words"],
 )
 @given(lines=st.lists(st.text("ab é日😀", max_size=20), min_size=1), open_end=st.booleans())
 @settings(max_examples=100)

@@ -81,6 +81,7 @@ def test_characters_must_be_distinct_and_contain_the_unknown(characters, size, n
         (("a", "<unk>", "<eos>"), LineMark.S, "<S>"),
         (("a", "<unk>", "<eos>"), LineMark.DOUBLE_S, "<S>"),
     ],
+    ids=["no words", "a word twice", "no <eos>", "no <S>", "no <S> of two"],
 )
 def test_words_must_be_distinct_and_contain_the_unknown_and_the_mark(words, line_mark, named):
     with pytest.raises(UserError, match=named):
@@ -107,6 +108,7 @@ def test_an_unprompted_text_follows_a_newline_or_a_space_or_the_first_token():
         (LineMark.DOUBLE_S, [4], 4),
         (LineMark.NONE, [0], None),
     ],
+    ids=["eos", "s", "double_s", "none"],
 )
 def test_an_unprompted_text_of_words_follows_the_mark(line_mark, start, mark):
     assert words_of(line_mark).start.tolist() == start
@@ -332,6 +334,7 @@ def test_words_against_plain_python(line_mark, texts, size, lower_case):
         (LineMark.DOUBLE_S, [0, 4, 4, 2]),
         (LineMark.NONE, [0, 2]),
     ],
+    ids=["eos", "double_s", "none"],
 )
 def test_the_end_of_a_prompt_is_open(line_mark, ids):
     assert words_of(line_mark).encode(b"the\ncat").tolist() == ids

@@ -110,6 +110,7 @@ WORDS_AND_ENDS = WordVocabulary(tuple(WORDS), LineMark.EOS)
 @pytest.mark.parametrize(
     ("name", "text"),
     [("vocab.txt", "\n".join(WORDS)), ("vocabulary.txt", vocabulary_lib.dumps(WORDS_AND_ENDS))],
+    ids=["words", "our own"],
 )
 def test_a_byte_order_mark_is_not_part_of_the_first_word(name, text, tmp_path):
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
