@@ -10,24 +10,28 @@ NAMES = ("query", "key", "value", "position_key", "content_bias", "position_bias
 
 
 def shapes(visibility: Visibility, n_head: int, width: int) -> dict[str, tuple[int, ...]]:
-    batch, length = len(visibility.valid), visibility.segment_len
-    keys, biases = (batch, n_head, visibility.n_keys, width), (n_head, width)
-    found = (
-        (batch, n_head, length, width),
-        keys,
-        keys,
-        (n_head, visibility.n_positions, width),
-        biases,
-        biases,
-    )
-    return dict(zip(NAMES, (*found, (n_head, visibility.n_positions)), strict=True))
+    """Returns the shape of each operand, by its name. `width` is E, the size of a head."""
+    batch = len(visibility.valid)
+    return {
+        "query": (batch, n_head, visibility.segment_len, width),
+        "key": (batch, n_head, visibility.n_keys, width),
+        "value": (batch, n_head, visibility.n_keys, width),
+        "position_key": (n_head, visibility.n_positions, width),
+        "content_bias": (n_head, width),
+        "position_bias": (n_head, width),
+        "position_score": (n_head, visibility.n_positions),
+    }
 
 
 def draw(
     visibility: Visibility, n_head: int, width: int, *, names=NAMES, dtype=jnp.float32
 ) -> dict[str, jax.Array]:
+    """Returns normal numbers for the operands with these names.
+
+    All operands are drawn, so that an operand has the same numbers whatever the names.
+    """
     rng = np.random.default_rng(4)
-    drawn = {
-        name: rng.normal(size=shape) for name, shape in shapes(visibility, n_head, width).items()
-    }
-    return {name: jnp.asarray(drawn[name], dtype) for name in names}
+    arrays = {}
+    for name, shape in shapes(visibility, n_head, width).items():
+        arrays[name] = rng.normal(size=shape)
+    return {name: jnp.asarray(arrays[name], dtype) for name in names}

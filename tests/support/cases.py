@@ -17,14 +17,18 @@ def nightly_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
 def full_but(
     quick: Collection[Any], cases: Iterable[Any], mark: pytest.MarkDecorator = pytest.mark.full
 ) -> list[Any]:
-    """The same, but those that are not among the quick ones run with `-m full`."""
+    """Returns the cases as parameters of a test.
+
+    Those that are not among the quick ones run with `-m full`. A case that is a tuple gives one
+    value to each parameter.
+    """
     cases = list(cases)
-    assert all(case in cases for case in quick), (
-        f"not among the cases: {[case for case in quick if case not in cases]}"
-    )
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), marks=() if case in quick else mark
-        )
-        for case in cases
-    ]
+    unknown = [case for case in quick if case not in cases]
+    assert not unknown, f"not among the cases: {unknown}"
+
+    parameters = []
+    for case in cases:
+        values = case if isinstance(case, tuple) else (case,)
+        marks = () if case in quick else mark
+        parameters.append(pytest.param(*values, marks=marks))
+    return parameters

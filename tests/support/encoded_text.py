@@ -34,21 +34,24 @@ def text_of(
     block=5,
     closed_alphabet=False,
 ):
-    contents = [
-        [split] if isinstance(split, bytes | str) else split for split in (train, valid, test)
-    ]
-    encoded = [
-        [one.encode() if isinstance(one, str) else one for one in split] for split in contents
-    ]
-    splits = {
-        name: tuple(in_blocks(one, block) for one in split)
-        for name, split in zip(SPLITS, encoded, strict=True)
-    }
+    """A text of three splits, each one file or a list of files, of bytes or str."""
+    splits = {}
+    for name, content in zip(SPLITS, (train, valid, test), strict=True):
+        contents = [content] if isinstance(content, bytes | str) else content
+        splits[name] = tuple(in_blocks(_as_bytes(content), block) for content in contents)
     return Text("own text", "made up", digest, splits, closed_alphabet)
 
 
+def _as_bytes(content):
+    return content.encode() if isinstance(content, str) else content
+
+
 def joined(blocks):
-    return [token for block in blocks for token in block.tolist()]
+    """The tokens of all blocks, as one list."""
+    tokens = []
+    for block in blocks:
+        tokens += block.tolist()
+    return tokens
 
 
 def words_of(line_mark, **fields):
@@ -59,9 +62,11 @@ _TOKENIZER_FIELDS = {field.name for field in dataclasses.fields(TokenizerConfig)
 
 
 def data_config(**fields: Any) -> DataConfig:
-    """Builds a config; fields of the tokenizer (`kind`, `line_mark`, ...) go to its group."""
-    of_tokenizer = {name: fields.pop(name) for name in _TOKENIZER_FIELDS & fields.keys()}
-    return DataConfig(tokenizer=TokenizerConfig(**of_tokenizer), **fields)
+    """Builds a config. Fields of the tokenizer (`kind`, `line_mark`, ...) go to its group."""
+    tokenizer_fields = {}
+    for name in _TOKENIZER_FIELDS & fields.keys():
+        tokenizer_fields[name] = fields.pop(name)
+    return DataConfig(tokenizer=TokenizerConfig(**tokenizer_fields), **fields)
 
 
 def own_text(**fields: Any) -> DataConfig:

@@ -1,5 +1,5 @@
-"""Miniatures of the published corpora: the official layout, a few hundred kilobytes, and a table
-that fits them.
+"""Miniatures of the published corpora: a few hundred kilobytes in the official layout, and a table
+of their metadata.
 """
 
 import dataclasses
@@ -22,62 +22,76 @@ R13 = "1-billion-word-language-modeling-benchmark-r13output"
 CUTS = {"train": 200_001, "valid": 70_000, "test": 30_007}  # No multiples of a record.
 _SHIPPED = dict(published.CORPORA)
 NAMES = tuple(_SHIPPED)
-# The first source that is one file: an archive, or the text itself. A corpus without one gets an
-# archive of its own.
-OFFICIAL = {
-    name: next((source[0].file for source in row.sources if len(source) == 1), f"{name}.zip")
-    for name, row in _SHIPPED.items()
-}
+
+
+def _official_file(name: CorpusName) -> str:
+    """Returns the file of the first source that is one file: an archive, or the text itself.
+
+    A corpus without such a source gets an archive named after it.
+    """
+    for source in _SHIPPED[name].sources:
+        if len(source) == 1:
+            return source[0].file
+    return f"{name}.zip"
+
+
+OFFICIAL = {name: _official_file(name) for name in NAMES}
 PACKED = tuple(name for name, file in OFFICIAL.items() if file.endswith(published.ARCHIVE_SUFFIXES))
 
 
 @functools.cache
 def texts(name: CorpusName) -> dict[str, bytes]:
-    """The text of each split. One Billion Word's training text is that of its shards in order."""
+    """The text of each split. One Billion Word's training text is its shards' text in order."""
     if _SHIPPED[name].cuts:
         text = random.Random(name).randbytes(sum(CUTS.values()))
-        ends = (CUTS["train"], CUTS["train"] + CUTS["valid"])
-        return {"train": text[: ends[0]], "valid": text[ends[0] : ends[1]], "test": text[ends[1] :]}
+        train_end = CUTS["train"]
+        valid_end = train_end + CUTS["valid"]
+        return {
+            "train": text[:train_end],
+            "valid": text[train_end:valid_end],
+            "test": text[valid_end:],
+        }
+
     make = {CorpusName.PTB: _ptb, CorpusName.LM1B: _sentences}.get(name, _wikitext)
-    sizes = {"train": 6_000, "valid": 300, "test": 500}
-    # Both WikiTexts share what they are tested on.
+    # Both WikiTexts have the same validation and test splits.
     seed = "wikitext" if make is _wikitext else name
-    found = {split: make(random.Random(f"{seed} {split}"), lines) for split, lines in sizes.items()}
-    return found | (
-        {"train": _wikitext(random.Random(name), 2_000)} if name is CorpusName.WIKITEXT2 else {}
-    )
+    splits = {}
+    for split, lines in {"train": 6_000, "valid": 300, "test": 500}.items():
+        splits[split] = make(random.Random(f"{seed} {split}"), lines)
+    if name is CorpusName.WIKITEXT2:
+        splits["train"] = _wikitext(random.Random(name), 2_000)
+    return splits
 
 
 @functools.cache
 def files(name: CorpusName) -> dict[str, bytes]:
-    """The corpus's files: the members of the official archive if there is one.
+    """The corpus's files: the members of the official archive, if any.
 
-    Their order is not the alphabet's, and some archives have files that nobody needs.
+    They are not sorted, and some archives have files that nobody needs.
     """
-    by_split, layout = texts(name), _SHIPPED[name].layouts[0]
+    by_split = texts(name)
+    layout = _SHIPPED[name].layouts[0]
     if _SHIPPED[name].cuts:
         return {layout[published.WHOLE][0]: b"".join(by_split.values())}
     if name is CorpusName.PTB:
         folder = "./simple-examples/"
-        wanted = {f"{folder}data/ptb.{split}.txt": text for split, text in by_split.items()}
-        return {
-            f"{folder}data/README": b"read me\n",
-            **wanted,
-            f"{folder}data/ptb.char.train.txt": b"a b c\n",
-        }
+        members = {f"{folder}data/README": b"read me\n"}
+        for split, text in by_split.items():
+            members[f"{folder}data/ptb.{split}.txt"] = text
+        members[f"{folder}data/ptb.char.train.txt"] = b"a b c\n"
+        return members
     if name is CorpusName.LM1B:
-        heldout, training = (
-            f"{R13}/{part}-monolingual.tokenized.shuffled" for part in ("heldout", "training")
-        )
-        one, two, three = shards(by_split["train"])
+        heldout = f"{R13}/heldout-monolingual.tokenized.shuffled"
+        training = f"{R13}/training-monolingual.tokenized.shuffled"
+        first, second, third = shards(by_split["train"])
         return {
             f"{R13}/README": b"read me\n",
-            f"{training}/news.en-00002-of-00100": two,
+            f"{training}/news.en-00002-of-00100": second,
             f"{heldout}/news.en.heldout-00001-of-00050": by_split["valid"],
-            f"{training}/news.en-00003-of-00100": three,
+            f"{training}/news.en-00003-of-00100": third,
             f"{heldout}/news.en.heldout-00002-of-00050": b"Nobody reads this .\n",
             f"{heldout}/news.en.heldout-00000-of-00050": by_split["test"],
-            f"{training}/news.en-00001-of-00100": one,
+            f"{training}/news.en-00001-of-00100": first,
         }
     return {layout[split][0]: by_split[split] for split in ("test", "valid", "train")}
 
@@ -99,28 +113,30 @@ def archive(file: str, members: dict[str, bytes]) -> bytes:
             info = tarfile.TarInfo(name)
             info.size = len(content)
             tarred.addfile(info, io.BytesIO(content))
-    return (
-        buffer.getvalue() if file.endswith(".tar") else gzip.compress(buffer.getvalue(), 1, mtime=0)
-    )
+    content = buffer.getvalue()
+    if file.endswith(".tar"):
+        return content
+    return gzip.compress(content, 1, mtime=0)
 
 
 @functools.cache
 def official(name: CorpusName) -> bytes:
-    file, members = OFFICIAL[name], files(name)
-    return archive(file, members) if name in PACKED else members[file]
+    file = OFFICIAL[name]
+    if name in PACKED:
+        return archive(file, files(name))
+    return files(name)[file]
 
 
 @functools.cache
 def corpus(name: CorpusName, url: str = NOWHERE) -> PublishedCorpus:
-    """The table's row for the miniature; its only source is the official file at `url`."""
+    """The table's row for the miniature, whose only source is the official file at `url`."""
     row = _SHIPPED[name]
     if name is CorpusName.LM1B:
         layouts = tuple(dict(layout, train=layout["train"][:3]) for layout in row.layouts)
         row = dataclasses.replace(row, layouts=layouts)
     source = remote(OFFICIAL[name], official(name), url)
-    return dataclasses.replace(
-        row, facts=facts(name), cuts=CUTS if row.cuts else {}, sources=((source,),)
-    )
+    cuts = CUTS if row.cuts else {}
+    return dataclasses.replace(row, facts=facts(name), cuts=cuts, sources=((source,),))
 
 
 def remote(file: str, content: bytes, url: str = NOWHERE) -> Remote:
@@ -129,22 +145,26 @@ def remote(file: str, content: bytes, url: str = NOWHERE) -> Remote:
 
 @functools.cache
 def facts(name: CorpusName) -> dict[str, Facts]:
-    """Facts of the miniature's parts, of the kinds that are known of the corpus's own."""
-    by_split, row, found = texts(name), _SHIPPED[name], {}
-    for part, text in (
-        {published.WHOLE: b"".join(by_split.values())} if row.cuts else by_split
-    ).items():
-        lines, known = text.count(b"\n"), dataclasses.asdict(row.facts[part])
-        every: dict[str, Any] = {
+    """Metadata of the miniature's parts, of the kinds that are known of the real corpus."""
+    row = _SHIPPED[name]
+    parts = texts(name)
+    if row.cuts:
+        parts = {published.WHOLE: b"".join(parts.values())}
+
+    by_part = {}
+    for part, text in parts.items():
+        n_line = text.count(b"\n")
+        values: dict[str, Any] = {
             "size": len(text),
             "sha256": hashlib.sha256(text).hexdigest(),
-            "lines": lines,
+            "lines": n_line,
+            "tokens": len(text.split()) + n_line,
         }
-        every["tokens"] = len(text.split()) + lines
-        found[part] = Facts(
-            **{fact: value for fact, value in every.items() if known[fact] is not None}
-        )
-    return found
+        for fact, known in dataclasses.asdict(row.facts[part]).items():
+            if known is None:
+                values.pop(fact, None)
+        by_part[part] = Facts(**values)
+    return by_part
 
 
 def install(url: str = NOWHERE) -> None:
@@ -184,7 +204,7 @@ def place(folder: Path, members: dict[str, bytes]) -> None:
         path.write_bytes(content)
 
 
-# Ways in which a corpus's files may lie in the data directory.
+# Ways in which a corpus's files may be arranged in the data directory.
 ARRANGEMENTS = (
     "official",
     "downloads/manual",
@@ -199,7 +219,10 @@ ARRANGEMENTS = (
 
 
 def arrange(tmp_path: Path, name: CorpusName, how: str = "official") -> None:
-    """Places the corpus's files in the folder `data`: packed by its user if `how` is a suffix."""
+    """Places the corpus's files in the directory `data`.
+
+    If `how` is a suffix, the files are in an archive that the user made.
+    """
     by_name = files(name)
     match how:
         case "official":
@@ -208,17 +231,14 @@ def arrange(tmp_path: Path, name: CorpusName, how: str = "official") -> None:
             members = {f"{how}/{OFFICIAL[name]}": official(name)}
         case "unpacked":
             members = by_name
-        case "flat":  # Without the archive's folders.
-            keep = 2 if name is CorpusName.LM1B else 1
-            members = {
-                "/".join([name, *file.split("/")[-keep:]]): content
-                for file, content in by_name.items()
-            }
+        case "flat":  # Without the archive's directories.
+            kept_levels = 2 if name is CorpusName.LM1B else 1
+            members = {}
+            for file, content in by_name.items():
+                members["/".join([name, *file.split("/")[-kept_levels:]])] = content
         case "by split":
-            members = {
-                f"{_SHIPPED[name].folders[-1]}/{split}.txt": text
-                for split, text in texts(name).items()
-            }
+            folder = _SHIPPED[name].folders[-1]
+            members = {f"{folder}/{split}.txt": text for split, text in texts(name).items()}
         case suffix:
             members = {f"{name}/{name}.{suffix}": archive(f".{suffix}", by_name)}
     place(tmp_path / "data", members)
