@@ -17,8 +17,8 @@ from txl_jax.interop.original import Format
 
 V = tiny.V
 CUTOFFS = (4, 9)
-# Combinations of what decides on names; all but tie_projs, which a file without projections does
-# not have.
+# Combinations of the settings that decide on names, except tie_projs, which a file without
+# projections does not store.
 CONFIGS = {
     "full softmax": {},
     "nothing tied": {"tie_weight": False, "untie_r": True},
@@ -46,14 +46,14 @@ WORDS = ("<eos>", "the", "<unk>", "of", ",", "a", "Ünder", "@-@", "b", "c", "d"
 
 def to_tree(found: leaves.Leaves) -> dict:
     """Reads all leaves into nested parameters."""
-    return flax.traverse_util.unflatten_dict(
-        {path: leaf.read() for path, leaf in found.items()}, sep="/"
-    )
+    arrays = {path: leaf.read() for path, leaf in found.items()}
+    return flax.traverse_util.unflatten_dict(arrays, sep="/")
 
 
 def to_flax(tensors: dict[str, np.ndarray], config: ModelConfig, **options) -> dict:
-    """The nested parameters of tensors by the names of a release; `options` are those of
-    `to_leaves`.
+    """The nested parameters of tensors by the names of a release.
+
+    `options` are passed to `to_leaves`.
     """
     return to_tree(original.to_leaves(leaves.from_tree(tensors), config, **options))
 
@@ -65,26 +65,22 @@ def make(preset: str, **changes) -> tuple[ModelConfig, dict]:
 
 
 def check(found: Model, config: ModelConfig, params: dict) -> None:
-    """The parameters, and what of the config has to do with them, are those that were written; not
-    `compat`.
-    """
+    """Asserts that the parameters, and the settings that follow from them, are as written."""
     assert_equal(to_tree(found.leaves), params)
-    drawn, inferred = (
-        {"dropout", "init_std", "projection_init_std", "compat"},
-        found.info.config.model,
-    )
+    inferred = found.info.config.model
+    not_inferred = {"dropout", "init_std", "projection_init_std", "compat"}
     for field in dataclasses.fields(ModelConfig):
-        assert field.name in drawn or getattr(inferred, field.name) == getattr(
-            config, field.name
-        ), field.name
+        if field.name not in not_inferred:
+            assert getattr(inferred, field.name) == getattr(config, field.name), field.name
     assert found.info.vocabulary.size == V
 
 
 def huggingface_folder(
     folder: Path, config: ModelConfig, params: dict, *, write=torch_bytes.write_legacy
 ) -> Path:
-    """The folder of `save_pretrained`, with its weights as torch writes them; shared tensors share
-    storages.
+    """The directory of `save_pretrained`, with its weights as torch writes them.
+
+    Shared tensors share storages.
     """
     folder.mkdir(exist_ok=True)
     tensors = original.from_flax(params, config, format=Format.HUGGINGFACE)
@@ -96,83 +92,87 @@ def huggingface_folder(
 
 
 def facts_of(config: ModelConfig) -> dict:
-    """The keyword arguments of MemTransformerLM, with two that we do not know."""
+    """The keyword arguments of MemTransformerLM, with two that our reader does not know."""
     lengths = dataclasses.replace(LENGTHS, segment_len=3)
-    return original.arguments_of(config, lengths, vocab_size=V) | {
-        "dtype": None,
-        "sample_softmax": -1,
-    }
+    arguments = original.arguments_of(config, lengths, vocab_size=V)
+    return arguments | {"dtype": None, "sample_softmax": -1}
+
+
+# Arguments that MemTransformerLM keeps as attributes, in its order.
+_KEPT = (
+    "n_token",
+    "d_embed",
+    "d_model",
+    "n_head",
+    "d_head",
+    "n_layer",
+    "tgt_len",
+    "mem_len",
+    "ext_len",
+    "attn_type",
+    "same_length",
+    "clamp_len",
+)
 
 
 def pickled_module(config: ModelConfig, params: dict) -> torch_bytes.Object:
     """The module that the release pickles to model.pt, with the attributes that it keeps."""
     facts = facts_of(config)
-    kept = (
-        "n_token",
-        "d_embed",
-        "d_model",
-        "n_head",
-        "d_head",
-        "n_layer",
-        "tgt_len",
-        "mem_len",
-        "ext_len",
-    )
-    root: dict = {name: facts[name] for name in (*kept, "attn_type", "same_length", "clamp_len")}
     clusters = {"cutoffs": [*config.cutoffs, V], "div_val": config.div_val, "n_token": V}
-    tree = {"word_emb": dict(clusters), "crit": dict(clusters), "layers": {}} | root
+    tree: dict = {"word_emb": dict(clusters), "crit": dict(clusters), "layers": {}}
+    tree |= {name: facts[name] for name in _KEPT}
     for layer in range(config.n_layer):
-        tree["layers"][str(layer)] = {
-            "dec_attn": {"pre_lnorm": facts["pre_lnorm"], "n_head": config.n_head}
-        }
+        attention = {"pre_lnorm": facts["pre_lnorm"], "n_head": config.n_head}
+        tree["layers"][str(layer)] = {"dec_attn": attention}
+
     for name, tensor in original.from_flax(params, config).items():
         *path, last = name.split(".")
         part = tree
         for step in path:
             part = part.setdefault(step, {})
-        part.setdefault("_buffers" if last == "inv_freq" else "_parameters", {})[last] = tensor
+        kind = "_buffers" if last == "inv_freq" else "_parameters"
+        part.setdefault(kind, {})[last] = tensor
     return _module(tree)
 
 
 def _module(tree: dict) -> torch_bytes.Object:
-    parts = {
-        name: _module(value)
-        for name, value in tree.items()
-        if isinstance(value, dict) and name[0] != "_"
-    }
-    rest = {name: value for name, value in tree.items() if not isinstance(value, dict)}
+    """A module from its attributes, its submodules as such trees, `_parameters` and `_buffers`."""
+    parts = {}
+    others = {}
+    for name, value in tree.items():
+        if not isinstance(value, dict):
+            others[name] = value
+        elif not name.startswith("_"):
+            parts[name] = _module(value)
     return torch_bytes.module(
         "mem_transformer.Part",
         parameters=tree.get("_parameters"),
         buffers=tree.get("_buffers"),
         **parts,
-        **rest,
+        **others,
     )
 
 
 def nvidia_checkpoint(config, params) -> dict:
     """A checkpoint as NVIDIA's train.py saves it, with the optimizer."""
-    tensors, state = original.from_flax(params, config), {}
+    state = {}
     shared = original.aliases(config)
-    for name, value in tensors.items():
-        _, _, kind = name.rpartition(".")
-        if name.startswith("crit.out_layers.") and name not in shared:
-            state[
-                f"crit.out_layers_{'biases' if kind == 'bias' else 'weights'}.{name.split('.')[2]}"
-            ] = value
-        elif name not in shared:
-            state[name] = value
+    for name, value in original.from_flax(params, config).items():
+        if name not in shared:
+            state[_nvidia_name(name)] = value
         if name.startswith("word_emb.emb_projs."):
-            state[f"crit.shared_out_projs.{name.rpartition('.')[2]}"] = value
+            cluster = name.rpartition(".")[2]
+            state[f"crit.shared_out_projs.{cluster}"] = value
     state["pos_emb.inv_freq"] = state["pos_emb.inv_freq"].astype(np.float16).astype(np.float32)
     vocab = torch_bytes.Object(
         torch_bytes.Name("utils.vocabulary", "Vocab"),
         {"special": ["<eos>"], "lower_case": False, "idx2sym": list(WORDS), "unk_idx": 2},
     )
+    arguments = torch_bytes.Object(
+        torch_bytes.Name("argparse", "Namespace"), {"lr": 0.01, "n_head": 99}
+    )
     return {
-        "args": torch_bytes.Object(
-            torch_bytes.Name("argparse", "Namespace"), {"lr": 0.01, "n_head": 99}
-        ),
+        "args": arguments,
         "model_config": facts_of(config),
         "model_state": state,
         "optimizer_state": {"state": {0: {"exp_avg": np.zeros((2, 2), np.float32)}}},
@@ -180,3 +180,13 @@ def nvidia_checkpoint(config, params) -> dict:
         "amp_state": None,
         "train_step": 3,
     }
+
+
+def _nvidia_name(name: str) -> str:
+    """NVIDIA's name of a tensor: its clusters' weights and biases are in two lists."""
+    if not name.startswith("crit.out_layers."):
+        return name
+    _, _, cluster, kind = name.split(".")
+    if kind == "bias":
+        return f"crit.out_layers_biases.{cluster}"
+    return f"crit.out_layers_weights.{cluster}"

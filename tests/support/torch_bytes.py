@@ -1,5 +1,6 @@
-"""Writes files as `torch.save` does, in both formats, without torch; values may name any class and
-call.
+"""Writes files as `torch.save` does, in both formats, without torch.
+
+Values may name any class and any call.
 """
 
 import dataclasses
@@ -13,14 +14,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-STORAGES = {np.dtype(ml_dtypes.bfloat16): "BFloat16Storage", np.dtype(np.bool_): "BoolStorage"}
-STORAGES |= {
-    np.dtype(f"f{size}"): f"{kind}Storage"
-    for size, kind in ((8, "Double"), (4, "Float"), (2, "Half"))
-}
-STORAGES |= {
-    np.dtype(name): f"{kind}Storage"
-    for name, kind in (("i8", "Long"), ("i4", "Int"), ("u1", "Byte"))
+STORAGES = {
+    np.dtype(np.float64): "DoubleStorage",
+    np.dtype(np.float32): "FloatStorage",
+    np.dtype(np.float16): "HalfStorage",
+    np.dtype(ml_dtypes.bfloat16): "BFloat16Storage",
+    np.dtype(np.int64): "LongStorage",
+    np.dtype(np.int32): "IntStorage",
+    np.dtype(np.uint8): "ByteStorage",
+    np.dtype(np.bool_): "BoolStorage",
 }
 
 
@@ -40,7 +42,7 @@ class Call:
 
 @dataclasses.dataclass
 class Object:
-    cls: Any  # A Name, or what is pickled in its place.
+    cls: Any  # A Name, or a value that is pickled instead.
     attributes: dict
 
 
@@ -55,29 +57,36 @@ class Persistent:
 
 
 def parameter(array: np.ndarray) -> Call:
-    return Call(
-        Name("torch._utils", "_rebuild_parameter"),
-        (array, True, Call(Name("collections", "OrderedDict"), ())),
-    )
+    hooks = Call(Name("collections", "OrderedDict"), ())
+    return Call(Name("torch._utils", "_rebuild_parameter"), (array, True, hooks))
 
 
 def module(
     cls: str, *, parameters: dict | None = None, buffers: dict | None = None, **attributes: Any
 ) -> Object:
-    """A module: its submodules are the attributes that are modules; `cls` is "module.Name"."""
-    children = {name: value for name, value in attributes.items() if isinstance(value, Object)}
-    rest = {name: value for name, value in attributes.items() if name not in children}
-    parts = {
+    """A module. `cls` is "module.Name", and attributes that are modules are its submodules."""
+    children = {}
+    others = {}
+    for name, value in attributes.items():
+        if isinstance(value, Object):
+            children[name] = value
+        else:
+            others[name] = value
+
+    state = {
+        "training": False,
         "_parameters": {name: parameter(array) for name, array in (parameters or {}).items()},
         "_buffers": dict(buffers or {}),
         "_modules": children,
     }
-    return Object(Name(*cls.rsplit(".", 1)), {"training": False, **parts, **rest})
+    parent, _, class_name = cls.rpartition(".")
+    return Object(Name(parent, class_name), state | others)
 
 
 class Writer:
-    """Pickles values with protocol 2, and collects the storages of their arrays, one for each base
-    of views.
+    """Pickles values with protocol 2, and collects the storages of their arrays.
+
+    Views of the same base share a storage.
     """
 
     def __init__(self, *, legacy: bool):
@@ -103,11 +112,8 @@ class Writer:
             case Persistent(key=key):
                 return self.code(key) + pickle.BINPERSID
             case dict():
-                return (
-                    b"}("
-                    + b"".join(self.code(k) + self.code(v) for k, v in value.items())
-                    + pickle.SETITEMS
-                )
+                items = b"".join(self.code(key) + self.code(item) for key, item in value.items())
+                return b"}(" + items + pickle.SETITEMS
             case list():
                 return b"](" + b"".join(map(self.code, value)) + pickle.APPENDS
             case tuple():
@@ -115,22 +121,27 @@ class Writer:
         return pickle.dumps(value, 2)[2:-1]
 
     def tensor(self, array: np.ndarray) -> Call:
-        """The call that makes a tensor: a view of the storage of the array that it is a view of."""
+        """The call that makes a tensor: a view of the storage of the array's base."""
         base = array
         while isinstance(base.base, np.ndarray):
             base = base.base
         key, base = self.storages.setdefault(id(base), (str(len(self.storages)), base))
-        begin = (
-            array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
-        ) // array.itemsize
         storage = ("storage", Name("torch", STORAGES[array.dtype]), key, "cpu", base.size)
+        if self.legacy:
+            storage += (None,)
+
+        # Torch counts in elements, numpy in bytes.
+        begin = (_address(array) - _address(base)) // array.itemsize
         strides = tuple(stride // array.itemsize for stride in array.strides)
         hooks = Call(Name("collections", "OrderedDict"), ())
-        storage_id = Persistent((*storage, None) if self.legacy else storage)
         return Call(
             Name("torch._utils", "_rebuild_tensor_v2"),
-            (storage_id, begin, array.shape, strides, False, hooks),
+            (Persistent(storage), begin, array.shape, strides, False, hooks),
         )
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
 
 
 def write_zip(path: Path, value: Any) -> Path:
