@@ -1,9 +1,9 @@
 """Starts programs with injected faults and compares the files of their runs: support of
 `tests/faults`.
 
-The run is one of all kinds of work: the records and tokens of a miniature of the Penn Treebank are
-made, a model is trained, evaluated and saved, and the test text is scored. Its numbers are compared
-bit for bit.
+The run does all kinds of work: it makes the records and tokens of a miniature of the Penn Treebank,
+trains, evaluates and saves a model, and scores the test split. Its numbers are compared to the last
+bit.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from support.runs import numbers
 from txl_jax.runtime import checkpoint
 
 STEPS = 24
-# Evaluations and checkpoints at steps of their own; at 24 all meet. Dropout, for its keys.
+# Evaluations and checkpoints come at different steps, and all meet at 24. Dropout, for its keys.
 FLAGS = [
     *programs.TINY,
     *programs.steps(STEPS, every=4),
@@ -37,14 +37,14 @@ FLAGS += ["--model.dropout.rate=0.2", "--eval.batch_size=16"]
 FLAGS += ["--seed=9", "--optimizer.learning_rate=0.14"]
 # A resumed run continues the mean of the weights, begun after an evaluation that is not the best.
 FLAGS += ["--average.start_step=16", "--average.ema_decay=0.9", "--average.lr_scale=0.5"]
-# Of a run of two processes, and the step of its first checkpoint.
+# Step of the first checkpoint of a run of two processes.
 SAVED = 4
 # Progress lines come less often than checkpoints, which then have running totals.
 FLAGS_OF_TWO = [*programs.TINY, *programs.steps(12, every=6), f"--train.checkpoint_every={SAVED}"]
 FLAGS_OF_TWO += ["--model.dropout.rate=0.2", "--train.batch_size=8", "--eval.batch_size=8"]
 FLAGS_OF_TWO += ["--average.start_step=2", "--average.ema_decay=0.9", "--data.roll=rows"]
 KILLED = -signal.SIGKILL
-MEMBERS = ("seed=1", "seed=2 model.dropout.rate=0.3")  # Of the ensemble.
+MEMBERS = ("seed=1", "seed=2 model.dropout.rate=0.3")  # Members of the ensemble.
 PATIENCE = 120  # Seconds that one start may take.
 NIGHTLY = pytest.mark.nightly(part="faults")
 
@@ -62,31 +62,30 @@ class Victim:
 
     def __init__(self, place, *flags, faults, program="ptb"):
         self._marks, marks = os.pipe()
-        # As a user starts it: jax, which is imported here, sets this for itself.
-        inherited = {
-            name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"
-        }
+        # As a user starts it: jax, which is imported here, sets this variable for itself.
+        environment = dict(os.environ)
+        environment.pop("TPU_LIBRARY_PATH", None)
         victim = str(Path(__file__).with_name("victim.py"))
         command = [sys.executable, victim, str(marks), json.dumps(faults), program, *flags]
-        pipes = {
-            "pass_fds": [marks],
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-            "text": True,
-        }
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=inherited | place.environment, **pipes
+            command,
+            cwd=ROOT,
+            env=environment | place.environment,
+            pass_fds=[marks],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         os.close(marks)
         self.pid = self._process.pid
         self._received = b""
 
     def wait_for(self, mark):
-        """Returns once the program has come to a mark; fails if it ends before."""
+        """Returns once the program has come to a mark, and fails if it ends before."""
         while f"{mark}\n".encode() not in self._received:
-            more = os.read(self._marks, 4096)
-            assert more, f"it ended before {mark!r}: {self._process.communicate()}"
-            self._received += more
+            lines = os.read(self._marks, 4096)
+            assert lines, f"it ended before {mark!r}: {self._process.communicate()}"
+            self._received += lines
 
     def send(self, signal_number):
         self._process.send_signal(signal_number)
@@ -105,34 +104,35 @@ class Victim:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A folder of runs that share a text and a compilation cache."""
+    """A directory of runs that share a text and a compilation cache."""
 
     folder: Path
     environment: dict[str, str]
 
     def train(self, name, *faults, program="ptb", **fault):
-        """Starts the run `name`, or resumes it; faults are objects of `victim.py`, or one is given
-        by its parts.
+        """Starts the run `name`, or resumes it.
+
+        Faults are objects as `victim.py` takes them. One fault can be passed by its parts.
         """
-        members = ("--data.corpus=ptb", *(f"--ensemble_member={member}" for member in MEMBERS))
-        more = members if program == "ensemble" else ()
-        return self._start(
-            name, *FLAGS, *more, faults=[*faults, *([fault] if fault else [])], program=program
-        )
+        flags = [*FLAGS]
+        if program == "ensemble":
+            flags += ["--data.corpus=ptb", *(f"--ensemble_member={member}" for member in MEMBERS)]
+        if fault:
+            faults = [*faults, fault]
+        return self._start(name, *flags, faults=faults, program=program)
 
     def score(self, name, **fault):
-        return self._start(name, "--mode=eval", faults=[fault] if fault else [])
+        faults = [fault] if fault else []
+        return self._start(name, "--mode=eval", faults=faults)
 
-    def _start(self, name, *flags, **more):
+    def _start(self, name, *flags, **options):
         """Each run has a cache of its own, so that each prepares its text."""
-        folders = {
-            "data_dir": self.folder / "data",
-            "cache_dir": self.cache(name),
-            "workdir": self.workdir(name),
-        }
-        return Victim(
-            self, *flags, *(f"--{flag}={folder}" for flag, folder in folders.items()), **more
-        )
+        folders = [
+            f"--data_dir={self.folder / 'data'}",
+            f"--cache_dir={self.cache(name)}",
+            f"--workdir={self.workdir(name)}",
+        ]
+        return Victim(self, *flags, *folders, **options)
 
     def workdir(self, name):
         return self.folder / name / "run"
@@ -149,24 +149,28 @@ def finished(victim):
 
 def command_of_two(folder, workdir):
     """Words for Python that start a run, or resume it, on the words.txt of a directory."""
-    folders = {"data.file": folder / "words.txt", "cache_dir": folder, "workdir": workdir}
-    return [
-        "-m",
-        "experiments.text",
-        *FLAGS_OF_TWO,
-        *(f"--{flag}={path}" for flag, path in folders.items()),
+    flags = [
+        f"--data.file={folder / 'words.txt'}",
+        f"--cache_dir={folder}",
+        f"--workdir={workdir}",
     ]
+    return ["-m", "experiments.text", *FLAGS_OF_TWO, *flags]
 
 
 def result(workdir, name="results.json"):
-    return {k: v for k, v in json.loads((workdir / name).read_text()).items() if k != "date"}
+    """Returns a file of results without its date."""
+    results = json.loads((workdir / name).read_text())
+    results.pop("date", None)
+    return results
 
 
 def arrays(folder):
-    """Step and arrays of the newest checkpoint in a folder, which must be whole."""
-    step, newest = checkpoint.find_steps(folder)[0]
-    assert checkpoint.find_damage(newest) is None
-    reader, path = ocp.PyTreeCheckpointer(), epath.Path(newest) / "state"
+    """Step and arrays of the latest checkpoint in a directory, which must be whole."""
+    step, latest = checkpoint.find_steps(folder)[0]
+    assert checkpoint.find_damage(latest) is None
+
+    reader = ocp.PyTreeCheckpointer()
+    path = epath.Path(latest) / "state"
     saved = reader.metadata(path).item_metadata.tree
     on_host = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), saved)
     leaves = jax.tree.leaves_with_path(reader.restore(path, restore_args=on_host))
@@ -174,18 +178,19 @@ def arrays(folder):
 
 
 def assert_equal_runs(workdir, undisturbed):
-    """The curve, the scores, and everything in the newest checkpoints are the same to the last
+    """The curve, the scores, and everything in the latest checkpoints are the same to the last
     bit.
     """
     assert numbers(workdir) == numbers(undisturbed)
     assert result(workdir) == result(undisturbed)
+
     folders = {path.parents[1] for path in (undisturbed / "checkpoints").rglob("digests.json")}
     names = sorted(str(path.relative_to(undisturbed)) for path in folders)
     assert len(names) > 1, "no best parameters"
     for folder in names:
-        (step, found), (expected_step, expected) = (
-            arrays(each / folder) for each in (workdir, undisturbed)
-        )
-        assert step == expected_step and found.keys() == expected.keys() != set()
-        for name, array in expected.items():
-            assert found[name].tobytes() == array.tobytes(), f"{folder} {name}"
+        step, by_name = arrays(workdir / folder)
+        expected_step, expected_by_name = arrays(undisturbed / folder)
+        assert step == expected_step, folder
+        assert by_name.keys() == expected_by_name.keys() != set(), folder
+        for name, expected in expected_by_name.items():
+            assert by_name[name].tobytes() == expected.tobytes(), f"{folder} {name}"

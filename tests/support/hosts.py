@@ -1,4 +1,4 @@
-"""Two hosts and a server as network namespaces of this machine: links can be cut, packets lost.
+"""Two hosts and a server as network namespaces: links can be cut, and packets lost.
 
 It needs root, `ip` (iproute2), `nsenter` and `unshare` (util-linux), and `nft` (nftables) to lose
 packets.
@@ -16,19 +16,22 @@ import threading
 from support import ON_PATH, ROOT
 from support.xla_flags import xla_flags
 
-SERVER, PORT = "10.77.0.1", 8000
-ADDRESSES = ("10.77.0.10", "10.77.0.11")  # Of the hosts host-0 and host-1.
+# Address of the server, and addresses of the hosts host-0 and host-1.
+SERVER = "10.77.0.1"
+PORT = 8000
+ADDRESSES = ("10.77.0.10", "10.77.0.11")
 _ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
 
 
 class Hosts:
-    """A context manager; raises OSError if this machine or user cannot make namespaces.
+    """A context manager, which raises OSError if this computer or user cannot make namespaces.
 
     The server's namespace has a bridge, to which a link from each host leads.
     """
 
     def __init__(self, folder):
-        self._folder, self._name = folder, f"txl{os.getpid()}-"
+        self._folder = folder
+        self._name = f"txl{os.getpid()}-"
         self._namespaces = ("server", "0", "1")
 
     def __enter__(self):
@@ -78,34 +81,31 @@ class Hosts:
         threading.Thread(target=accept, daemon=True).start()
 
     def start(self, *words, **variables):
-        """Starts Python with these words on both hosts, as two processes of one run with a CPU
-        device each.
+        """Starts Python with these words on both hosts.
+
+        They are two processes of one run, with a CPU device each.
         """
-        several = {
+        environment = os.environ | ON_PATH
+        environment |= {
             "JAX_COORDINATOR_ADDRESS": f"{ADDRESSES[0]}:7000",
             "JAX_NUM_PROCESSES": "2",
             "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": xla_flags(devices=1),
         }
-        several |= {"XLA_FLAGS": xla_flags(devices=1)} | variables
+        environment |= variables
         started = []
         for number in range(2):
             names = ["sh", str(self._folder / f"hosts-{number}"), f"host-{number}"]
-            command = [
-                *self._inside(number),
-                "unshare",
-                "--mount",
-                "--uts",
-                "sh",
-                "-c",
-                _ENTER,
-                *names,
-                sys.executable,
-            ]
-            environment = os.environ | ON_PATH | several | {"JAX_PROCESS_ID": str(number)}
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            started.append(
-                subprocess.Popen([*command, *map(str, words)], env=environment, cwd=ROOT, **pipes)
+            enter = ["unshare", "--mount", "--uts", "sh", "-c", _ENTER, *names]
+            process = subprocess.Popen(
+                [*self._inside(number), *enter, sys.executable, *map(str, words)],
+                cwd=ROOT,
+                env=environment | {"JAX_PROCESS_ID": str(number)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
+            started.append(process)
         return started
 
     def cut(self, number):
@@ -117,7 +117,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def losing(self, percent):
-        """Loses so many of the packets that arrive anywhere; the block must lose some."""
+        """Loses so many of the packets that arrive anywhere, and at least one in the block."""
         rule = f"iifname != lo numgen random mod 100 < {percent} counter drop"
         made = (
             "add table inet lossy; add chain inet lossy input { type filter hook "

@@ -9,18 +9,20 @@ ROOT = "/computeMetadata/v1/instance/"
 
 
 class MetadataServer(http.server.ThreadingHTTPServer):
-    """Values by key; `change` wakes up those who wait.
+    """Values by key. `change` wakes up the requests that wait.
 
     Attributes:
       host: host:port, for GCE_METADATA_HOST.
-      asked: path and query of each request.
-      failures: so many requests are answered by an error first.
+      asked: Path and query of each request.
+      failures: The number of requests that are answered by an error first.
     """
 
     def __init__(self, failures=0, **values):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.values = {key.replace("_", "-"): value for key, value in values.items()}
-        self.host, self.asked, self.failures = f"127.0.0.1:{self.server_port}", [], failures
+        self.host = f"127.0.0.1:{self.server_port}"
+        self.asked = []
+        self.failures = failures
         self.changed = threading.Condition()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -31,7 +33,7 @@ class MetadataServer(http.server.ThreadingHTTPServer):
 
     def __exit__(self, *unused):
         with self.changed:
-            # A thread that waits is answered 404 and ends; the port may be another test's next.
+            # A request that waits is answered with 404: another test may get the port next.
             self.values.clear()
             self.changed.notify_all()
         self.shutdown()
@@ -40,7 +42,8 @@ class MetadataServer(http.server.ThreadingHTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        server, url = self.server, urllib.parse.urlsplit(self.path)
+        server = self.server
+        url = urllib.parse.urlsplit(self.path)
         query = dict(urllib.parse.parse_qsl(url.query))
         server.asked.append((url.path, query))
         if self.headers.get("Metadata-Flavor") != "Google":
@@ -54,7 +57,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 lambda: f"etag-{server.values.get(key)}" != query.get("last_etag"), timeout=20
             )
             value = server.values.get(key)
-        return self._answer(404, "") if value is None else self._answer(200, value)
+        if value is None:
+            return self._answer(404, "")
+        return self._answer(200, value)
 
     def _answer(self, status, text):
         with contextlib.suppress(ConnectionError):

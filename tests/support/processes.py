@@ -1,4 +1,4 @@
-"""Starts the same command as several processes with made-up CPU devices, as if each were a host."""
+"""Starts a command as multiple processes with made-up CPU devices, as if each were a host."""
 
 import contextlib
 import os
@@ -14,17 +14,21 @@ SECONDS = 120  # Longer is a hang.
 
 
 def start(*arguments, processes=2, devices=4, of_process=lambda number: (), **variables):
-    """Starts the processes; `of_process` returns further arguments for each number."""
-    announced = process_environments(processes, devices=devices, base=os.environ)
-    how = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return [
-        subprocess.Popen(
-            [sys.executable, *map(str, arguments), *of_process(number)],
+    """Starts the processes. `of_process` returns further arguments for each number."""
+    environments = process_environments(processes, devices=devices, base=os.environ)
+    started = []
+    for number, environment in enumerate(environments):
+        command = [sys.executable, *map(str, arguments), *of_process(number)]
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
             env=os.environ | ON_PATH | environment | variables,
-            **how,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        for number, environment in enumerate(announced)
-    ]
+        started.append(process)
+    return started
 
 
 @contextlib.contextmanager
@@ -39,18 +43,19 @@ def that_notice_hangups():
 
 
 def wait_for(condition, started, *, seconds=SECONDS):
-    """Returns once the condition holds; ends the processes and shows what they printed if one ends
-    before.
+    """Returns once the condition holds.
+
+    If a process ends before, it ends the others and shows what all of them printed.
     """
     end = time.monotonic() + seconds
     while not condition():
-        running = time.monotonic() < end and all(process.poll() is None for process in started)
-        assert running, finish(started)
+        are_running = all(process.poll() is None for process in started)
+        assert are_running and time.monotonic() < end, finish(started)
         time.sleep(0.02)
 
 
 def finish(started, *, seconds=SECONDS):
-    """Returns exit code, output and errors of each; none may hang."""
+    """Returns exit code, output and errors of each process, of which none may hang."""
     try:
         ended = [process.communicate(timeout=seconds) for process in started]
     finally:

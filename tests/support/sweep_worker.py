@@ -1,9 +1,9 @@
 """`python -m launch.sweep` with made-up trainings, and heartbeats of a second: `python -m
 support.sweep_worker`.
 
-A training counts to train.steps in its folder, saves on SIGTERM, and resumes from there. `starts`
-has the step of each start with its GPU, `ends` a line for each end. The loss depends on seed and
-learning rate; one above 90 fails.
+A training counts to train.steps in its directory, saves on SIGTERM, and resumes from there. The
+file `starts` has the step of each start with its GPU, `ends` a line for each end. The loss depends
+on seed and learning rate, and a training with a loss above 90 fails.
 """
 
 import contextlib
@@ -90,7 +90,9 @@ class Run(sweep_file.SweepRun):
     @property
     def results(self):
         path = Path(self.folder, "results.json")
-        return json.loads(path.read_text()) if path.exists() else None
+        if not path.exists():
+            return None
+        return json.loads(path.read_text())
 
 
 def loss_of(config):
@@ -99,11 +101,12 @@ def loss_of(config):
 
 
 def install(patch=setattr):
-    """Makes the trainings of sweeps up, unless REAL_TRAININGS is set, and dead workers known
-    soon.
+    """Makes up the trainings of sweeps, unless REAL_TRAININGS is set.
+
+    Dead workers are noticed soon.
     """
-    for name, seconds in (("GRACE_SECONDS", 3), ("POLL_SECONDS", 0.1)):
-        patch(study, name, seconds)
+    patch(study, "GRACE_SECONDS", 3)
+    patch(study, "POLL_SECONDS", 0.1)
     if os.environ.get("REAL_TRAININGS"):
         return
     real = sweep_file.Sweep.run
@@ -112,20 +115,18 @@ def install(patch=setattr):
         made = real(self, values)
         if not holds_run(made.folder):
             with contextlib.suppress(UserError):  # Another worker records it at this moment.
-                runs.record(
-                    made.folder,
-                    made.config,
-                    TextInfo("ptb", "PTB", "d" * 64, recorded_run.VOCABULARY),
-                )
+                text = TextInfo("ptb", "PTB", "d" * 64, recorded_run.VOCABULARY)
+                runs.record(made.folder, made.config, text)
         words = [made.folder, str(made.config.train.steps), str(loss_of(made.config))]
         fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
-        return Run(**fields | {"command": (sys.executable, "-ISc", TRAINING, *words)})
+        fields["command"] = (sys.executable, "-ISc", TRAINING, *words)
+        return Run(**fields)
 
     patch(sweep_file.Sweep, "run", run)
 
 
 def opened(url):
-    """The study in a database, through a connection of its own."""
+    """The study in a database, through a separate connection."""
     storage = optuna.storages.RDBStorage(url, engine_kwargs={"poolclass": sqlalchemy.pool.NullPool})
     [name] = optuna.get_all_study_names(storage)
     return optuna.load_study(study_name=name, storage=storage)
@@ -136,17 +137,17 @@ def trials(url):
 
 
 def end_running_trials(url):
-    """Ends the trials that workers have, as a worker does with trials of a dead one.
+    """Ends the trials of all workers, as a worker ends the trials of a dead worker.
 
     Returns their numbers.
     """
-    found = opened(url)
-    running = [
-        trial.number for trial in found.trials if trial.state is optuna.trial.TrialState.RUNNING
-    ]
-    for number in running:
-        found.tell(number, state=optuna.trial.TrialState.FAIL)
-    return running
+    open_study = opened(url)
+    numbers = []
+    for trial in open_study.trials:
+        if trial.state is optuna.trial.TrialState.RUNNING:
+            open_study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+            numbers.append(trial.number)
+    return numbers
 
 
 def folders(out):
@@ -154,22 +155,21 @@ def folders(out):
 
 
 def starts(folder):
+    """The step of each start of a training."""
     path = folder / "starts"
-    return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    return [int(line.split()[0]) for line in path.read_text().splitlines()]
 
 
 def check_each_trained_once(out, count, steps=20):
-    """Asserts that there are so many runs, and that each has each step once, in its order, and
-    ended once.
-    """
+    """Asserts that there are so many runs, each with every step once, in order, and one end."""
     assert len(folders(out)) == count
     for folder in folders(out):
-        recorded = [
-            json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
-        ]
-        assert recorded == list(range(1, steps + 1)) and (folder / "ends").read_text() == "x\n", (
-            folder
-        )
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        recorded = [json.loads(line)["step"] for line in lines]
+        assert recorded == list(range(1, steps + 1)), folder
+        assert (folder / "ends").read_text() == "x\n", folder
 
 
 if __name__ == "__main__":

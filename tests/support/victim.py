@@ -6,15 +6,15 @@ program's own, so that a test can be repeated:
 
 fault   "kill", "term" (SIGTERM), "full" (from then on no file may grow), or "clock" (from then on
         the clock is wrong)
-at      when: a pattern, as of the shell, of a file operation such as "os.rename */config.json"
+at      when: a shell pattern of a file operation, such as "os.rename */config.json"
 count   which of the operations that match, from 1
 jump    for "clock": by how many seconds it is wrong
-largest for "full": the number of bytes that a file may have; 0: none
-more    for "full", instead of largest: by how many bytes the run's log.txt may still grow; no file
-        may become larger
+largest for "full": the number of bytes that a file may have
+more    for "full", instead of largest: by how many bytes the run's log.txt may still grow, which is
+        then the largest size of any file
 
-Python reports its file operations to audit hooks, before they are done; those of other languages it
-does not report.
+Python reports its file operations to audit hooks before they are done. It does not report file
+operations of other languages.
 """
 
 import contextlib
@@ -34,6 +34,8 @@ from support import miniature
 from txl_jax.runs import build
 from txl_jax.runs.validation import Validation
 
+# Operations other than "open", and how many paths each has.
+N_PATH = {"os.rename": 2, "os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "shutil.rmtree": 1}
 PHASES = {
     "compiling": (build.Built, "compile_step"),
     "evaluating": (Validation, "evaluate"),
@@ -75,14 +77,14 @@ class AuditHook:
         self.left = plan.get("count", 1)
 
     def __call__(self, event: str, args: tuple) -> None:
-        if (
-            self.left
-            and (operation := operation_of(event, args))
-            and fnmatch.fnmatch(operation, self.plan["at"])
-        ):
-            self.left -= 1
-            if not self.left:
-                getattr(self, self.plan["fault"])()
+        if not self.left:
+            return
+        operation = operation_of(event, args)
+        if operation is None or not fnmatch.fnmatch(operation, self.plan["at"]):
+            return
+        self.left -= 1
+        if not self.left:
+            getattr(self, self.plan["fault"])()
 
     def kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -91,9 +93,7 @@ class AuditHook:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def full(self) -> None:
-        """A limit on the size of files stops every thread, whatever the language, as a full disk
-        would.
-        """
+        """Limits the size of files, which stops threads of any language, as a full disk would."""
         largest = self.plan.get("largest", 0)
         if "more" in self.plan:
             largest = (workdir() / "log.txt").stat().st_size + self.plan["more"]
@@ -101,18 +101,26 @@ class AuditHook:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard))
 
     def clock(self) -> None:
-        """The time of day jumps, and with it that of every file of the run; clocks that only ever
-        go on do not.
+        """The time of day jumps, and with it the time of every file of the run.
+
+        Monotonic clocks do not jump.
         """
-        for name in ("time", "time_ns"):
-            real, jump = (
-                getattr(time, name),
-                self.plan["jump"] * (10**9 if name == "time_ns" else 1),
-            )
-            mock.patch.object(time, name, lambda real=real, jump=jump: real() + jump).start()
+        seconds = self.plan["jump"]
+        real_time = time.time
+        real_time_ns = time.time_ns
+
+        def moved_time():
+            return real_time() + seconds
+
+        def moved_time_ns():
+            return real_time_ns() + seconds * 10**9
+
+        mock.patch.object(time, "time", moved_time).start()
+        mock.patch.object(time, "time_ns", moved_time_ns).start()
         for path in sorted(workdir().rglob("*")):
-            with contextlib.suppress(FileNotFoundError):  # Saving goes on in another thread.
-                os.utime(path, (path.stat().st_mtime + self.plan["jump"],) * 2)
+            with contextlib.suppress(FileNotFoundError):  # Saving continues in another thread.
+                moved = path.stat().st_mtime + seconds
+                os.utime(path, (moved, moved))
 
 
 def workdir() -> Path:
@@ -121,18 +129,23 @@ def workdir() -> Path:
 
 
 def operation_of(event: str, args: tuple) -> str | None:
-    """A file operation that changes something, as "os.rename from to"; None for all else."""
+    """A file operation that changes something, such as "os.rename from to", or None."""
     if event == "open":
         path, _, flags = args
-        return f"open {text(path)}" if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) else None
-    paths = {"os.rename": 2, "os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "shutil.rmtree": 1}.get(
-        event
-    )
-    return " ".join([event, *map(text, args[:paths])]) if paths else None
+        if not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            return None
+        return f"open {text(path)}"
+    if event not in N_PATH:
+        return None
+    paths = args[: N_PATH[event]]
+    return " ".join([event, *map(text, paths)])
 
 
 def text(path) -> str:
-    return str(path) if isinstance(path, int) else os.fsdecode(path)
+    """A path or a descriptor as text."""
+    if isinstance(path, int):
+        return str(path)
+    return os.fsdecode(path)
 
 
 if __name__ == "__main__":
