@@ -1,5 +1,5 @@
-"""A server over the tiny model in a thread of the test or in a process of its own, and plain
-requests to it.
+"""A server over the tiny model, in a thread of the test or in a separate process, and requests to
+it.
 
 `python -m support.http_server SESSIONS LIMITS`, with tests/ on the path, prints its port, and ends
 when its input does.
@@ -42,24 +42,24 @@ def server(
 ) -> Iterator[tuple[int, Engine]]:
     """The port of a server over the tiny model, and its engine.
 
-    `most` and `times` are those of `Connections`.
+    `most` and `times` are passed to `Connections`.
     """
-    # A client of a busy machine may take long to its next request.
-    options = {
-        "timeout_keep_alive": SECONDS,
-        "timeout_graceful_shutdown": 5,
-        "port": 0,
-        "log_level": "warning",
-    }
     times = {"header_seconds": SECONDS, "stalled_seconds": SECONDS, "sweep_seconds": 0.05} | times
-    with engine(
-        store=make_store(limit=sessions, limit_per_owner=sessions), limits=limits, start=False
-    ) as made:
+    store = make_store(limit=sessions, limit_per_owner=sessions)
+    with engine(store=store, limits=limits, start=False) as made:
         application = make_app(made, "tiny", hosts=hosts, keys=keys)
         connections = Connections(most, count=application.state.count, **times)
-        running = uvicorn.Server(
-            uvicorn.Config(application, http=connections.make, ws="none", **options)
+        settings = uvicorn.Config(
+            application,
+            http=connections.make,
+            ws="none",
+            port=0,
+            log_level="warning",
+            # A client of a busy machine may take long to its next request.
+            timeout_keep_alive=SECONDS,
+            timeout_graceful_shutdown=5,
         )
+        running = uvicorn.Server(settings)
         thread = threading.Thread(target=lambda: asyncio.run(running.serve()), daemon=True)
         thread.start()
         wait_until(lambda: (running.started and made.ready) or not thread.is_alive(), SECONDS)
@@ -77,22 +77,28 @@ def complete(port: int, **body: Any) -> tuple[int, Any]:
 def ask(
     port: int, path: str, body: Any = None, *, method=None, key=None, headers=None
 ) -> tuple[int, Any]:
-    """Status and body of a response, as JSON where it is; a body that is no bytes is sent as
-    JSON.
+    """Asks a server, and returns the status and body of its response.
+
+    A body that is not bytes is sent as JSON. A response of type JSON is parsed. Without `method`, a
+    request with a body is a POST, and one without is a GET.
     """
+    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    if method is None:
+        method = "GET" if body is None else "POST"
+    sent_headers = {"Content-Type": "application/json"}
+    if key:
+        sent_headers["Authorization"] = f"Bearer {key}"
+    sent_headers |= headers or {}
+
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-    raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    sent = (
-        {"Content-Type": "application/json"}
-        | ({"Authorization": f"Bearer {key}"} if key else {})
-        | (headers or {})
-    )
-    connection.request(method or ("GET" if body is None else "POST"), path, raw, sent)
+    connection.request(method, path, content, sent_headers)
     response = connection.getresponse()
-    content = response.read()
+    answer = response.read()
     connection.close()
-    is_json = (response.getheader("content-type") or "").startswith("application/json")
-    return response.status, json.loads(content) if is_json else content.decode()
+
+    if (response.getheader("content-type") or "").startswith("application/json"):
+        return response.status, json.loads(answer)
+    return response.status, answer.decode()
 
 
 @contextlib.contextmanager
@@ -113,37 +119,44 @@ def events(text: str) -> list[Any]:
 
 
 def joined(parts: list[Any]) -> list[tuple[str, str, list[Any]]]:
-    """The text, the reason of the end, and the tokens with their logprobs of each choice in the
-    parts of an answer.
+    """Joins the parts of an answer.
+
+    Returns, for each choice, the text, the reason of the end, and the tokens with their logprobs.
     """
-    found: dict[int, tuple] = collections.defaultdict(lambda: ("", None, []))
-    for choice in (choice for part in parts for choice in part["choices"]):
-        text, _, scores = found[choice["index"]]
-        own = choice["logprobs"] or {"tokens": [], "token_logprobs": []}
-        scores = scores + list(zip(own["tokens"], own["token_logprobs"], strict=True))
-        found[choice["index"]] = text + choice["text"], choice["finish_reason"], scores
-    return [found[index] for index in range(len(found))]
+    choices: dict[int, tuple] = collections.defaultdict(lambda: ("", None, []))
+    for part in parts:
+        for choice in part["choices"]:
+            text, _, scores = choices[choice["index"]]
+            if choice["logprobs"]:
+                tokens = choice["logprobs"]["tokens"]
+                logprobs = choice["logprobs"]["token_logprobs"]
+                scores = [*scores, *zip(tokens, logprobs, strict=True)]
+            choices[choice["index"]] = (text + choice["text"], choice["finish_reason"], scores)
+    return [choices[index] for index in range(len(choices))]
 
 
 def metrics(port: int) -> dict[str, float]:
-    lines = ask(port, "/metrics")[1].splitlines()
-    return {
-        name: float(value)
-        for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    }
+    """Returns the values of the server's metrics, by name with labels."""
+    status, text = ask(port, "/metrics")
+    assert status == 200, text
+    values = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            values[name] = float(value)
+    return values
 
 
 def wait_idle(port: int) -> None:
     """Waits until all rows are free and no session is in use."""
 
     def idle() -> bool:
-        found = metrics(port)
-        sessions = ask(port, "/v1/sessions")[1]["data"]
-        return not (
-            found["txl_rows_busy"]
-            or found["txl_choices_waiting"]
-            or any(each["busy"] for each in sessions)
-        )
+        values = metrics(port)
+        status, answer = ask(port, "/v1/sessions")
+        assert status == 200, answer
+        if values["txl_rows_busy"] or values["txl_choices_waiting"]:
+            return False
+        return not any(session["busy"] for session in answer["data"])
 
     wait_until(idle, SECONDS)
 
@@ -152,11 +165,15 @@ def wait_idle(port: int) -> None:
 def in_its_own_process(
     *, num_sessions: int, limits: ServerLimits
 ) -> Iterator[tuple[int, subprocess.Popen]]:
-    given = [str(num_sessions), json.dumps(dataclasses.asdict(limits))]
-    command = [sys.executable, "-m", "support.http_server", *given]
-    pipe = subprocess.PIPE
+    """The port of a server in a separate process, and the process."""
+    words = [str(num_sessions), json.dumps(dataclasses.asdict(limits))]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | ON_PATH, stdin=pipe, stdout=pipe, text=True
+        [sys.executable, "-m", "support.http_server", *words],
+        cwd=ROOT,
+        env=os.environ | ON_PATH,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     try:
@@ -167,23 +184,28 @@ def in_its_own_process(
 
 
 class Program:
-    """The program that serves a run, with two rows; ready for requests."""
+    """The program that serves a run, with two rows, once it is ready for requests."""
 
     def __init__(self, model: Path, *flags: str, change: str = "", **variables: str):
         """Starts it, after a change of its modules in Python."""
-        code = (
-            f"{change}\nimport runpy\nrunpy.run_module('experiments.serve', run_name='__main__', "
-            "alter_sys=True)"
-        )
-        command = [sys.executable, "-c", code, f"--model={model}", "--port=0", "--rows=2", *flags]
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        start = "runpy.run_module('experiments.serve', run_name='__main__', alter_sys=True)"
+        code = f"{change}\nimport runpy\n{start}"
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | ON_PATH | variables, **pipes
+            [sys.executable, "-c", code, f"--model={model}", "--port=0", "--rows=2", *flags],
+            cwd=ROOT,
+            env=os.environ | ON_PATH | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        address = next((line for line in self.process.stdout if line.startswith("listening")), None)
-        assert address, self.process.stderr.read()
-        self.port = int(address.rpartition(":")[2])
+        self.port = self._announced_port()
         wait_until(lambda: ask(self.port, "/readyz")[0] == 200, SECONDS)
+
+    def _announced_port(self) -> int:
+        for line in self.process.stdout:
+            if line.startswith("listening"):
+                return int(line.rpartition(":")[2])
+        raise AssertionError(self.process.stderr.read())
 
     def end(self, number: int) -> tuple[int, str]:
         self.process.send_signal(number)
@@ -198,8 +220,9 @@ def resources(process: subprocess.Popen) -> tuple[int, int]:
 
 
 def check_as_before(process: subprocess.Popen, before: tuple[int, int]) -> None:
-    """Asserts that a server has given back the files and nearly all of the memory that it used
-    since.
+    """Asserts that a server has closed its files and freed nearly all of its memory since `before`.
+
+    `before` is what `resources` returned then.
     """
     wait_until(lambda: resources(process)[1] <= before[1])
     memory, files = resources(process)
@@ -210,10 +233,11 @@ def check_as_before(process: subprocess.Popen, before: tuple[int, int]) -> None:
     assert memory <= 1.05 * before[0]
 
 
-if __name__ == "__main__":
-    with server(limits=ServerLimits(**json.loads(sys.argv[2])), sessions=int(sys.argv[1])) as (
-        port,
-        _,
-    ):
+def main(sessions: str, limits: str) -> None:
+    with server(limits=ServerLimits(**json.loads(limits)), sessions=int(sessions)) as (port, _):
         print(port, flush=True)
         sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

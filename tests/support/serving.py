@@ -21,7 +21,8 @@ from txl_jax.serving.rows import Step
 from txl_jax.serving.sessions import EMPTY, Session, SessionStore
 from txl_jax.trained_model import LanguageModel
 
-ROWS, BLOCK = 4, 5
+ROWS = 4
+BLOCK = 5
 SECONDS = 300.0  # Longer is a hang.
 
 
@@ -31,16 +32,18 @@ def make_store(**changes: Any) -> SessionStore:
 
 @functools.cache
 def step_of(model: LanguageModel) -> Step:
-    """The programs of a model, for 4 rows that write 5 tokens per call; engines share what is
-    compiled.
+    """The compiled functions of a model, for 4 rows that write 5 tokens per call.
+
+    Engines share them.
     """
     return Step(model.components, batch_size=ROWS, block=BLOCK)
 
 
 @contextlib.contextmanager
 def engine(model=None, *, store=None, limits=None, start=True) -> Iterator[Engine]:
-    """An engine of the tiny model, with 4 rows that write 5 tokens per call; it runs unless `start`
-    is false.
+    """An engine of the tiny model, with 4 rows that write 5 tokens per call.
+
+    It runs unless `start` is false.
     """
     model = model or tiny_model.make()
     made = Engine(
@@ -57,20 +60,22 @@ def engine(model=None, *, store=None, limits=None, start=True) -> Iterator[Engin
 
 
 class Result:
+    """The events of a completion, for a test that waits for them."""
+
     def __init__(self) -> None:
         self._events: queue.Queue[Event] = queue.Queue()
         self.sink = self._events.put
         self.pieces: list[Any] = []
 
     def next(self) -> Event:
-        """The next event; it is kept, unless it is an error."""
+        """The next event, which is kept unless it is an error."""
         event = self._events.get(timeout=SECONDS)
         if not isinstance(event, RequestError):
             self.pieces.append(event)
         return event
 
     def wait(self) -> "Result":
-        """Itself when the completion has ended; raises the error that ended it."""
+        """Returns itself when the completion has ended, or raises the error that ended it."""
         while not self.pieces or self.pieces[-1].end is None:
             event = self.next()
             if isinstance(event, RequestError):
@@ -81,18 +86,20 @@ class Result:
     end = property(lambda self: self.pieces[-1].end)
 
     def tokens(self, *, prompt: bool = False) -> list[int]:
-        """The tokens that were written, or those of the prompt that came back."""
-        return [
-            int(token)
-            for piece in self.pieces
-            if piece.is_prompt is prompt
-            for token in piece.tokens
-        ]
+        """The tokens that were written, or the prompt's tokens that came back."""
+        tokens = []
+        for piece in self.pieces:
+            if piece.is_prompt is prompt:
+                tokens += map(int, piece.tokens)
+        return tokens
 
     def scores(self, *, prompt: bool = False) -> Scores:
-        """The scores of `tokens`; of a prompt's without the first that follows nothing."""
-        parts = [each.scores for each in self.pieces if each.is_prompt is prompt and each.scores]
-        return Scores(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+        """The scores of `tokens`. A prompt's first token, which follows nothing, has none."""
+        parts = []
+        for piece in self.pieces:
+            if piece.is_prompt is prompt and piece.scores:
+                parts.append(piece.scores)
+        return Scores(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def submit_all(
@@ -100,14 +107,12 @@ def submit_all(
 ):
     """The completion of a prompt, and the result of each sample to wait for."""
     results = [Result() for _ in range(prompt.n)]
+
+    def sink(sample, event):
+        results[sample].sink(event)
+
     state = session.state if session else EMPTY
-    completion = Completion(
-        prompt,
-        lambda sample, event: results[sample].sink(event),
-        time.monotonic() + seconds,
-        session,
-        state,
-    )
+    completion = Completion(prompt, sink, time.monotonic() + seconds, session, state)
     if start:
         made.submit([completion])
     return completion, results
@@ -125,6 +130,7 @@ def run(made: Engine, prompt: Prompt, session: Session | None = None) -> Result:
 
 
 def refused(status: int, function: Callable, *arguments: Any) -> RequestError:
+    """Calls a function, which must raise an error with this status, and returns the error."""
     with pytest.raises(RequestError) as raised:
         function(*arguments)
     assert raised.value.status == status
@@ -141,12 +147,10 @@ def gate(owner, name, *, call=1):
 
     Yields two events: the call has begun, and it may continue.
     """
-    function, reached, through, calls = (
-        getattr(owner, name),
-        threading.Event(),
-        threading.Event(),
-        itertools.count(1),
-    )
+    function = getattr(owner, name)
+    reached = threading.Event()
+    through = threading.Event()
+    calls = itertools.count(1)
 
     def wait_and_call(*arguments, **named):
         if next(calls) == call:
