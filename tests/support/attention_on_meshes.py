@@ -1,9 +1,8 @@
-"""Computes attention on meshes of eight fake CPU devices; run as a program by
-tests/sharding/test_mesh.py.
+"""Computes attention on meshes of eight fake CPU devices. tests/sharding/test_mesh.py runs it as a
+program.
 
 Its words name meshes and implementations. It prints JSON: for each pair the largest difference from
-the reference on one device, of the values, of each gradient, and of inference with a KV cache. B =
-8, H = 8, L = 6, M = 10, E = 6, R = 12.
+the reference on one device, of the values, of each gradient, and of inference with a KV cache.
 """
 
 import json
@@ -36,35 +35,41 @@ IMPLEMENTATIONS = {
     "tpu": Implementation("fused", "mosaic_roll", Tile(16, 128), interpret=True),
     "stored": Implementation("stored"),
 }
-B, H, L, M, E, R = 8, 8, 6, 10, 6, 12
+B = 8  # Batch size.
+H = 8  # Heads.
+L = 6  # Length of a segment.
+M = 10  # Slots of the memory.
+E = 6  # Size of a head.
+R = 12  # Slots of the KV cache.
 
 
 def training(implementation):
-    """The function of arrays to values and gradients, with dropout; 5 rows have less memory than
-    M.
+    """The function of arrays to values and gradients, with dropout.
+
+    5 rows have less memory than M.
     """
     dropout = ProbabilityDropout(0.3, jnp.uint32(7), n_head=H)
     options = {"visibility": VISIBILITY, "dropout": dropout, "implementation": implementation}
 
-    def loss(given):
-        out = attention(**given, **options)
+    def loss(arrays):
+        out = attention(**arrays, **options)
         return jnp.sum(normal((B, H, L, E)) * out), out
 
-    return lambda given: jax.tree.leaves(jax.grad(loss, has_aux=True)(given))
+    return lambda arrays: jax.tree.leaves(jax.grad(loss, has_aux=True)(arrays))
 
 
 def inference(implementation):
     """The function of arrays to the values of a segment after a KV cache that has wrapped round."""
     visibility = CachedVisibility(VISIBILITY.valid, jnp.asarray(6), L, R, None)
 
-    def values(given):
-        query, key, value, keys, stored, position_query, position_key = given
-        position, cache = (position_query, position_key, None), (keys, stored)
-        return [
-            cached_attention(
-                query, key, value, cache, position, visibility, implementation=implementation
-            )
-        ]
+    def values(arrays):
+        query, key, value, keys, stored_values, position_query, position_key = arrays
+        cache = (keys, stored_values)
+        position = (position_query, position_key, None)
+        out = cached_attention(
+            query, key, value, cache, position, visibility, implementation=implementation
+        )
+        return [out]
 
     return values
 
@@ -74,14 +79,15 @@ def normal(shape):
 
 
 VISIBILITY = Visibility(jnp.asarray([M, 0, 3, M, 7, 1, M, 2]), L, M, 12)
+# Shapes of the arrays of inference.
 OF_CACHE = (
-    (B, H, L, E),
-    (B, H, L, E),
-    (B, H, L, E),
-    (B, H, E, R),
-    (B, H, R, E),
-    (B, H, L, E),
-    (H, E, R + L),
+    (B, H, L, E),  # Queries.
+    (B, H, L, E),  # Keys.
+    (B, H, L, E),  # Values.
+    (B, H, E, R),  # Stored keys.
+    (B, H, R, E),  # Stored values.
+    (B, H, L, E),  # Queries of positions.
+    (H, E, R + L),  # Keys of positions.
 )
 CALLS = {
     "training": (training, draw(VISIBILITY, H, E, names=NAMES[:6])),
@@ -89,19 +95,25 @@ CALLS = {
 }
 
 
+def differences(call, mesh_name, implementation_name, expected):
+    """The largest difference of each result on a mesh from the expected results."""
+    make, arrays = CALLS[call]
+    compute = jax.jit(make(IMPLEMENTATIONS[implementation_name]))
+    with use_mesh(make_mesh(MESHES[mesh_name])):
+        results = jax.device_get(compute(arrays))
+    return [float(np.abs(a - b).max()) for a, b in zip(expected, results, strict=True)]
+
+
+def main(*words):
+    by_case = {}
+    for call, (make, arrays) in CALLS.items():
+        expected = jax.device_get(jax.jit(make(IMPLEMENTATIONS["reference"]))(arrays))
+        for mesh_name in filter(MESHES.get, words):
+            for name in filter(IMPLEMENTATIONS.get, words):
+                case = f"{call} {mesh_name} {name}"
+                by_case[case] = differences(call, mesh_name, name, expected)
+    print(json.dumps(by_case))
+
+
 if __name__ == "__main__":
-    found = {}
-    for call, (make, given) in CALLS.items():
-        expected = jax.device_get(jax.jit(make(IMPLEMENTATIONS["reference"]))(given))
-        for mesh_name in filter(MESHES.get, sys.argv):
-            with use_mesh(make_mesh(MESHES[mesh_name])):
-                for name in filter(IMPLEMENTATIONS.get, sys.argv):
-                    pairs = zip(
-                        expected,
-                        jax.device_get(jax.jit(make(IMPLEMENTATIONS[name]))(given)),
-                        strict=True,
-                    )
-                    found[f"{call} {mesh_name} {name}"] = [
-                        float(np.abs(a - b).max()) for a, b in pairs
-                    ]
-    print(json.dumps(found))
+    main(*sys.argv[1:])

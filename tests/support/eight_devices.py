@@ -1,5 +1,5 @@
-"""Trains and scores on meshes of eight fake CPU devices; a program of tests/sharding and
-tests/runs, prints JSON.
+"""Trains and scores on meshes of eight fake CPU devices: a program of tests/sharding and
+tests/runs, which prints JSON.
 
 B = 16, D = 16, H = 8, E = 6, F = 24, L = 7, M = 9, N = 3, V = 42, or with clusters 41, cut at 16
 and 27: 16, 11 and 14 tokens, of which the second and third divide among neither 8 devices nor (the
@@ -8,7 +8,9 @@ second) 2.
 
 import dataclasses
 import functools
+import itertools
 import json
+import math
 import re
 import statistics
 import sys
@@ -34,6 +36,7 @@ from txl_jax.config import (
     MeshConfig,
     ModelConfig,
 )
+from txl_jax.data.corpus import Corpus
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation import dynamic
 from txl_jax.evaluation.streaming import evaluate
@@ -59,46 +62,66 @@ MESHES = {
 }
 SOFTMAX = {"plain": {}, "adaptive": {"model__cutoffs": (16, 27), "model__div_val": 2}}
 VOCABULARY = {"plain": 42, "adaptive": 41}
+# Runs that are also scored.
 SCORED = [
-    *(("plain", name) for name in ("one", "mixed", "fsdp")),
-    *(("adaptive", name) for name in ("one", "mixed", "tensor")),
+    ("plain", "one"),
+    ("plain", "mixed"),
+    ("plain", "fsdp"),
+    ("adaptive", "one"),
+    ("adaptive", "mixed"),
+    ("adaptive", "tensor"),
 ]
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
-B, L, STEPS, PER_CALL = 16, 7, 20, 2
+B = 16
+L = 7
+STEPS = 20
+PER_CALL = 2
 TOKENS = np.random.default_rng(0).integers(41, size=B * L * 4 + 1)  # An epoch of four segments.
 
 
 def config(mesh: MeshConfig, **changes: Any) -> ExperimentConfig:
-    sizes = {"n_layer": 3, "d_model": 16, "n_head": 8, "d_head": 6, "d_inner": 24}
-    base = {f"model__{name}": size for name, size in sizes.items()}
-    base |= {"model__dropout__rate": 0.2, "model__dtype": jnp.result_type(float).name, "mesh": mesh}
-    base |= {
-        f"train__{name}": STEPS for name in ("steps", "log_every", "eval_every", "checkpoint_every")
+    """The config of all runs here, on a mesh, with some settings changed."""
+    model = {
+        "model__n_layer": 3,
+        "model__d_model": 16,
+        "model__n_head": 8,
+        "model__d_head": 6,
+        "model__d_inner": 24,
+        "model__dropout__rate": 0.2,
+        "model__dtype": jnp.result_type(float).name,
     }
-    base |= {
+    train = {
+        "train__steps": STEPS,
+        "train__log_every": STEPS,
+        "train__eval_every": STEPS,
+        "train__checkpoint_every": STEPS,
         "train__batch_size": B,
         "train__segment_len": L,
         "train__mem_len": 9,
         "train__segments_per_call": PER_CALL,
     }
-    base |= {
+    evaluation = {
         "eval__batch_size": 1,
         "eval__segment_len": 4,
         "eval__mem_len": 11,
         "eval__clamp_len": None,
     }
-    return tiny.changed(ExperimentConfig(), **base | changes)
+    settings = {"mesh": mesh} | model | train | evaluation | changes
+    return tiny.changed(ExperimentConfig(), **settings)
 
 
 def build_run(kind: str, mesh: str | MeshConfig, **changes: Any) -> Built:
     """The parts of a run with this kind of softmax on a mesh."""
-    of = config(MESHES[mesh] if isinstance(mesh, str) else mesh, **SOFTMAX[kind], **changes)
-    return build(of, vocab_size=VOCABULARY[kind])
+    if isinstance(mesh, str):
+        mesh = MESHES[mesh]
+    return build(config(mesh, **SOFTMAX[kind], **changes), vocab_size=VOCABULARY[kind])
 
 
 def train_steps(parts: Built, train_step: TrainStep, state: TrainState, steps: range) -> tuple:
-    """The state after these updates, and the loss and gradient norm of each."""
-    losses, norms, reader = [], [], training_segments(TOKENS, batch_size=B, segment_len=L)
+    """The state after these training steps, and the loss and gradient norm of each step."""
+    losses = []
+    norms = []
+    reader = training_segments(TOKENS, batch_size=B, segment_len=L)
     for step in steps[::PER_CALL]:
         state, metrics = train_step(state, parts.place(reader.segments(step, PER_CALL)))
         losses += (metrics.nats / metrics.tokens).tolist()
@@ -107,32 +130,50 @@ def train_steps(parts: Built, train_step: TrainStep, state: TrainState, steps: r
 
 
 def run(parts: Built, *, scores: bool) -> dict:
-    """Losses of each update, parameters after the last, bytes per device, and what devices
-    gather.
+    """Trains, and returns losses, parameters, bytes per device, and arrays that devices gather.
+
+    The trained model is also scored if `scores` is set.
     """
     compilation = parts.compile_step()
     train_step = compilation.program
     state, losses, norms = train_steps(parts, train_step, parts.init_state(), range(STEPS))
-    found = {
+    results = {
         "losses": losses,
         "grad_norms": norms,
-        "params": np.concatenate(
-            [np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(state.params))]
-        ).tolist(),
+        "params": flat(state.params),
         "mesh": dict(parts.mesh.shape),
-        "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)),
+        "gathered": gathered(compilation.executable.as_text()),
+    }
+    results |= on_devices(state)
+    if scores:
+        results |= scored(parts, state.params)
+    return results
+
+
+def flat(tree: Any) -> list[float]:
+    """All numbers of a tree of arrays."""
+    leaves = jax.tree.leaves(jax.device_get(tree))
+    return np.concatenate([np.ravel(leaf) for leaf in leaves]).tolist()
+
+
+def n_byte(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def on_devices(state: TrainState) -> dict:
+    """The bytes of a state, and the shapes of some of its arrays, on one device."""
+    tables = []
+    for name, table in sorted(state.params["embedding"].items()):
+        if name.startswith("table"):
+            tables.append(shard_of(table))
+    return {
+        "bytes": n_byte(state.params),
         "bytes_per_device": on_one_device(state.params),
         "moment_bytes_per_device": on_one_device(state.opt_state),
         "query_per_device": shard_of(state.params["stack"]["layers"]["attention"]["query"]),
-        "tables_per_device": [
-            shard_of(table)
-            for name, table in sorted(state.params["embedding"].items())
-            if name.startswith("table")
-        ],
+        "tables_per_device": tables,
         "memory_per_device": shard_of(state.memory.hidden),
-        "gathered": gathered(compilation.executable.as_text()),
     }
-    return found | (scored(parts, state.params) if scores else {})
 
 
 def gathered(text: str) -> list[dict]:
@@ -140,27 +181,31 @@ def gathered(text: str) -> list[dict]:
 
     With each, its dtype and shape, and whether a layer or the embedding gathers it.
     """
-    found = []
+    arrays = []
     for line in text.splitlines():
         instruction = re.search(r"= (.*?) all-gather\(", line)
         if instruction is None:
             continue
         for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", instruction[1]):
-            shape = [int(size) for size in sizes.split(",") if size]
-            found.append(
-                {
-                    "dtype": dtype,
-                    "shape": shape,
-                    "in_stack": "/stack/" in line,
-                    "in_embedding": "/embedding/" in line,
-                }
-            )
-    return found
+            array = {
+                "dtype": dtype,
+                "shape": shape_of(sizes),
+                "in_stack": "/stack/" in line,
+                "in_embedding": "/embedding/" in line,
+            }
+            arrays.append(array)
+    return arrays
+
+
+def shape_of(sizes: str) -> list[int]:
+    """A shape in XLA's text, such as "3,4", which is empty for a scalar."""
+    return [int(size) for size in sizes.split(",") if size]
 
 
 def sent_by_layers() -> dict[str, list[list[int]]]:
-    """The shapes of arrays that devices send in the layers of a training step on the mixed mesh, by
-    collective.
+    """The shapes of arrays that devices send in a training step's layers, by collective.
+
+    On the mixed mesh.
     """
     parts = build_run("plain", "mixed", model__attention=AttentionPath.TILED)
     text = parts.compile_step().executable.as_text()
@@ -170,14 +215,14 @@ def sent_by_layers() -> dict[str, list[list[int]]]:
         if instruction is None or "/stack/" not in line:
             continue
         for sizes in re.findall(r"\w\[([\d,]*)\]", instruction[1]):
-            sent[instruction[2]].append([int(size) for size in sizes.split(",") if size])
+            sent[instruction[2]].append(shape_of(sizes))
     return sent
 
 
 def on_one_device(tree: Any) -> int:
-    return sum(
-        leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree) if leaf.ndim
-    )
+    """The bytes of a tree's arrays on one device, without scalars."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if leaf.ndim]
+    return sum(array.addressable_shards[0].data.nbytes for array in arrays)
 
 
 def shard_of(array: jax.Array) -> tuple[int, ...]:
@@ -185,8 +230,9 @@ def shard_of(array: jax.Array) -> tuple[int, ...]:
 
 
 def scored(parts: Built, params: Any) -> dict:
-    """Scores of a short text in one row and in sixteen, and of a longer one in sixteen, with an
-    int8 cache too.
+    """Scores of a short text in one row and in sixteen, and of a longer text in sixteen.
+
+    The longer text is also scored with an int8 cache.
     """
 
     def with_settings(**changes: Any) -> Built:
@@ -209,7 +255,8 @@ def scored(parts: Built, params: Any) -> dict:
 
 def score(parts: Built, params: Any, n_target: int = 49) -> tuple[Totals, tuple[int, ...]]:
     """The totals of a text, and the shape of a layer's stored keys on a device."""
-    span, weights = parts.config.eval, parts.prepare_params(params)
+    span = parts.config.eval
+    weights = parts.prepare_params(params)
     memory = parts.init_memory(weights)
     keys_per_device = shard_of(jax.tree.leaves(memory.keys[0])[0])  # Before the memory is donated.
     reader = evaluation_segments(
@@ -219,54 +266,67 @@ def score(parts: Built, params: Any, n_target: int = 49) -> tuple[Totals, tuple[
 
 
 def host_time() -> dict[str, float]:
-    """Milliseconds of an update in the thread that runs the loop, by mesh: medians of 50.
+    """Milliseconds of a training step in the thread that runs the loop, by mesh: medians of 50.
 
-    Rows grow with the devices.
+    The batch grows with the number of devices.
 
     As the loop does, it cuts segments, puts them on the devices, starts the step, and fetches the
-    metrics of the one before. Other threads' time, such as the devices', does not count.
+    metrics of the step before. Other threads' time, such as the devices', does not count.
     """
-    found = {}
+    medians = {}
     for name, mesh in MESHES.items():
         rows = 4 if name == "one" else 32
         parts = build_run("plain", mesh, train__batch_size=rows, train__segments_per_call=1)
-        step, state, before, times = parts.compile_step().program, parts.init_state(), None, []
+        step = parts.compile_step().program
+        state = parts.init_state()
         reader = training_segments(np.tile(TOKENS, 20), batch_size=rows, segment_len=L)
+        metrics_before = None
+        times = []
         for number in range(60):
             began = time.thread_time()
             state, metrics = step(state, parts.place(reader.segments(number, 1)))
-            jax.device_get(before)
-            before = metrics
+            jax.device_get(metrics_before)
+            metrics_before = metrics
             times.append(1e3 * (time.thread_time() - began))
-        found[name] = statistics.median(times[10:])
-    return found
+        medians[name] = statistics.median(times[10:])
+    return medians
+
+
+# Steps of a run, and the mesh on which they are done.
+MOVES: list[tuple[range, str | MeshConfig]] = [
+    (range(8), "fsdp"),
+    (range(8, 14), MeshConfig(data=1, fsdp=2, tensor=2)),
+    (range(14, STEPS), "one"),
+]
 
 
 def moved() -> list[float]:
-    """The losses of a run that resumes on other devices: on eight, then on four with another mesh,
-    then on one.
+    """The losses of a run that resumes on other devices.
+
+    It begins on eight, and resumes on four with another mesh, and then on one.
     """
-    losses, steps = [], (range(8), range(8, 14), range(14, STEPS))
-    meshes = ("fsdp", MeshConfig(data=1, fsdp=2, tensor=2), "one")
+    losses = []
     with (
         tempfile.TemporaryDirectory() as folder,
         Checkpointer(folder, keep=2, log=print) as checkpoints,
     ):
-        for mesh, these in zip(meshes, steps, strict=True):
+        for steps, mesh in MOVES:
             parts = build_run("adaptive", mesh)
             restored = checkpoints.restore(parts.abstract_state)
             state = parts.init_state() if restored is None else restored[1]
-            state, more, _ = train_steps(parts, parts.compile_step().program, state, these)
-            losses += more
-            checkpoints.save(these.stop, state, {})
+            state, losses_here, _ = train_steps(parts, parts.compile_step().program, state, steps)
+            losses += losses_here
+            checkpoints.save(steps.stop, state, {})
     return losses
 
 
 def tail_work() -> dict:
-    """Positions of a tail's logits on a device, which should be its own 16, and the number of
-    all-gathers.
+    """The number of positions for which a device computes a tail's logits, and of all-gathers.
+
+    The positions should be the 16 of the device's own rows.
     """
-    rows, mesh = 15_000, make_mesh(MESHES["data"])
+    rows = 15_000
+    mesh = make_mesh(MESHES["data"])
     array = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
     clusters = [adaptive_softmax.Cluster(array((n, 6)), array((n,)), None) for n in (10, rows)]
     tails = adaptive_softmax.TailEntries(array((1, 6)), array((1,)))
@@ -282,18 +342,18 @@ def tail_work() -> dict:
         clusters, tails, array((16, 32, 6)), jax.ShapeDtypeStruct((16, 32), "int32")
     )
     text = lowered.compile().as_text()
-    products = re.findall(r"= f32\[([0-9,]+)\]\S* dot\(", text)
-    of_tail = [[int(n) for n in found.split(",")] for found in products]
-    positions = max(np.prod(found) // rows for found in of_tail if rows in found).item()
+    matmuls = map(shape_of, re.findall(r"= f32\[([0-9,]+)\]\S* dot\(", text))
+    positions = max(math.prod(shape) // rows for shape in matmuls if rows in shape)
     return {"positions": positions, "all_gathers": text.count(" all-gather(")}
 
 
 def odd_targets() -> dict[str, list[float]]:
-    """Losses of ignored targets, of tokens, and of targets beyond the vocabulary, by mesh. nan is
-    -1 here: no JSON.
+    """Losses of ignored targets, of tokens, and of targets beyond the vocabulary, by mesh.
+
+    nan, which JSON cannot store, becomes -1.
     """
     targets = np.array([[-1, 0, 40, 41], [-100, 20, 47, 1000]] * (B // 2), np.int32)
-    found = {}
+    by_mesh = {}
     for mesh in ("one", "mixed", "tensor"):
         parts = build_run("adaptive", mesh)
         # From the host: a program of the loss alone would go from fsdp's shards of a table to the
@@ -303,13 +363,14 @@ def odd_targets() -> dict[str, list[float]]:
         hidden = np.random.default_rng(0).normal(size=(*targets.shape, 16))
         nll = parts.jit(functools.partial(parts.model.apply, method=parts.model.nll))
         losses = nll({"params": params}, hidden, targets)
-        found[mesh] = np.nan_to_num(losses[:2], nan=-1.0).ravel().tolist()
-    return found
+        by_mesh[mesh] = np.nan_to_num(losses[:2], nan=-1.0).ravel().tolist()
+    return by_mesh
 
 
 def masks() -> dict[str, dict[str, Any]]:
-    """By mesh, the devices of each kind of mask, and how many of its numbers are not those of one
-    device.
+    """By kind of mask and mesh, the number of different parts of the mask and of its zeros.
+
+    And how many of its numbers differ from the mask on one device.
     """
     drop = Dropout(0.3, deterministic=False)
     rngs = {"dropout": jax.random.key(4)}
@@ -332,7 +393,7 @@ def masks() -> dict[str, dict[str, Any]]:
         "heads": (heads, PartitionSpec(rows, "tensor")),
         "embeddings": (embeddings, PartitionSpec(rows, None, "tensor")),
     }
-    found: dict[str, dict[str, Any]] = {}
+    counts: dict[str, dict[str, Any]] = {}
     for name, (compute, spec) in kinds.items():
         expected = np.asarray(jax.jit(compute)())
         for mesh_name in ("data", "mixed", "tensor"):
@@ -340,42 +401,46 @@ def masks() -> dict[str, dict[str, Any]]:
             jitted = jax.jit(compute, out_shardings=NamedSharding(mesh, spec))
             on_mesh = bind_mesh(mesh, jitted)()
             places = {str(shard.index) for shard in on_mesh.addressable_shards}
-            found[f"{name}, {mesh_name}"] = {
+            counts[f"{name}, {mesh_name}"] = {
                 "parts": len(places),
                 "zeros": int((expected == 0).sum()),
                 "different": int((np.asarray(on_mesh) != expected).sum()),
             }
-    return found
+    return counts
 
 
 def optimizers() -> dict[str, Any]:
-    """Updates by those optimizers that look at whole tensors: on the mixed mesh, beside one device;
-    and their state.
+    """Compares the mixed mesh with one device, for the optimizers that look at whole tensors.
+
+    Returns the error of their updates, and the bytes of their states.
     """
     sizes = {"model__d_model": 128, "model__d_head": 17, "model__d_inner": 144, "model__n_layer": 2}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for kind in ("lamb", "lamb_nvidia", "adafactor", "muon"):
         changes = sizes | {"optimizer__name": kind, "optimizer__weight_decay": 0.1}
-        one, mixed = (updated(build_run("adaptive", mesh, **changes)) for mesh in ("one", "mixed"))
-        error = jax.tree.map(
-            lambda a, b, before: np.abs(a - b).max() / np.abs(a - before).max(),
-            one[1],
-            mixed[1],
-            one[0],
-        )
-        found[kind] = {
-            "error": max(jax.tree.leaves(error)),
-            "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(mixed[2])),
-            "bytes_per_device": on_one_device(mixed[2]),
+        before, on_one, _ = updated(build_run("adaptive", "one", **changes))
+        _, on_mixed, opt_state = updated(build_run("adaptive", "mixed", **changes))
+        errors = jax.tree.map(relative_error, on_mixed, on_one, before)
+        results[kind] = {
+            "error": max(jax.tree.leaves(errors)),
+            "bytes": n_byte(opt_state),
+            "bytes_per_device": on_one_device(opt_state),
         }
-    return found
+    return results
+
+
+def relative_error(after: Any, expected: Any, before: Any) -> Any:
+    """The largest error of an updated array, as a part of its largest change."""
+    return np.abs(expected - after).max() / np.abs(expected - before).max()
 
 
 def updated(parts: Built) -> tuple[Any, Any, Any]:
-    """Parameters before and after two updates by drawn gradients, on the host, and the optimizer's
-    state.
+    """Parameters before and after two updates by drawn gradients, and the optimizer's state.
+
+    The parameters are on the host.
     """
-    abstract, rng = parts.abstract_state, np.random.default_rng(0)
+    abstract = parts.abstract_state
+    rng = np.random.default_rng(0)
 
     def draw() -> Any:
         return jax.tree.map(
@@ -396,15 +461,17 @@ def updated(parts: Built) -> tuple[Any, Any, Any]:
 
 
 def runs(*names: str, scored: bool = True) -> dict[str, Any]:
-    """What `run` finds of these, such as "plain, mixed"; of all if there are none."""
-    found = {}
-    for name in names or [f"{kind}, {mesh}" for kind in SOFTMAX for mesh in MESHES]:
-        kind, mesh = name.split(", ")
-        found[name] = run(build_run(kind, mesh), scores=scored and (kind, mesh) in SCORED)
-    return found
+    """The results of `run` for these names, such as "plain, mixed", or for all without names."""
+    cases = [tuple(name.split(", ")) for name in names] or itertools.product(SOFTMAX, MESHES)
+    results = {}
+    for kind, mesh in cases:
+        scores = scored and (kind, mesh) in SCORED
+        results[f"{kind}, {mesh}"] = run(build_run(kind, mesh), scores=scores)
+    return results
 
 
 def few() -> dict[str, Any]:
+    """The cases of the default tests."""
     return {
         "runs": runs("adaptive, one", "adaptive, mixed", "adaptive, data", scored=False),
         "tail": tail_work(),
@@ -415,6 +482,7 @@ def few() -> dict[str, Any]:
 
 
 def rest() -> dict[str, Any]:
+    """The cases of the slower tests."""
     whole = build_run("plain", "one", model__dropout__rate=0.0)
     in_chunks = build_run("plain", "mixed", model__dropout__rate=0.0, train__grad_accum_steps=4)
     return {
@@ -426,13 +494,13 @@ def rest() -> dict[str, Any]:
 
 
 def warm_start() -> list[dict]:
-    """What is recorded of warm starts on one device and on eight, and the sha256 of the parameters
-    after them.
+    """The records of warm starts on one device and on eight, and the sha256 of their parameters.
 
-    From a portable folder to another vocabulary: 13 words in clusters cut at 3 and 7, of a trained
-    run with 11.
+    They start from a portable checkpoint, whose vocabulary has 11 words, and have another
+    vocabulary: 13 words in clusters cut at 3 and 7.
     """
-    words, folder = [f"w{i}" for i in range(9)], Path(tempfile.mkdtemp())
+    words = [f"w{i}" for i in range(9)]
+    folder = Path(tempfile.mkdtemp())
     clusters = {"cutoffs": (3, 7), "div_val": 2, "tie_projs": (False,) * 3}
     sizes = ModelConfig(n_layer=2, d_model=16, n_head=4, d_head=5, d_inner=24, **clusters)
     changes = {
@@ -441,45 +509,51 @@ def warm_start() -> list[dict]:
         "train__batch_size": 16,
         "mesh": MESHES["one"],
     }
-    texts = []
-    for name, of_text in (("old", words), ("new", [*words[::-1], "x", "y"])):
-        (folder / name).mkdir()
-        content = "\n".join(" ".join(of_text[i:]) for i in range(len(of_text))) * 9
-        texts.append(drawn_run.on_text(folder / name, content.encode(), **changes))
-    drawn_run.make(folder / "run", *texts[0])
+    old_text = on_words(folder / "old", words, **changes)
+    drawn_run.make(folder / "run", *old_text)
     convert(folder / "run", folder / "portable", log=lambda line: None)
-    own, corpus = texts[1]
-    found = []
+
+    new_config, corpus = on_words(folder / "new", [*words[::-1], "x", "y"], **changes)
+    records = []
     for mesh in (MESHES["one"], MESHES["mixed"]):
-        on_mesh = tiny.changed(own, mesh=mesh, init_from=str(folder / "portable"))
+        on_mesh = tiny.changed(new_config, mesh=mesh, init_from=str(folder / "portable"))
         parts = build(on_mesh, vocab_size=corpus.vocabulary.size)
         weights = warm_start_lib.load(parts, corpus.vocabulary, Run(folder / "new-run"))
         after = weights.state(parts.init_params())
-        found.append({**weights.record, "after": warm_start_lib.digest(after.params)})
-    return found
+        records.append({**weights.record, "after": warm_start_lib.digest(after.params)})
+    return records
+
+
+def on_words(folder: Path, words: list[str], **changes: Any) -> tuple[ExperimentConfig, Corpus]:
+    """The config and the text of a run on lines of these words, the last of which are frequent."""
+    folder.mkdir()
+    lines = [" ".join(words[first:]) for first in range(len(words))]
+    content = "\n".join(lines) * 9
+    return drawn_run.on_text(folder, content.encode(), **changes)
 
 
 def dynamic_scores() -> dict[str, dict[str, Any]]:
     """Losses and last parameters of dynamic evaluations, by mesh and number of rows."""
     rule = DynamicConfig(rule=DynamicRule.RMSPROP, learning_rate=0.01, decay=0.1, epsilon=1e-6)
     changes = SOFTMAX["adaptive"] | {"eval__dynamic": rule}
-    found = {}
+    results = {}
     for mesh in ("one", "mixed", "fsdp"):
         for rows in (1, B):
-            own = config(MESHES[mesh], **changes, eval__batch_size=rows)
+            on_mesh = config(MESHES[mesh], **changes, eval__batch_size=rows)
             parts = build(
-                dynamic.training_config(own), vocab_size=VOCABULARY["adaptive"], uses=["training"]
+                dynamic.training_config(on_mesh),
+                vocab_size=VOCABULARY["adaptive"],
+                uses=["training"],
             )
             model = DynamicModel(built_with_rule(parts), parts.init_params())
             reader = evaluation_segments(TOKENS[:150], batch_size=rows, segment_len=4)
             segments = model.built.place(reader.segments(0, reader.n_segments))
             state, losses = model.step(None, model.start(), segments)
-            params = jax.tree.leaves(jax.device_get(state.params))
-            found[f"{mesh}, {rows}"] = {
+            results[f"{mesh}, {rows}"] = {
                 "nats": losses.nats.tolist(),
-                "params": np.concatenate([np.ravel(leaf) for leaf in params]).tolist(),
+                "params": flat(state.params),
             }
-    return found
+    return results
 
 
 KINDS = {
