@@ -8,19 +8,19 @@ SMALLEST = 1e-6
 
 
 def p_value(normal) -> float:
-    """The chance of a larger sum of squares, of as many independent normal numbers."""
+    """The chance that as many independent normal numbers have a larger sum of squares."""
     normal = np.asarray(normal, np.float64)
     return float(gammaincc(normal.size / 2, np.sum(normal**2) / 2))
 
 
 def kept_p(mask: np.ndarray, rate: float) -> float:
-    """Of the number of all that are kept."""
+    """The p-value of the number of kept elements."""
     deviation = np.count_nonzero(mask) - mask.size * (1 - rate)
     return p_value(deviation / np.sqrt(mask.size * rate * (1 - rate)))
 
 
 def pair_p(first: np.ndarray, second: np.ndarray, rate: float) -> float:
-    """Of the correlation of two masks, number by number."""
+    """The p-value of the correlation of two masks, element by element."""
     both = np.count_nonzero(first & second)
     kept = np.count_nonzero(first) + np.count_nonzero(second)
     keep = 1 - rate
@@ -29,7 +29,10 @@ def pair_p(first: np.ndarray, second: np.ndarray, rate: float) -> float:
 
 
 def sums_p(mask: np.ndarray, rate: float, axis: int) -> float:
-    """Of the numbers that are kept along an axis: they vary as sums of independent draws."""
+    """The p-value of the numbers of kept elements along an axis.
+
+    They should vary like sums of independent draws.
+    """
     length = mask.shape[axis]
     deviations = mask.sum(axis) - length * (1 - rate)
     return p_value(deviations / np.sqrt(length * rate * (1 - rate)))

@@ -1,8 +1,8 @@
 """The formulas as plain numpy loops, one element at a time: slow, and too simple to be wrong in the
 same way.
 
-Letters as in `txl_jax.config`. A query at row i of the segment and a key at column j of [memory;
-segment] are M + i - j apart.
+The letters are the same as in `txl_jax.config`. A query at row i of the segment and a key at column
+j of [memory; segment] are M + i - j apart.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from txl_jax.ops.adaptive_softmax import Cluster
 
 
 def sinusoid(distance: float, d_model: int) -> np.ndarray:
-    """The code of one distance: [D]."""
+    """The encoding of one distance: [D]."""
     code = np.zeros(d_model)
     for i in range(d_model // 2):
         angle = distance / 10000 ** (2 * i / d_model)
@@ -25,8 +25,9 @@ def sinusoid(distance: float, d_model: int) -> np.ndarray:
 def attention_mask(
     valid, *, segment_len: int, mem_len: int, window=None, causal=True, lengths=None
 ) -> np.ndarray:
-    """Visible pairs, bool [B, L, K]; `lengths` are the tokens of each row's segment, the rest is
-    padding.
+    """Visible pairs, bool [B, L, K].
+
+    `lengths` has the number of tokens in each row's segment. The positions after them are padding.
     """
     mask = np.zeros((len(valid), segment_len, mem_len + segment_len), bool)
     for b, n_filled in enumerate(valid):
@@ -51,36 +52,52 @@ def relative_attention(
     position_score=None,
     factor=None,
 ) -> np.ndarray:
-    """[B, H, L, E], [B, H, K, E] twice, [H, P, E] (distances K - 1, ..), [H, E] twice, [B, L, K] ->
-    [B, H, L, E].
+    """Relative attention of each query. A query without a visible key gets zeros.
 
-    P is K if the last distance is 0, and K + L - 1 if it is -(L - 1). `position_score`: [H, P], of
-    the same distances. `factor`: [B, H, L, K], of dropout on the probabilities. A query without a
-    visible key gets zeros.
+    Args:
+      query: [B, H, L, E].
+      key: [B, H, K, E].
+      value: [B, H, K, E].
+      position_key: [H, P, E], of the distances K - 1, K - 2, ... P is K if the last distance is 0,
+        and K + L - 1 if it is -(L - 1).
+      content_bias: [H, E].
+      position_bias: [H, E].
+      mask: Visible pairs, bool [B, L, K].
+      position_score: [H, P], of the same distances, or None for zeros.
+      factor: Dropout's factors of the probabilities, [B, H, L, K], or None for ones.
+
+    Returns:
+      [B, H, L, E].
     """
     n_row, n_head, n_query, width = query.shape
     n_key = key.shape[2]
     attended = np.zeros(query.shape)
     for b, h, i in np.ndindex(n_row, n_head, n_query):
-        q, weights = query[b, h, i], np.zeros(n_key)
+        q = query[b, h, i]
+        weights = np.zeros(n_key)
         for j in range(n_key):
             if mask[b, i, j]:
                 distance = (n_key - n_query) + i - j
-                k, r = key[b, h, j], position_key[h, n_key - 1 - distance]
-                a_b_c_d = q @ k, q @ r, content_bias[h] @ k, position_bias[h] @ r
-                more = 0 if position_score is None else position_score[h, n_key - 1 - distance]
-                weights[j] = np.exp((sum(a_b_c_d) + more) / np.sqrt(width))
+                place = n_key - 1 - distance
+                k = key[b, h, j]
+                r = position_key[h, place]
+                # The terms a, b, c and d of the paper.
+                score = q @ k + q @ r + content_bias[h] @ k + position_bias[h] @ r
+                if position_score is not None:
+                    score += position_score[h, place]
+                weights[j] = np.exp(score / np.sqrt(width))
         if weights.any():
             probabilities = weights / weights.sum()
-            attended[b, h, i] = (
-                probabilities if factor is None else probabilities * factor[b, h, i]
-            ) @ value[b, h]
+            if factor is not None:
+                probabilities *= factor[b, h, i]
+            attended[b, h, i] = probabilities @ value[b, h]
     return attended
 
 
 def random_bits(seed: int, row_head: int, query: int, key: int) -> int:
-    """32 bits of one pair of query and key, by integers without limit that are cut to 32 bits after
-    each step.
+    """32 bits of one pair of query and key.
+
+    Python's integers have no limit, so they are cut to 32 bits after each step.
     """
     x = seed ^ row_head * 0x9E3779B1 % 2**32
     x = (x ^ x >> 16) * 0x7FEB352D % 2**32
@@ -101,11 +118,13 @@ def dropout_factor(shape: tuple[int, int, int, int], *, rate: float, seed: int) 
 
 
 def cluster_of(token: int, cutoffs: Sequence[int]) -> tuple[int, int]:
-    """(cluster, row within it)."""
-    cluster, start = 0, 0
+    """Returns a token's cluster and its row within the cluster."""
+    cluster = 0
+    start = 0
     for cutoff in cutoffs:
         if token >= cutoff:
-            cluster, start = cluster + 1, cutoff
+            cluster += 1
+            start = cutoff
     return cluster, token - start
 
 
@@ -117,26 +136,22 @@ def embed(
     for where in np.ndindex(*tokens.shape):
         c, row = cluster_of(tokens[where], cutoffs)
         vector = clusters[c].table[row]
-        vectors[where] = (
-            vector if clusters[c].projection is None else vector @ clusters[c].projection
-        )
+        if clusters[c].projection is not None:
+            vector = vector @ clusters[c].projection
+        vectors[where] = vector
     return vectors
 
 
 def adaptive_nll(
     hidden, targets, clusters: Sequence[Cluster], tail_table, tail_bias, cutoffs
 ) -> np.ndarray:
-    """Nats of each target: [B, L, D] and int [B, L] -> [B, L]."""
+    """Loss of each target, in nats: [B, L, D] and int [B, L] -> [B, L]."""
     nll = np.zeros(targets.shape)
     for where in np.ndindex(*targets.shape):
         c, row = cluster_of(targets[where], cutoffs)
         head = _logits(hidden[where], clusters[0])
         if tail_table is not None:
-            inner = (
-                hidden[where]
-                if clusters[0].projection is None
-                else clusters[0].projection @ hidden[where]
-            )
+            inner = _projected(hidden[where], clusters[0])
             head = np.append(head, tail_table @ inner + tail_bias)
         log_p = _log_softmax(head)
         if c == 0:
@@ -148,8 +163,14 @@ def adaptive_nll(
 
 
 def _logits(hidden: np.ndarray, cluster: Cluster) -> np.ndarray:
-    inner = hidden if cluster.projection is None else cluster.projection @ hidden
-    return cluster.table @ inner + cluster.bias
+    return cluster.table @ _projected(hidden, cluster) + cluster.bias
+
+
+def _projected(hidden: np.ndarray, cluster: Cluster) -> np.ndarray:
+    """The hidden state [D] in the size of a cluster's table."""
+    if cluster.projection is None:
+        return hidden
+    return cluster.projection @ hidden
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:

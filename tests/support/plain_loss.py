@@ -12,7 +12,7 @@ from txl_jax.config import EvalConfig
 def mean_loss_of(module: Any, lengths: EvalConfig) -> Callable[..., Any]:
     """Returns a function of (parameters, memory, inputs, targets, mask), arrays [B, L].
 
-    It returns the mean over the mask, and (summed nats, new memory). Of the product it only has the
+    It returns the mean over the mask, and (summed nats, new memory). It only uses the product's
     module's forward pass and its log probabilities.
     """
 

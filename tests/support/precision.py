@@ -1,4 +1,4 @@
-"""What a program computes in types of fewer than 32 bits, by the primitives of its jaxpr."""
+"""Computations of a program in dtypes of fewer than 32 bits, by the primitives of its jaxpr."""
 
 import collections
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from support import tiny
 
-# Primitives that call an inner program, whose equations are looked at themselves.
+# Primitives that call an inner program, whose equations are counted themselves.
 _CALLS = {
     "jit",
     "pjit",
@@ -62,23 +62,25 @@ _MOVES |= {
     "roll",
 }
 _MOVES |= {"load", "masked_swap", "empty", "broadcast", "pad", "copy"}
-_MOVES |= {"name"}  # Of `checkpoint_name`.
-ROUNDED = "convert_element_type"  # To fewer bits. It is the last step of what is stored in 16 bits.
+_MOVES |= {"name"}  # `checkpoint_name` makes it.
+# A conversion to fewer bits. It is the last step of an array that is stored in 16 bits.
+ROUNDED = "convert_element_type"
 
 
 def narrow(function: Callable[..., Any], *arguments: Any) -> dict[str, int]:
     """Counts the equations of a traced function whose results have fewer than 32 bits, by the
     primitive's name.
 
-    Conversions are counted as `ROUNDED` only from wider types. What moves numbers is left out, and
-    so are booleans. A sum into a buffer (`addupdate` of a kernel) counts by the buffer's type.
+    Conversions are counted as `ROUNDED` only from wider dtypes. Primitives that move numbers do not
+    count, nor do booleans. A sum into a buffer (`addupdate` of a kernel) counts by the buffer's
+    dtype.
     """
     counts: collections.Counter[str] = collections.Counter()
     for equation in tiny.equations(jax.make_jaxpr(function)(*arguments)):
         name = equation.primitive.name
         if name in _CALLS or name in _MOVES:
             continue
-        # Without results it changes its first operand.
+        # A primitive without results changes its first operand.
         results = equation.outvars or equation.invars[:1]
         if not any(_is_narrow(result) for result in results):
             continue
@@ -89,10 +91,11 @@ def narrow(function: Callable[..., Any], *arguments: Any) -> dict[str, int]:
 
 
 def _bits(variable: Any) -> int:
-    """Returns the bits of a variable's numbers, or of those in the buffer that it refers to."""
+    """Returns the bits of the numbers in a variable, or in the buffer that it refers to."""
     dtype = getattr(variable.aval, "dtype", None)
-    is_number = dtype is not None and jnp.issubdtype(dtype, jnp.number)
-    return 8 * jnp.dtype(dtype).itemsize if is_number else 64
+    if dtype is None or not jnp.issubdtype(dtype, jnp.number):
+        return 64
+    return 8 * jnp.dtype(dtype).itemsize
 
 
 def _is_narrow(variable: Any) -> bool:

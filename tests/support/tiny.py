@@ -14,14 +14,23 @@ from txl_jax.inference import forward
 from txl_jax.inference.prepare import prepare_params
 from txl_jax.modules.transformer_xl import TransformerXL
 
-B, D, H, E, F, V, N = 3, 6, 4, 5, 10, 13, 2
+B = 3  # Batch size.
+D = 6  # d_model.
+H = 4  # Heads.
+E = 5  # Size of a head.
+F = 10  # d_inner.
+V = 13  # Vocabulary size.
+N = 2  # Layers.
 # Weights that are large enough for every path to leave a mark.
 _SIZES = {"n_layer": N, "d_model": D, "n_head": H, "d_head": E, "d_inner": F}
 CONFIG = ModelConfig(
     **_SIZES, init_std=0.4, projection_init_std=0.4, dropout=DropoutConfig(rate=0.0)
 )
-# A context of float64. jax 0.7 has it in jax.experimental only, jax 0.12 in jax only.
-enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+# A context of float64. jax 0.7 has it only in jax.experimental, jax 0.12 only in jax.
+if hasattr(jax, "enable_x64"):
+    enable_x64 = jax.enable_x64
+else:
+    enable_x64 = jax.experimental.enable_x64
 
 
 def make(*, end_token: int | None = None, **changes) -> TransformerXL:
@@ -35,12 +44,9 @@ def model_config(**changes) -> ModelConfig:
 
 
 def changed(config, **changes):
-    """A config with some settings changed: `dropout__attention` for dropout.attention, and so
-    on.
-    """
-    return config_tree.replace(
-        config, {name.replace("__", "."): value for name, value in changes.items()}
-    )
+    """A config with some settings changed, such as `dropout__attention` for dropout.attention."""
+    by_name = {name.replace("__", "."): value for name, value in changes.items()}
+    return config_tree.replace(config, by_name)
 
 
 def compat_config(preset: str) -> CompatConfig:
@@ -48,10 +54,11 @@ def compat_config(preset: str) -> CompatConfig:
 
 
 def variables(model: TransformerXL) -> dict:
-    """Random parameters, biases and layer norms included, without axis names; `model.init` is only
-    traced.
+    """Random parameters, with random biases and layer norms, without axis names.
+
+    `model.init` is only traced.
     """
-    # Dictionaries of its own.
+    # New dictionaries, since the drawn ones are kept.
     return jax.tree.map(lambda leaf: leaf, _drawn(model, jax.config.jax_enable_x64))
 
 
@@ -59,12 +66,13 @@ def variables(model: TransformerXL) -> dict:
 def _drawn(model: TransformerXL, x64: bool) -> dict:
     """The parameters, which depend on whether there is float64."""
     assert jax.config.jax_enable_x64 == x64
-    tokens, memory = jnp.zeros((1, 2), jnp.int32), model.init_memory(batch_size=1, mem_len=1)
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    memory = model.init_memory(batch_size=1, mem_len=1)
     shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens, memory))
     rng = np.random.default_rng(1)
 
     def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if path[-1].key == "scale":  # Of a layer norm.
+        if path[-1].key == "scale":  # A layer norm's.
             return jnp.asarray(1 + 0.1 * rng.normal(size=leaf.shape), leaf.dtype)
         return jnp.asarray(CONFIG.init_std * rng.normal(size=leaf.shape), leaf.dtype)
 
@@ -84,7 +92,7 @@ def encoder(
     same_length: bool = False,
     deterministic: bool = True,
 ):
-    """(variables, tokens, memory, rngs) -> (hidden, memory), compiled."""
+    """A compiled function: (variables, tokens, memory, rngs) -> (hidden, memory)."""
     options = {"clamp_len": clamp_len, "same_length": same_length, "deterministic": deterministic}
 
     @jax.jit
@@ -96,7 +104,8 @@ def encoder(
 
 def stream(encode, variables, tokens: np.ndarray, lengths: list[int], memory) -> jnp.ndarray:
     """Hidden states [B, sum of lengths, D] of a text read in segments of these lengths."""
-    parts, start = [], 0
+    parts = []
+    start = 0
     for length in lengths:
         hidden, memory = encode(variables, tokens[:, start : start + length], memory)
         parts.append(np.asarray(hidden))
@@ -106,9 +115,8 @@ def stream(encode, variables, tokens: np.ndarray, lengths: list[int], memory) ->
 
 def prepared(model: TransformerXL, variables: dict, *, same_length: bool = False, **lengths):
     window = model.config.compat.window(lengths["mem_len"], same_length=same_length)
-    prepare = functools.partial(
-        prepare_params, model=model, window=window, **{"clamp_len": None} | lengths
-    )
+    lengths = {"clamp_len": None} | lengths
+    prepare = functools.partial(prepare_params, model=model, window=window, **lengths)
     return jax.jit(prepare)(variables["params"])
 
 
@@ -120,36 +128,37 @@ def read_cached(weights, tokens, targets, cache):
 
 
 def over_segments(read, memory, tokens: np.ndarray, segment_len: int):
-    """Nats [B, T - 1] of a text, and the last memory, by (tokens, targets, memory) -> (nats,
-    memory).
+    """Nats [B, T - 1] of a text, and the last memory.
+
+    `read` is a function: (tokens, targets, memory) -> (nats, memory).
     """
-    found = []
+    parts = []
     for first in range(0, tokens.shape[1] - 1, segment_len):
         end = min(first + segment_len, tokens.shape[1] - 1)
         nats, memory = read(tokens[:, first:end], tokens[:, first + 1 : end + 1], memory)
-        found.append(nats)
-    return np.concatenate(found, axis=1), memory
+        parts.append(nats)
+    return np.concatenate(parts, axis=1), memory
 
 
 def equations(jaxpr):
     """Yields the equations of a program and of all that it calls."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation
-        for part in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
-        ):
+        parameters = list(equation.params.values())
+        for part in jax.tree.leaves(parameters, is_leaf=lambda leaf: hasattr(leaf, "eqns")):
             if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
                 yield from equations(part)
 
 
 def with_gradients(function):
-    """(values, gradients by the first two arguments) of a sum in which every value has a weight of
-    its own.
+    """A compiled function: (values, gradients by the first two arguments).
+
+    The gradients are of a sum in which every value has a different weight.
     """
 
     @jax.jit
     def call(first, second, *rest):
-        values, pull_back = jax.vjp(lambda *of: function(*of, *rest), first, second)
+        values, pull_back = jax.vjp(lambda *operands: function(*operands, *rest), first, second)
         return values, pull_back(jnp.arange(1.0, values.size + 1).reshape(values.shape))
 
     return call

@@ -16,8 +16,9 @@ VOCABULARY = ByteVocabulary(b"\n abcdefghijk")
 
 @functools.cache
 def make(**changes: Any) -> LanguageModel:
-    """The model of `tiny_run` (L = 5, M = 9 in evaluation) with some settings changed; programs are
-    kept.
+    """The model of `tiny_run` (L = 5, M = 9 in evaluation) with some settings changed.
+
+    Models are kept, with their compiled functions.
     """
     assert VOCABULARY.size == tiny.V
     components = tiny_run.parts(**changes)
@@ -30,16 +31,15 @@ def documents(lengths: list[int], *, seed: int = 3) -> list[np.ndarray]:
 
 
 def alone(model: LanguageModel, tokens: np.ndarray) -> np.ndarray:
-    """The nats [T - 1] of a text alone, by evaluation in one stream."""
+    """The nats [T - 1] of one document, by evaluation in one stream."""
     components = model.components
     assert components.config.eval.batch_size == 1
-    nats = np.zeros(len(tokens), np.promote_types(np.float32, components.config.model.dtype))
     if len(tokens) < 2:
         return np.zeros(0)
-    weights, segment_len = (
-        components.prepare_params(model.params),
-        components.config.eval.segment_len,
-    )
+
+    nats = np.zeros(len(tokens), np.promote_types(np.float32, components.config.model.dtype))
+    weights = components.prepare_params(model.params)
+    segment_len = components.config.eval.segment_len
     reader = evaluation_segments(np.asarray(tokens), batch_size=1, segment_len=segment_len)
     memory = components.init_memory(weights)
     evaluate(components.eval_step, weights, memory, reader, place=components.place, token_nats=nats)

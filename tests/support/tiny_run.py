@@ -24,7 +24,9 @@ from txl_jax.runs.build import Built, Compilation, build
 from txl_jax.training import weight_averaging
 from txl_jax.training.step import TrainState, TrainStep, UpdateMetrics, init_params
 
-B, L, M = tiny.B, 7, 8
+B = tiny.B
+L = 7
+M = 8
 STEPS = 10
 EPOCH = 3  # Segments, so that epochs end inside calls of 2 and of 5 updates.
 COUNTS = ("steps", "log_every", "eval_every", "checkpoint_every")
@@ -38,48 +40,52 @@ CONFIG = ExperimentConfig(
 
 
 def parts(*, end_token: int | None = None, **changes: Any) -> Built:
-    """The parts of the tiny run with some settings changed: `model__dropout__rate` for
-    model.dropout.rate.
+    """The parts of the tiny run with some settings changed.
+
+    `model__dropout__rate` stands for model.dropout.rate.
     """
     return build(tiny.changed(CONFIG, **changes), vocab_size=tiny.V, end_token=end_token)
 
 
 @functools.cache
 def compiled(**changes: Any) -> tuple[Built, TrainStep, Compilation]:
-    """The parts and their compiled step; compiling takes seconds, so tests share it."""
+    """The parts and their compiled step. Compiling takes seconds, so tests share it."""
     made = parts(**changes)
     compilation = made.compile_step()
     return made, compilation.program, compilation
 
 
 def params(model: TransformerXL) -> Any:
-    """Parameters on the host, large enough for every path to leave a mark; nothing is compiled for
-    them.
+    """Parameters on the host, large enough for every path to leave a mark.
+
+    Nothing is compiled for them.
     """
     rng = np.random.default_rng(1)
     shapes = nn.unbox(jax.eval_shape(lambda: init_params(model, jax.random.key(0))))
-    # Sums over D are as large at each width from 12 on.
+    # Sums over D are equally large for each D from 12 on.
     wide = 0.5 * min(1.0, math.sqrt(12 / model.config.d_model))
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         mean = {"scale": 1.0}.get(path[-1].key, 0.0)
-        spread = {"bias": 0.0}.get(path[-1].key, wide)  # A large one always favours the same token.
+        # A large bias always favours the same token.
+        spread = {"bias": 0.0}.get(path[-1].key, wide)
         return rng.normal(mean, spread, leaf.shape).astype(leaf.dtype)
 
     return jax.tree.map_with_path(draw, shapes)
 
 
 def generator(model: TransformerXL, eval_config: EvalConfig) -> Generator:
-    return Generator(
-        jax.jit(make_scorer(model, eval_config).prepare_params)(params(model)), eval_config
-    )
+    prepare_params = jax.jit(make_scorer(model, eval_config).prepare_params)
+    return Generator(prepare_params(params(model)), eval_config)
 
 
 def state(made: Built) -> TrainState:
     """A first state on the host, with `params`."""
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), made.abstract_state)
     drawn = params(made.model)
-    average = weight_averaging.init(drawn, made.config.average) if made.config.average.on else None
+    average = None
+    if made.config.average.on:
+        average = weight_averaging.init(drawn, made.config.average)
     return zeros.replace(params=drawn, average=jax.device_get(average))
 
 
@@ -91,18 +97,20 @@ def text(*, seed: int = 0) -> SegmentReader:
 def call(
     made: Built, step: TrainStep, state: TrainState, segments: Segments
 ) -> tuple[TrainState, UpdateMetrics]:
-    """One call of the step, from host to host; the given state stays usable."""
+    """One call of the step, from host to host. The passed state stays usable."""
     return jax.device_get(step(jax.device_put(state), made.place(segments)))
 
 
 def train(updates: int, **changes: Any) -> tuple[TrainState, UpdateMetrics]:
     """The state after this many updates, and their metrics [updates]."""
     made, step, _ = compiled(**changes)
-    per_call, after, collected = made.config.train.segments_per_call, state(made), []
+    per_call = made.config.train.segments_per_call
+    after = state(made)
+    parts = []
     for first in range(0, updates, per_call):
         after, metrics = call(made, step, after, text().segments(first, per_call))
-        collected.append(metrics)
-    joined = jax.tree.map(lambda *of_calls: np.concatenate(of_calls), *collected)
+        parts.append(metrics)
+    joined = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
     return after, joined
 
 
@@ -117,6 +125,10 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 def assert_close(found: Any, expected: Any, *, rtol: float = 0, atol: float = 0) -> None:
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), found, expected
-    )
+    """Asserts that two trees are close, and names the first leaf that is not."""
+
+    def check(path: Any, leaf: Any, expected_leaf: Any) -> None:
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(leaf, expected_leaf, rtol=rtol, atol=atol, err_msg=name)
+
+    jax.tree.map_with_path(check, found, expected)

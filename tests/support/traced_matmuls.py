@@ -7,10 +7,10 @@ import jax
 
 
 def matmul_flops(jaxpr: Any) -> int:
-    """Returns the FLOPs of a program's matmuls and of those that it calls, at two per multiply-add.
+    """Returns the FLOPs of the matmuls in a program and in its calls, at two per multiply-add.
 
-    A matmul in a scan counts as often as the scan repeats it. Of the branches of a conditional one
-    counts, as all must have the same FLOPs. A `while` loop does not count, because the program does
+    A matmul in a scan counts as often as the scan repeats it. One branch of a conditional counts,
+    because all must have the same FLOPs. A `while` loop does not count, because the program does
     not say how often it runs.
     """
     total = 0
@@ -37,7 +37,7 @@ def _flops_of_dot(equation: Any) -> int:
 
 
 def _called_programs(equation: Any) -> list[Any]:
-    """Returns the programs among the parameters of an equation, as of `jit` and `checkpoint`."""
+    """Returns the programs among an equation's parameters, which `jit` and `checkpoint` have."""
 
     def is_program(leaf: Any) -> bool:
         return hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")
