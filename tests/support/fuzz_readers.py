@@ -1,10 +1,10 @@
 """Fuzzes the readers of strangers' files with atheris: `python fuzz_readers.py TARGET FOLDER
 SECONDS [FLAGS]`.
 
-An input is a byte, which chooses one of the target's whole files, and what that file holds in its
-place. A reader must return or raise `UserError`, in a second and little memory, and may write, run
-and reach nothing. The first input for which it does anything else ends the program, which keeps it
-in FOLDER.
+An input is a byte, which chooses one of the target's whole files, and content that replaces the
+file's. A reader must return or raise `UserError`, in a second and with little memory. It may not
+write, start a program or open a connection. The first input that breaks this ends the program,
+which keeps it in FOLDER.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from typing import Any
 
 import atheris
 
-# Files that reach other lines of these are kept, and changed further.
+# Files that reach other lines of these modules are kept, and changed further.
 with atheris.instrument_imports(
     include=[f"txl_jax.{name}" for name in ("interop", "data", "runs", "config", "runtime")]
     + ["json", "pickletools", "tarfile", "zipfile", "numpy.lib"],
@@ -58,26 +58,24 @@ from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.runs.build import build_for
 from txl_jax.runs.convert import TargetFormat, convert
 
-_SECONDS = 1.0  # Of the processor, per example.
-_MEMORY = 1 << 30  # Bytes of address space beyond what the program has when it begins.
+_SECONDS = 1.0  # Processor time per example.
+_MEMORY = 1 << 30  # Bytes of address space that are added while the program runs.
 convert_quietly = functools.partial(convert, log=lambda line: None)
 Reader = Callable[[Path], Any]  # Takes the file's path.
 Seed = tuple[Path, Reader]  # A file that is whole, and what reads it.
 
 
-# What reads a file
+# Readers
 
 
 def read_model(path: Path) -> None:
-    for leaf in formats.read(
-        path if path.suffix in (".bin", ".pt") else path.parent
-    ).leaves.values():
+    model = path if path.suffix in (".bin", ".pt") else path.parent
+    for leaf in formats.read(model).leaves.values():
         assert leaf.read().shape == leaf.shape
 
 
 def read_tensors(path: Path) -> None:
-    found = safetensors.read(path)
-    for leaf in found.values():
+    for leaf in safetensors.read(path).values():
         assert leaf.read().shape == leaf.shape
     read_model(path)
 
@@ -89,36 +87,35 @@ def read_statistics(path: Path) -> None:
     dynamic_statistics._check(file, {"a": (2,), "b/c": (3, 5)})
 
 
-def use(found: vocabulary.Vocabulary) -> None:
-    """Calls everything that a vocabulary offers; the saved form must be the same vocabulary."""
-    assert vocabulary.loads(vocabulary.dumps(found), KINDS) == found
-    found.decode(np.arange(min(found.size, 1 << 20)))
-    found.byte_lengths  # noqa: B018
-    if found.size < 1 << 16:
-        found.names()
-    found.start, found.unknown_id, found.mark  # noqa: B018
+def use(words: vocabulary.Vocabulary) -> None:
+    """Calls all methods of a vocabulary, whose saved form must be the same vocabulary."""
+    assert vocabulary.loads(vocabulary.dumps(words), KINDS) == words
+    words.decode(np.arange(min(words.size, 1 << 20)))
+    words.byte_lengths  # noqa: B018
+    if words.size < 1 << 16:
+        words.names()
+    words.start, words.unknown_id, words.mark  # noqa: B018
     with contextlib.suppress(UserError):
-        found.encode(b"one a\nthe banana")
+        words.encode(b"one a\nthe banana")
 
 
 def read_foreign_vocabulary(path: Path) -> None:
     with contextlib.suppress(UserError):
         foreign_vocabulary.find(path.parent, 3)
-    if found := (
-        foreign_vocabulary._of_text(path)
-        if path.suffix == ".txt"
-        else foreign_vocabulary.of_object(
-            foreign_vocabulary.torch_files.read(path).root, name=str(path)
-        )
-    ).vocabulary:
-        use(found)
+    if path.suffix == ".txt":
+        reading = foreign_vocabulary._of_text(path)
+    else:
+        root = foreign_vocabulary.torch_files.read(path).root
+        reading = foreign_vocabulary.of_object(root, name=str(path))
+    if reading.vocabulary:
+        use(reading.vocabulary)
 
 
 def read_portable(path: Path) -> None:
-    """Opens a portable checkpoint, builds its model, and compares it with the weights."""
-    found = trained.open_weights(path.parent)
-    portable._card(found.source, 1)
-    portable.place(portable.read_leaves(path.parent), _abstract(found.config, found.vocabulary))
+    """Opens a portable checkpoint, builds its model, and compares both with the weights."""
+    model = trained.open_weights(path.parent)
+    portable._card(model.source, 1)
+    portable.place(portable.read_leaves(path.parent), _abstract(model.config, model.vocabulary))
 
 
 @functools.lru_cache(maxsize=64)
@@ -128,7 +125,7 @@ def _abstract(config: Any, words: vocabulary.Vocabulary) -> Any:
 
 def read_run(path: Path) -> None:
     """Reads a run, its records and its checkpoints' digests and notes, as programs do."""
-    folder = next(each for each in path.parents if (each / "vocabulary.txt").exists())
+    folder = next(parent for parent in path.parents if (parent / "vocabulary.txt").exists())
     recorded_folders(folder)
     for run in run_tables.read_runs([str(folder)]):
         assert "\n".join(run_tables.markdown([], [run.row(["model.n_layer", "train.steps"])]))
@@ -143,19 +140,38 @@ def read_run(path: Path) -> None:
 
 
 def read_exported(path: Path) -> None:
+    """Reads an exported model after its digests are computed from the changed files."""
     folder = path.parent
-    if path.name != exported._MANIFEST:
-        manifest = json.loads((folder / exported._MANIFEST).read_bytes())
+    manifest_path = folder / exported._MANIFEST
+    if path != manifest_path:
+        manifest = json.loads(manifest_path.read_bytes())
         manifest["sha256"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
-        (folder / exported._MANIFEST).write_text(json.dumps(manifest))
-    content = (folder / exported._MANIFEST).read_bytes()
-    (folder / exported._DIGEST).write_bytes(exported._digest_line(content))
+        manifest_path.write_text(json.dumps(manifest))
+    digest_line = exported._digest_line(manifest_path.read_bytes())
+    (folder / exported._DIGEST).write_bytes(digest_line)
     exported.read(folder)
 
 
 def read_json_lines(path: Path) -> None:
     with open(path, "rb") as lines:
         list(text.json_texts(lines, "text", name=str(path)))
+
+
+def read_ids(path: Path) -> None:
+    id_files._scan(id_files._open("file", [str(path)]), "file")
+
+
+def read_store(path: Path) -> None:
+    if token_store._is_whole(path.parent):
+        token_store._load(path.parent)
+
+
+def read_saved_vocabulary(path: Path) -> None:
+    use(portable.read_vocabulary(path))
+
+
+def read_tokenizer(path: Path) -> None:
+    use(subwords.given_tokenizer(str(path)))
 
 
 def read_archive(path: Path) -> None:
@@ -171,24 +187,27 @@ def read_archive(path: Path) -> None:
 def _models(folder: Path) -> list[Path]:
     """Weights and a vocabulary of other implementations, each in its own directory."""
     folder.mkdir(exist_ok=True)
-    found = []
+    paths = []
     for name, changes in (("tied", {}), ("clusters", foreign.CONFIGS["div_val 2"])):
         config, params = foreign.make("hf", **changes)
-        made = foreign.huggingface_folder(folder / name, config, params)
-        (made / "vocab.txt").write_text("\n".join(foreign.WORDS))
+        legacy = foreign.huggingface_folder(folder / name, config, params)
+        (legacy / "vocab.txt").write_text("\n".join(foreign.WORDS))
         zipped = foreign.huggingface_folder(
             folder / f"{name}-zip", config, params, write=torch_bytes.write_zip
         )
-        found += [made / "pytorch_model.bin", zipped / "pytorch_model.bin"]
+        paths.append(legacy / "pytorch_model.bin")
+        paths.append(zipped / "pytorch_model.bin")
+
     config, params = foreign.make("pytorch", untie_r=True)
-    (folder / "original").mkdir()
-    torch_bytes.write_zip(folder / "original" / "model.pt", foreign.pickled_module(config, params))
+    original = folder / "original" / "model.pt"
+    original.parent.mkdir()
+    paths.append(torch_bytes.write_zip(original, foreign.pickled_module(config, params)))
+
     config, params = foreign.make("pytorch", **foreign.CONFIGS["div_val 1"])
-    (folder / "nvidia").mkdir()
-    torch_bytes.write_legacy(
-        folder / "nvidia" / "checkpoint_best.pt", foreign.nvidia_checkpoint(config, params)
-    )
-    return [*found, folder / "original" / "model.pt", folder / "nvidia" / "checkpoint_best.pt"]
+    nvidia = folder / "nvidia" / "checkpoint_best.pt"
+    nvidia.parent.mkdir()
+    paths.append(torch_bytes.write_legacy(nvidia, foreign.nvidia_checkpoint(config, params)))
+    return paths
 
 
 def pickles(folder: Path) -> list[Seed]:
@@ -198,9 +217,9 @@ def pickles(folder: Path) -> list[Seed]:
 def headers(folder: Path) -> list[Seed]:
     config, params = foreign.make("hf", untie_r=True)
     theirs = foreign.huggingface_folder(folder / "theirs", config, params)
-    found = formats.read(theirs)
+    leaves = formats.read(theirs).leaves
     convert_quietly(theirs, folder / "original", to_format=TargetFormat.ORIGINAL)
-    safetensors.write(theirs / "model.safetensors", found.leaves)
+    safetensors.write(theirs / "model.safetensors", leaves)
     statistics = folder / dynamic_statistics.NAME
     sums = {"a": np.ones(2, np.float32), "b": {"c": np.ones((3, 5), np.float32)}}
     dynamic_statistics._write(str(statistics), sums, {"eval.mem_len": "3"})
@@ -212,36 +231,38 @@ def headers(folder: Path) -> list[Seed]:
 
 
 def vocabularies(folder: Path) -> list[Seed]:
+    tokenizers = [
+        hf_tokenizers.byte_level(),
+        hf_tokenizers.word_pieces(),
+        hf_tokenizers.meta_space(),
+        hf_tokenizers.whole_words(),
+        hf_tokenizers.few_letters(),
+    ]
     ours = [
         ByteVocabulary(b"\n abc"),
         CharacterVocabulary("ab c\N{REPLACEMENT CHARACTER}"),
         IdVocabulary(size=5),
+        WordVocabulary(foreign.WORDS),
+        *map(subwords.SubwordVocabulary, tokenizers),
     ]
-    ours += [WordVocabulary(foreign.WORDS)]
-    kinds = ("byte_level", "word_pieces", "meta_space", "whole_words", "few_letters")
-    tokenizers = [getattr(hf_tokenizers, kind)() for kind in kinds]
-    files: dict[str, tuple[bytes, Reader]] = {}
-    for number, each in enumerate([*ours, *map(subwords.SubwordVocabulary, tokenizers)]):
-        content = vocabulary.dumps(each).encode()
-        files[f"ours{number}/vocabulary.txt"] = (
-            content,
-            lambda path: use(portable.read_vocabulary(path)),
-        )
-    for number, each in enumerate(tokenizers):
-        files[f"given{number}/tokenizer.json"] = (
-            each.encode(),
-            lambda path: use(subwords.given_tokenizer(str(path))),
-        )
+    seeds: list[Seed] = []
+    for number, kind in enumerate(ours):
+        path = folder / f"ours{number}" / "vocabulary.txt"
+        seeds.append((_write(path, vocabulary.dumps(kind).encode()), read_saved_vocabulary))
+    for number, tokenizer in enumerate(tokenizers):
+        path = folder / f"given{number}" / "tokenizer.json"
+        seeds.append((_write(path, tokenizer.encode()), read_tokenizer))
+
     lists = [list(foreign.WORDS), ["101", "10", "97"], ["_", "a", "b"]]
     for number, words in enumerate(lists):
-        files[f"words{number}/vocab.txt"] = ("\n".join(words).encode(), read_foreign_vocabulary)
         value = {"dataset": "enwik8", "vocab": {"idx2sym": words, "lower_case": False}}
-        files[f"pickle{number}/cache.pkl"] = (pickle.dumps(value, 2), read_foreign_vocabulary)
-        files[f"torch{number}/vocab.bin"] = (
-            pickle.dumps(value["vocab"], 4),
-            read_foreign_vocabulary,
-        )
-    return [(_write(folder / name, content), reader) for name, (content, reader) in files.items()]
+        paths = [
+            _write(folder / f"words{number}" / "vocab.txt", "\n".join(words).encode()),
+            _write(folder / f"pickle{number}" / "cache.pkl", pickle.dumps(value, 2)),
+            _write(folder / f"torch{number}" / "vocab.bin", pickle.dumps(value["vocab"], 4)),
+        ]
+        seeds += [(path, read_foreign_vocabulary) for path in paths]
+    return seeds
 
 
 def manifests(folder: Path) -> list[Seed]:
@@ -259,60 +280,62 @@ def manifests(folder: Path) -> list[Seed]:
         "sha256": "0" * 64,
         "tokens": {"kept": 1, "new": 2, "moved": 0, "dropped": 0},
     }
-    record = json.loads((ensemble / "config.json").read_text()) | {
-        "attention": {"training": "tiled 8x8"}
-    }
-    (ensemble / "config.json").write_text(json.dumps(record | {"warm_start": start}))
+    record = json.loads((ensemble / "config.json").read_text())
+    record |= {"attention": {"training": "tiled 8x8"}, "warm_start": start}
+    (ensemble / "config.json").write_text(json.dumps(record))
+    seeds: list[Seed] = []
+    for run in (finished, ensemble):
+        seeds.append((run / "config.json", read_run))
+        seeds.append((run / "results.json", read_run))
+        seeds.append((run / "metrics.jsonl", read_run))
     step = next((workdir / "checkpoints" / "best").iterdir())
-    names = ("config.json", "results.json", "metrics.jsonl")
-    found = [(run / name, read_run) for run in (finished, ensemble) for name in names]
-    found += [(workdir / "config.json", read_run), (workdir / "vocabulary.txt", read_run)]
-    found += [(step / "digests.json", read_run), (step / "notes" / "metadata", read_run)]
-    found += [(folder / "portable" / "config.json", read_portable)] * 3
-    found += [(folder / "theirs" / "config.json", read_model)]
-    models = _models(folder / "models")
-    found += [(path.with_name("config.json"), read_model) for path in models[:2]]
+    seeds.append((workdir / "config.json", read_run))
+    seeds.append((workdir / "vocabulary.txt", read_run))
+    seeds.append((step / "digests.json", read_run))
+    seeds.append((step / "notes" / "metadata", read_run))
+
+    # Three times, since it has the most settings.
+    seeds += [(folder / "portable" / "config.json", read_portable)] * 3
+    seeds.append((folder / "theirs" / "config.json", read_model))
+    for path in _models(folder / "models")[:2]:
+        seeds.append((path.with_name("config.json"), read_model))
+
+    exported_folder = folder / "exported"
     with contextlib.redirect_stdout(None):
-        export.run(export.Plan(from_=str(workdir), to=str(folder / "exported")), None)
-    found += [
-        (folder / "exported" / name, read_exported)
-        for name in ("manifest.json", "score.jax_export")
-    ]
+        export.run(export.Plan(from_=str(workdir), to=str(exported_folder)), None)
+    seeds.append((exported_folder / "manifest.json", read_exported))
+    seeds.append((exported_folder / "score.jax_export", read_exported))
+
     store = next((folder / "run-text").rglob("store.json"))
-    found += [
-        (store, lambda path: token_store._is_whole(path.parent) and token_store._load(path.parent))
-    ]
-    found += [
-        (
-            _write(folder / "own" / "a.jsonl", b'{"text": "a"}\n{"text": "b\\u00e9"}\n'),
-            read_json_lines,
-        )
-    ]
-    np.save(folder / "own" / "a.npy", np.arange(9, dtype=np.uint16))
-    found += [
-        (
-            folder / "own" / "a.npy",
-            lambda path: id_files._scan(id_files._open("file", [str(path)]), "file"),
-        )
-    ]
-    return found
+    seeds.append((store, read_store))
+    documents = folder / "own" / "a.jsonl"
+    _write(documents, b'{"text": "a"}\n{"text": "b\\u00e9"}\n')
+    seeds.append((documents, read_json_lines))
+    ids = folder / "own" / "a.npy"
+    np.save(ids, np.arange(9, dtype=np.uint16))
+    seeds.append((ids, read_ids))
+    return seeds
 
 
 def archives(folder: Path) -> list[Seed]:
     members = {"box/b.txt": b"bee" * 500, "box/a.txt": b"ay", "box/c.txt": b"", "c.txt": b"sea"}
     files = ("x.zip", "x.tar", "x.tar.gz")
-    found = [_write(folder / file, miniature.archive(file, members)) for file in files]
+    paths = [_write(folder / file, miniature.archive(file, members)) for file in files]
     for format in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
         info = tarfile.TarInfo("é" * 200)
         info.pax_headers = {"comment": "x" * 20}
         content = info.tobuf(format) + bytes(1024)
-        found.append(_write(folder / f"{format}.tar", content))
-        found.append(_write(folder / f"{format}.tar.gz", gzip.compress(content, mtime=0)))
-    return [(path, read_archive) for path in found]
+        paths.append(_write(folder / f"{format}.tar", content))
+        paths.append(_write(folder / f"{format}.tar.gz", gzip.compress(content, mtime=0)))
+    return [(path, read_archive) for path in paths]
 
 
 TARGETS: dict[str, Callable[[Path], list[Seed]]] = {
-    each.__name__: each for each in (pickles, headers, vocabularies, manifests, archives)
+    "pickles": pickles,
+    "headers": headers,
+    "vocabularies": vocabularies,
+    "manifests": manifests,
+    "archives": archives,
 }
 
 
@@ -322,7 +345,7 @@ def _write(path: Path, content: bytes) -> Path:
     return path
 
 
-# Changes of a file beside libFuzzer's own
+# Changes of a file, in addition to libFuzzer's
 
 ODD: list[Any] = [None, True, -1, 0, 1, 2**31, 2**63, 10**400, 1e308, 1.5]
 ODD += [
@@ -341,27 +364,28 @@ ODD += [
 ODD += [[], {}, [1], {"a": 1}, [[]], float("nan"), float("inf"), [None] * 50]
 
 
-def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """Returns each container in a JSON value with each of its keys or indices."""
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    places = []
     for key, inner in items:
-        found.append((value, key))
-        _places(inner, found)
-    return found
+        places.append((value, key))
+        places += _places(inner)
+    return places
 
 
 def change_json(data: bytes, draw: random.Random) -> bytes:
-    """Puts odd values, or others of its own, in places of a JSON value; removes, renames and nests
-    some.
+    """Replaces parts of a JSON value by odd values or by other parts.
+
+    It also removes, renames and nests some.
     """
     value = json.loads(data)
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
-        places = _places(value, [])
+        places = _places(value)
         if not places:
             return data
         container, key = draw.choice(places)
@@ -374,16 +398,17 @@ def change_json(data: bytes, draw: random.Random) -> bytes:
                 container[str(draw.choice(ODD))] = container.pop(key)
             case 3:
                 for _ in range(draw.choice([3, 200])):
-                    container[key] = (
-                        [container[key]] if draw.randrange(2) else {"a": container[key]}
-                    )
+                    if draw.randrange(2):
+                        container[key] = [container[key]]
+                    else:
+                        container[key] = {"a": container[key]}
             case _:
                 container[key] = draw.choice(ODD)
     return json.dumps(value).encode()
 
 
 def json_in(path: Path, data: bytes, draw: random.Random) -> tuple[int, int]:
-    """Returns where a JSON value of a file begins and ends; raises for a file without one."""
+    """Returns the place where a JSON value of a file begins and ends, or raises if it has none."""
     if path.suffix == ".safetensors":
         return 8, 8 + struct.unpack("<Q", data[:8])[0]
     if path.suffix == ".jsonl":
@@ -394,10 +419,10 @@ def json_in(path: Path, data: bytes, draw: random.Random) -> tuple[int, int]:
 
 
 def change(data: bytes, limit: int, seed: int) -> bytes:
-    """Changes bytes as libFuzzer does, or JSON's values, or what is compressed below the
-    compression.
-    """
-    draw, start, rest = random.Random(seed), data[:1] or b"\0", data[1:]
+    """Changes bytes as libFuzzer does, or values of JSON, or bytes before their compression."""
+    draw = random.Random(seed)
+    start = data[:1] or b"\0"
+    rest = data[1:]
     with contextlib.suppress(Exception):
         if rest[:2] == b"\x1f\x8b" and draw.randrange(8):
             return start + gzip.compress(atheris.Mutate(gzip.decompress(rest), limit), 1, mtime=0)
@@ -405,9 +430,9 @@ def change(data: bytes, limit: int, seed: int) -> bytes:
             path = _SEEDS[start[0] % len(_SEEDS)][0]
             first, last = json_in(path, rest, draw)
             changed = change_json(rest[first:last], draw)
-            before = (
-                struct.pack("<Q", len(changed)) if path.suffix == ".safetensors" else rest[:first]
-            )
+            before = rest[:first]
+            if path.suffix == ".safetensors":
+                before = struct.pack("<Q", len(changed))
             return start + before + changed + rest[last:]
     return start + atheris.Mutate(rest, limit - 1)
 
@@ -438,45 +463,46 @@ _WRITING = (
 
 
 class ForbiddenError(BaseException):
-    """What no file may make a reader do."""
+    """An operation that no file may make a reader do."""
 
 
 def watch(event: str, args: tuple[Any, ...]) -> None:
     if not _BUSY:
         return
-    is_written = (
-        event == "open"
-        and isinstance(args[2], int)
-        and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-    )
-    outside = not str(args[0] if args else "").startswith(str(_BUSY[0]))
-    if event in _FORBIDDEN or (outside and (event in _WRITING or is_written)):
+    writes = event in _WRITING
+    if event == "open" and isinstance(args[2], int):
+        writes = bool(args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+    is_outside = not (args and str(args[0]).startswith(str(_BUSY[0])))
+    if event in _FORBIDDEN or (is_outside and writes):
         raise ForbiddenError(f"{event} {args}")
 
 
 def example(data: bytes) -> None:
-    """Writes one changed file, reads it, and puts the whole one back."""
+    """Writes a changed file, reads it, and restores the whole file."""
     number = data[0] % len(_SEEDS) if data else 0
     path, read = _SEEDS[number]
     path.write_bytes(data[1:])
-    beside = {each: each.read_bytes() for each in path.parent.glob("manifest.*") if each != path}
+    contents = {manifest: manifest.read_bytes() for manifest in path.parent.glob("manifest.*")}
+    contents[path] = _CONTENTS[number]
     began = time.thread_time()
     _BUSY.append(path.parent)
     try:
         with contextlib.suppress(UserError):
             read(path)
-        if (seconds := time.thread_time() - began) > _SECONDS:
+        seconds = time.thread_time() - began
+        if seconds > _SECONDS:
             raise TimeoutError(f"{seconds:.1f} seconds")
     finally:
         _BUSY.clear()
-        for each, content in [*beside.items(), (path, _CONTENTS[number])]:
-            each.write_bytes(content)
+        for file, content in contents.items():
+            file.write_bytes(content)
         gc.collect()  # Errors and their frames are circles, which may hold large arrays.
 
 
 def main(target: str, folder: Path, seconds: str, *flags: str) -> None:
     warnings.simplefilter("ignore")
-    made, corpus = folder / "files", folder / "corpus"
+    made = folder / "files"
+    corpus = folder / "corpus"
     made.mkdir(parents=True)
     corpus.mkdir()
     _SEEDS.extend(TARGETS[target](made))
@@ -497,7 +523,9 @@ def main(target: str, folder: Path, seconds: str, *flags: str) -> None:
     ]
     options += ["-timeout=120", "-rss_limit_mb=0", "-print_final_stats=1", *flags, str(corpus)]
     atheris.Setup(
-        [sys.argv[0], *options], example, custom_mutator=lambda *given: change(*given)[: given[1]]
+        [sys.argv[0], *options],
+        example,
+        custom_mutator=lambda data, limit, seed: change(data, limit, seed)[:limit],
     )
     gc.freeze()
     atheris.Fuzz()
