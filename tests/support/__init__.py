@@ -6,5 +6,5 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # For processes that import the support of tests.
 ON_PATH = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-# Of the object storage that tests start.
+# The bucket of the object storage that tests start.
 BUCKET = "bucket-one"

@@ -1,4 +1,4 @@
-"""Keeps what functions are called with, in place of calling them."""
+"""Replaces functions by calls that keep their arguments."""
 
 import inspect
 from typing import Any
@@ -9,7 +9,7 @@ from txl_jax.config import ExperimentConfig, config_tree
 
 
 class EnoughError(Exception):
-    """Ends a program behind the last call that a test looks at."""
+    """Ends a program after the last call that a test looks at."""
 
 
 def keep(
@@ -21,7 +21,7 @@ def keep(
 ) -> None:
     """Replaces a function or class of a module. `found` gets each argument, such as "load.path".
 
-    A config is there as its settings. A call returns `result`, or raises it if it is an exception.
+    A config is kept as its settings. A call returns `result`, or raises it if it is an exception.
     """
     signature = inspect.signature(getattr(module, name))
 

@@ -1,4 +1,4 @@
-"""JAX's persistent cache for tests: one folder for all workers, which survives between runs."""
+"""JAX's persistent cache for tests: one directory for all workers, which survives between runs."""
 
 import hashlib
 import os
@@ -10,21 +10,27 @@ from jax._src import lru_cache
 
 
 def key() -> str:
-    """Returns a name for what compiled programs depend on and JAX's own keys leave out: versions,
-    flags, processor.
+    """Returns a name for the versions, flags and processor that compiled programs depend on.
+
+    JAX's own keys lack them.
     """
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    features = next(
-        (line for line in lines if line.startswith(("flags", "Features"))), platform.machine()
-    )
-    parts = [jax.__version__, jax.lib.__version__, os.environ["XLA_FLAGS"], features]
+    parts = [jax.__version__, jax.lib.__version__, os.environ["XLA_FLAGS"], _processor_features()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
+def _processor_features() -> str:
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return platform.machine()
+
+
 def cache_in(folder: pathlib.Path) -> dict[str, str]:
-    """Environment variables of programs that are compiled once; killed ones may leave half a file
-    behind.
+    """Returns environment variables with which a program is compiled only once.
+
+    A process that is killed may leave half a file behind.
     """
     return {
         "JAX_COMPILATION_CACHE_DIR": str(folder),
@@ -34,15 +40,15 @@ def cache_in(folder: pathlib.Path) -> dict[str, str]:
 
 
 def keep_in(folder: pathlib.Path) -> None:
-    """Keeps every compiled program of this process in a folder that other workers read and write
-    too.
+    """Keeps every compiled program of this process in a directory that other workers share.
 
-    Processes that tests start have a folder inside it: they write in place, and warn of an entry
+    Processes that tests start have a directory inside it: they write in place, and warn of an entry
     that they read half.
     """
     os.environ.update(cache_in(folder / "processes"))
-    for name, value in cache_in(folder).items():
-        jax.config.update(name.lower(), int(value) if value.lstrip("-").isdigit() else value)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     lru_cache.LRUCache.put = _put
 
 

@@ -1,5 +1,6 @@
-"""Small tokenizer.json files of several kinds, made by the package tokenizers without a file or a
-network.
+"""Small tokenizer.json files of several kinds.
+
+The package tokenizers makes them without a file or a network.
 """
 
 import functools
@@ -19,7 +20,7 @@ TEXT = [
 def byte_level(
     *, special: tuple[str, ...] = ("<|endoftext|>",), size: int = SIZE, pretty: bool = False
 ) -> str:
-    """Byte pair encoding over bytes, as GPT-2's."""
+    """Byte pair encoding over bytes, like GPT-2's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,12 +34,14 @@ def byte_level(
     return tokenizer.to_str(pretty=pretty)
 
 
+def _numbered(names) -> dict[str, int]:
+    return {name: number for number, name in enumerate(names)}
+
+
 def word_pieces() -> str:
-    """Pieces of words, as BERT's."""
+    """Pieces of words, like BERT's."""
     names = ("[UNK]", "ban", "##ana", "do", "##do")
-    tokenizer = Tokenizer(
-        models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]")
-    )
+    tokenizer = Tokenizer(models.WordPiece(_numbered(names), unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -46,15 +49,13 @@ def word_pieces() -> str:
 
 
 def meta_space() -> str:
-    """Pieces that begin with a mark for the space, and bytes for other characters, as Llama's."""
+    """Pieces that begin with a mark for the space, and bytes for other characters, like Llama's."""
     space = "\N{LOWER ONE EIGHTH BLOCK}"
     pieces = (space, "b", "a", "n", f"{space}b", "an", f"{space}ban")
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     merges = [(space, "b"), ("a", "n"), (f"{space}b", "an")]
     tokenizer = Tokenizer(
-        models.BPE(
-            {name: i for i, name in enumerate(names)}, merges, unk_token="<unk>", byte_fallback=True
-        )
+        models.BPE(_numbered(names), merges, unk_token="<unk>", byte_fallback=True)
     )
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend(space), normalizers.Replace(" ", space)]
@@ -72,13 +73,16 @@ def meta_space() -> str:
 
 def whole_words(*, unknown: str | None = "<unk>") -> str:
     """Words between white space, without a decoder."""
-    names = {"ba": 0, "do": 1, **({unknown: 2} if unknown else {})}
+    names = {"ba": 0, "do": 1}
+    if unknown:
+        names[unknown] = 2
     tokenizer = Tokenizer(models.WordLevel(names, unk_token=unknown or "absent"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer.to_str()
 
 
 def few_letters() -> str:
+    """Byte pair encoding of only two letters."""
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()

@@ -1,4 +1,4 @@
-"""Records what a process does to files, in order, for tests of what must last before what.
+"""Records the file operations of a process, in order, for tests of which file must last first.
 
 An event is (what, name): ("sync", "config.json"), ("rename", the new name) or ("remove", name).
 Names are relative to a directory, which itself is ".". A temporary name has no process number, as

@@ -1,7 +1,8 @@
-"""Starts the programs with a plan, for tests of what becomes of its settings.
+"""Starts the programs with a plan, for tests of where its settings go.
 
-What a program calls is replaced by functions that keep their arguments. `start_NAME(seen, plan,
-changed)` returns them by function and parameter. `changed` are the settings that count as typed.
+The functions that a program calls are replaced by functions that keep their arguments.
+`start_NAME(seen, plan, changed)` returns the arguments by function and parameter. `changed` are the
+settings that count as typed.
 """
 
 import contextlib
@@ -98,7 +99,7 @@ class Job(cli.Job):
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-    """In place of `runs.trained.TrainedModel`."""
+    """Replaces `runs.trained.TrainedModel`."""
 
     path: str = "/runs/mine"
     config: ExperimentConfig = tiny_run.CONFIG
@@ -126,7 +127,7 @@ class Seen:
             module.run(plan, job)
 
     def without(self, *names):
-        """Returns what was found, without parameters that differ at each start."""
+        """Returns the arguments without parameters that differ at each start."""
         return {name: value for name, value in self.found.items() if name not in names}
 
 
@@ -271,14 +272,14 @@ def trained_run(seen):
 
 
 class TunedModel(TrainedModel):
-    """In place of `runs.trained.TrainedModel`, with a directory for results."""
+    """Replaces `runs.trained.TrainedModel`, with a directory for results."""
 
     def outputs(self, *, needed):
         return self.out or self.path
 
 
 def start_tune_dynamic(seen, plan, changed):
-    """The numbers that are tried, and how many tokens of each split are scored. 2e-3 is best."""
+    """The settings that are tried, and how many tokens of each split are scored. 2e-3 is best."""
     tried = []
     n_token = {}
 
@@ -381,9 +382,9 @@ def start_ablation(seen, plan, changed):
     lengths = []
     at_lengths = context_length.at_lengths
 
-    def note(config, each, *, stride):
-        lengths.append((config.model.encoding.value, *each, stride))
-        return at_lengths(config, each, stride=stride)
+    def note(config, context_lengths, *, stride):
+        lengths.append((config.model.encoding.value, *context_lengths, stride))
+        return at_lengths(config, context_lengths, stride=stride)
 
     seen.replace(context_length, "at_lengths", note)
     seen.keep(job_lib, "read_corpus", CORPUS)
@@ -519,7 +520,7 @@ def start_speed(seen, plan, changed):
 
 
 def harness(seen):
-    """Modules in place of lm-evaluation-harness and of its adapter, which may not be installed."""
+    """Replaces lm-evaluation-harness, which may not be installed, and its adapter."""
 
     class TaskManager:
         def __init__(self, *, include_path):

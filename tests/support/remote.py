@@ -1,4 +1,4 @@
-"""URLs in tests: strings, as the product has them, with the handy part of `pathlib.Path`."""
+"""URLs in tests: strings, as in the product, with some methods of `pathlib.Path`."""
 
 import os
 

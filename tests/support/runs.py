@@ -1,4 +1,4 @@
-"""Runs as programs make them: opened, trained, stopped, recorded; and the records that do not
+"""Runs as programs make them (opened, trained, stopped, recorded), and the records that do not
 depend on the clock.
 """
 
@@ -19,22 +19,23 @@ from txl_jax.runtime.sinks import MEASURED
 from txl_jax.training.step import TrainState
 
 
-def train(config: ExperimentConfig, corpus: Corpus, run: Any, **more: Any) -> Outcome:
-    """Trains in a folder, or in that of a `Run`."""
+def train(config: ExperimentConfig, corpus: Corpus, run: Any, **options: Any) -> Outcome:
+    """Trains in a directory, or in the directory of a `Run`."""
     with Run.open(_path(run)) as opened:
-        return train_run(config, corpus, opened, **more)
+        return train_run(config, corpus, opened, **options)
 
 
 def record(path: Any, config: ExperimentConfig, text: TextInfo | Corpus, members: Any = ()) -> Run:
-    """Records a run in a folder, without training it, and reads it back."""
+    """Records a run in a directory, without training it, and reads it back."""
     with Run.open(path) as run:
         run.record_start(config, text, members=members)
     return Run.read_all(path)
 
 
 def state_of(run: Any) -> tuple[int, TrainState, dict[str, Any]]:
-    """Step, state and notes of the latest checkpoint of the run in a folder, or of a `Run` or its
-    member.
+    """Step, state and notes of a run's latest checkpoint.
+
+    `run` is a directory, or a `Run` or its ensemble member.
     """
     run = Run.read(_path(run), member=getattr(run, "member", None))
     return load_state(build_for(run.config, run.text.vocabulary), run, log=print)
@@ -48,20 +49,23 @@ def stop_after(calls: int) -> Callable[[], bool]:
 
 def numbers(run):
     """Returns the records of a run in order, without measured times and rates."""
-    left_out = {"time", *MEASURED}
-    return [
-        {k: v for k, v in record.items() if k not in left_out}
-        for record in read_metrics(_path(run))
-    ]
+    records = []
+    for record in read_metrics(_path(run)):
+        for name in ("time", *MEASURED):
+            record.pop(name, None)
+        records.append(record)
+    return records
 
 
 def log_lines(path):
     """Returns the lines of a log.txt, or of its bytes, without date and time."""
-    text = path if isinstance(path, bytes) else Path(path).read_bytes()
-    return [
-        re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  (.*)", line)[1]
-        for line in text.decode().splitlines()
-    ]
+    content = path if isinstance(path, bytes) else Path(path).read_bytes()
+    lines = []
+    for line in content.decode().splitlines():
+        match = re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  (.*)", line)
+        assert match, f"a line without date and time: {line}"
+        lines.append(match[1])
+    return lines
 
 
 def _path(run: Any) -> Any:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def findings(script: str) -> str:
-    command = shutil.which(
-        "shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    )
+    """Returns what shellcheck prints about a script: nothing if it is correct."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = shutil.which("shellcheck", path=path)
     assert command, "shellcheck is missing; pip install '.[test-full]' brings it"
     done = subprocess.run(
         [command, "--shell=bash", "-"], input=script, text=True, capture_output=True, check=False

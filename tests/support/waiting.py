@@ -1,10 +1,10 @@
-"""Waiting for what other threads and processes do."""
+"""Waiting for other threads and processes."""
 
 import time
 
 
 def wait_until(condition, seconds=120.0):
-    """Returns once `condition()` holds; fails if that takes longer than some seconds."""
+    """Returns once `condition()` holds, and fails if that takes longer than these seconds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s: {condition}"
