@@ -1,4 +1,4 @@
-"""The place of the runs that something happens to, and one that nothing happens to."""
+"""The place of the runs with faults, and an undisturbed run."""
 
 import os
 import time
@@ -13,18 +13,17 @@ from txl_jax.config import CorpusName
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory):
-    """Runs on a miniature text, whose programs are compiled once."""
+    """A directory for runs on a miniature text, whose programs are compiled only once."""
     folder = tmp_path_factory.mktemp("faults")
     (folder / "data").mkdir()
-    (folder / "data" / miniature.OFFICIAL[CorpusName.PTB]).write_bytes(
-        miniature.official(CorpusName.PTB)
-    )
+    archive = folder / "data" / miniature.OFFICIAL[CorpusName.PTB]
+    archive.write_bytes(miniature.official(CorpusName.PTB))
     return Place(folder, ON_PATH | {"PYTHONFAULTHANDLER": "1"} | cache_in(folder / "compiled"))
 
 
 @pytest.fixture(scope="session")
 def undisturbed(place):
-    """The workdir of a run that nothing happened to, scored once more at its end."""
+    """The workdir of a run without faults, scored once more at its end."""
     finished(place.train("undisturbed"))
     finished(place.score("undisturbed"))
     return place.workdir("undisturbed")
@@ -32,5 +31,5 @@ def undisturbed(place):
 
 @pytest.fixture
 def fault_seed():
-    """Seed of random moments: TXL_FAULT_SEED repeats them as far as processes can be repeated."""
+    """Seed of random moments. TXL_FAULT_SEED repeats them as far as processes can be repeated."""
     return int(os.environ.get("TXL_FAULT_SEED") or time.time_ns() % 10**6)

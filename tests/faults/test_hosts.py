@@ -1,9 +1,8 @@
-"""Tests a run on two hosts, each in a network namespace, whose workdir is on a server in a third
-one.
+"""Tests a run on two hosts whose workdir is on a server, each in a network namespace.
 
-A host or the network fails once the run has saved a step. The processes that are left end with a
-sentence that names the host, within a time, or go on; the same command then ends with the numbers
-of an undisturbed run, to the last bit.
+A host or the network fails once the run has saved a step. The remaining processes end in time with
+an error that names the host, or they continue. The same command then ends with the numbers of an
+undisturbed run, to the last bit.
 """
 
 import shutil
@@ -21,8 +20,10 @@ from support.remote import Remote
 from txl_jax.cli import other_hosts
 
 pytestmark = NIGHTLY
-MOMENT = 15  # Seconds in which a process that knows of a loss has ended.
-OUTAGE, PATIENCE = 60, 900  # Seconds.
+# Seconds.
+MOMENT = 15  # In this time, a process that knows of a loss ends.
+OUTAGE = 60
+PATIENCE = 900
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +44,14 @@ def start(hosts, storage, tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     programs.write_words(folder, 2_000)
     url = f"http://{SERVER}:{PORT}"
-    variables = storage.environment | {
-        "STORAGE_EMULATOR_HOST": url,
-        "TENSORSTORE_GCS_HTTP_URL": url,
-    }
-    variables |= cache_in(folder / "compiled")
+    variables = storage.environment | cache_in(folder / "compiled")
+    variables["STORAGE_EMULATOR_HOST"] = url
+    variables["TENSORSTORE_GCS_HTTP_URL"] = url
     return lambda workdir: hosts.start(*command_of_two(folder, workdir), **variables)
 
 
 def assert_end_well(started):
+    """Asserts that both processes end with exit code 0."""
     ended = finish(started, seconds=PATIENCE)
     assert [code for code, _, _ in ended] == [0, 0], str(ended)
 
@@ -69,9 +69,10 @@ def run(request, start, storage, undisturbed):
 
     At the end it has the undisturbed numbers.
     """
-    # With brackets no run resumes.
-    name = request.node.name.translate({ord("["): "-", ord("]"): None})
-    started = start(workdir := Remote(f"gs://{BUCKET}/{name}"))
+    # A run whose name has brackets does not resume.
+    name = request.node.name.replace("[", "-").replace("]", "")
+    workdir = Remote(f"gs://{BUCKET}/{name}")
+    started = start(workdir)
     saved = f"{name}/checkpoints/latest/{SAVED}/digests.json"
     wait_for(lambda: saved in storage.names(), started, seconds=PATIENCE)
     yield workdir, started
@@ -82,26 +83,28 @@ def run(request, start, storage, undisturbed):
 
 
 def assert_names(process, lost, began, seconds):
-    """A process ends within some seconds after `began`, with a sentence that names the other host,
-    and code 75.
+    """Asserts that a process ends in time, with an error that names the lost host, and code 75.
+
+    It has these seconds and a moment, counted from `began`.
     """
     _, err = process.communicate(timeout=seconds + MOMENT)
     took = time.monotonic() - began
-    print(f"after {took:.1f} s: {err.splitlines()[-1]}", flush=True)
+    last_line = err.splitlines()[-1]
+    print(f"after {took:.1f} s: {last_line}", flush=True)
     assert process.returncode == other_hosts.LOST, err
-    assert (
-        "error: " in err.splitlines()[-1]
-        and f"process {lost} on host-{lost}" in err.splitlines()[-1]
-    ), err
+    assert "error: " in last_line, err
+    assert f"process {lost} on host-{lost}" in last_line, err
     assert took < seconds + MOMENT
 
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_host_is_killed(run, lost):
-    """Process 0 coordinates."""
+    """The other process ends with an error that names the killed one. Process 0 coordinates."""
     _, started = run
     began = time.monotonic()
+
     started[lost].kill()
+
     assert_names(started[1 - lost], lost, began, 0)
     started[lost].communicate()
     assert started[lost].returncode == -signal.SIGKILL
@@ -109,7 +112,7 @@ def test_a_host_is_killed(run, lost):
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_link_is_cut(run, hosts, lost):
-    """Each process takes the other for lost."""
+    """Each process ends with an error that names the other."""
     _, started = run
     began = time.monotonic()
     hosts.cut(lost)
@@ -121,23 +124,33 @@ def test_a_link_is_cut(run, hosts, lost):
 
 
 def test_a_link_is_cut_for_a_moment(run, hosts):
+    """The run continues."""
+    _, started = run
+
     hosts.cut(1)
     time.sleep(other_hosts.LOSS_SECONDS / 4)
     hosts.mend(1)
-    assert_end_well(run[1])
+
+    assert_end_well(started)
 
 
 @pytest.mark.skipif(
     not shutil.which("nft"), reason="nft (of nftables) is missing, which loses packets"
 )
 def test_packets_are_lost(run, hosts):
+    """The run continues."""
+    _, started = run
     with hosts.losing(percent=2):
-        assert_end_well(run[1])
+        assert_end_well(started)
 
 
 def test_storage_fails_for_a_minute(run, storage):
+    """The run continues."""
+    _, started = run
+
     storage.fail_every(1)
     time.sleep(OUTAGE)
     assert storage.errors > 0
     storage.calm()
-    assert_end_well(run[1])
+
+    assert_end_well(started)
