@@ -1,9 +1,10 @@
-"""Wrote the runs in this directory, with the code of commit 5521e3e8. Its masks are of version 1.
+"""Wrote the runs in this directory, with the code of commit 5521e3e8, whose dropout masks are of
+version 1.
 
     PYTHONPATH=CLONE_OF_5521e3e8 python record.py DIRECTORY
 
 The runs were recorded in /old_runs, a directory without a meaning, because records name the files
-of their texts. `numbers.json` has what that commit computed with them, each in a copy.
+of their texts. `numbers.json` has the numbers that this commit computed with them, each in a copy.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
     "with_dropout": (DROPOUT, STOPPED),
     "finished": (DROPOUT, STEPS),
 }
-SETTINGS: dict[str, Any] = {
+MODEL: dict[str, Any] = {
     "model.n_layer": 1,
     "model.d_model": 8,
     "model.n_head": 2,
@@ -37,6 +38,8 @@ SETTINGS: dict[str, Any] = {
     # Large, so that texts differ from prompt to prompt.
     "model.init_std": 1.0,
     "model.projection_init_std": 1.0,
+}
+TRAINING: dict[str, Any] = {
     "optimizer.learning_rate": 0.01,
     # Large, so that updates do not enlarge rounding where a gradient is almost 0.
     "optimizer.adam_eps": 1e-3,
@@ -51,12 +54,15 @@ SETTINGS: dict[str, Any] = {
     "train.eval_every": STOPPED,
     "train.checkpoint_every": STOPPED,
     "train.keep_checkpoints": 1,
+}
+EVALUATION: dict[str, Any] = {
     "eval.batch_size": 1,
     "eval.segment_len": 6,
     "eval.mem_len": 7,
     "eval.clamp_len": None,
     "eval.same_length": False,
 }
+SETTINGS = MODEL | TRAINING | EVALUATION
 DOCUMENTS = ("abba cab", "bad dada", "dab ")
 PROMPTS = ("abba ", "ca")
 # Characters of a text.
@@ -73,9 +79,8 @@ def write_text(folder: Path) -> Path:
 
 
 def config_of(text: Path, **changes: Any) -> txl_jax.ExperimentConfig:
-    return config_tree.replace(
-        txl_jax.ExperimentConfig(), SETTINGS | {"data.file": str(text)} | changes
-    )
+    settings = SETTINGS | {"data.file": str(text)} | changes
+    return config_tree.replace(txl_jax.ExperimentConfig(), settings)
 
 
 def curves(run: Path) -> dict[str, list[float]]:
@@ -90,7 +95,7 @@ def curves(run: Path) -> dict[str, list[float]]:
 
 
 def used(run: Path) -> dict[str, Any]:
-    """Returns what a trained run is used for: losses of documents, and texts."""
+    """Returns losses of documents, and generated texts, of a trained run."""
     model = txl_jax.load(run)
     texts = {}
     for name, limits in DRAWS.items():
@@ -115,20 +120,19 @@ def main(folder: Path) -> None:
     for name, (changes, stop) in RUNS.items():
         config = config_of(text, **changes)
         run = folder / name
-        hooks = [txl_jax.Hook(STOPPED, lambda context: context.request_stop())]
-        txl_jax.train(
-            config, run, cache_dir=str(folder / "prepared"), hooks=hooks if stop < STEPS else ()
-        )
+        hooks = []
+        if stop < STEPS:
+            hooks.append(txl_jax.Hook(stop, lambda context: context.request_stop()))
+        txl_jax.train(config, run, cache_dir=str(folder / "prepared"), hooks=hooks)
+
         copy = folder / f"copy of {name}"
         shutil.copytree(run, copy)
         numbers[name] = used(copy)
         numbers[name]["evaluation"] = evaluation(copy, text, folder / "prepared")
         # The same command resumes it.
         outcome = txl_jax.train(config, copy, cache_dir=str(folder / "prepared"))
-        numbers[name] |= {
-            "curves": curves(copy),
-            "results": {split: outcome.results[split]["loss"] for split in ("best_valid", "test")},
-        }
+        results = {split: outcome.results[split]["loss"] for split in ("best_valid", "test")}
+        numbers[name] |= {"curves": curves(copy), "results": results}
 
         # A new run begins with the weights.
         begun = folder / f"from {name}"
