@@ -1,5 +1,5 @@
-"""Tests of the comparison with the authors' release: the release itself in miniature, and what the
-program does with its file.
+"""Tests of the comparison with the authors' release: with the release in miniature, and of the
+program's file.
 """
 
 import concurrent.futures
@@ -30,7 +30,7 @@ MINIATURE = Comparison(
 
 
 def texts(vocab_size):
-    """Splits in which some tokens are frequent and some rare."""
+    """Splits in which some tokens are frequent and others rare."""
     rng = np.random.default_rng(0)
     n_token = parity.BATCH_SIZE * parity.SEGMENT_LEN * MINIATURE.updates + 1
     ids = (vocab_size * rng.random(n_token) ** 4).astype(np.int32)
@@ -64,10 +64,11 @@ def losses(comparison, text, clone, vocab_size):
 @pytest.mark.nightly(part="original")
 @pytest.mark.parametrize(("text", "vocab_size"), [("enwik8", 100), ("ptb", 4500)])
 def test_it_learns_like_the_release(text, vocab_size, clone):
-    """In float64, without dropout: a bytes' model, and one of words with clusters."""
+    """In float64, without dropout: a model of bytes, and a model of words with clusters."""
     with enable_x64(True):
         ours = losses(MINIATURE, text, None, vocab_size)
         theirs = losses(MINIATURE, text, clone, vocab_size)
+
     assert len(ours) == MINIATURE.updates + 1
     assert ours[-2] < 0.95 * ours[0], "nothing was learned, so nothing was compared"
     np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=0)
@@ -77,7 +78,7 @@ def test_it_learns_like_the_release(text, vocab_size, clone):
 
 
 class Counting:
-    """A side whose loss is the number of the update, and whose validation loss counts its calls."""
+    """A side whose loss is the number of the step, and whose validation loss counts its calls."""
 
     versions = "a version"
 
@@ -103,9 +104,12 @@ class Steps:
 
 
 def test_a_row_is_the_mean_of_its_updates():
+    """With windows, a row has the mean loss of a window, and every second row a validation loss."""
     comparison = dataclasses.replace(MINIATURE, updates=200, window=50)
     readers = parity.Texts(Steps(), None, 7)
+
     rows = list(parity.train(Counting(), comparison, readers))
+
     assert rows == [
         Losses(50, 25.5, None),
         Losses(100, 75.5, 1.0),
@@ -115,19 +119,26 @@ def test_a_row_is_the_mean_of_its_updates():
 
 
 def test_every_update_is_a_row_without_windows():
+    """Without windows, each row is the loss of one step, and the last has a validation loss."""
     comparison = dataclasses.replace(MINIATURE, updates=100, window=1)
+
     rows = list(parity.train(Counting(), comparison, parity.Texts(Steps(), None, 7)))
+
     assert [row.update for row in rows] == list(range(1, 101))
     assert [row.nats for row in rows] == list(range(1, 101))
     assert [row.valid_nats for row in rows] == [None] * 99 + [1.0]
 
 
 def test_the_file_keeps_all_digits_and_each_run_once(tmp_path):
+    """Losses of float64 and float32 are read as they were written, and adding a run again changes
+    nothing.
+    """
     path = tmp_path / "new" / "parity.csv"
-    assert parity.read_losses(path) == {}
-    parity.add_losses(path, RUN, ROWS, versions="1")
     single = dataclasses.replace(RUN, comparison="float32")
     rounded = [Losses(1, float(np.float32(1 / 3)), None)]
+    assert parity.read_losses(path) == {}
+
+    parity.add_losses(path, RUN, ROWS, versions="1")
     parity.add_losses(path, single, rounded, versions="1")
     once = path.read_bytes()
     parity.add_losses(path, RUN, ROWS, versions="2")
@@ -141,18 +152,19 @@ def test_the_file_keeps_all_digits_and_each_run_once(tmp_path):
         rows = list(csv.DictReader(file))
     assert [row["update"] for row in rows] == ["1", "2", "1"]
     assert [row["command"] for row in rows] == [RUN.command, RUN.command, single.command]
-    assert rows[0]["versions"] == "1" and rows[0]["dtype"] == "float64"
+    assert rows[0]["versions"] == "1"
+    assert rows[0]["dtype"] == "float64"
 
 
 def command(path, *words):
-    return parity.main(
-        ["train", "--comparison=float64", "--text=enwik8", f"--csv={path}", "--data_dir=x", *words]
-    )
+    """Trains one run by the command, and returns its exit code."""
+    comparison = ["--comparison=float64", "--text=enwik8"]
+    return parity.main(["train", *comparison, f"--csv={path}", "--data_dir=x", *words])
 
 
 @pytest.fixture
 def made(monkeypatch):
-    """The runs that were made, each of which has the rows `ROWS`."""
+    """The runs that are made instead of trained, each with the rows `ROWS`."""
     runs = []
 
     def make_run(run, readers, *, clone, threads):
@@ -166,12 +178,15 @@ def made(monkeypatch):
 
 
 def test_a_run_is_made_once(tmp_path, made, monkeypatch):
+    """The same command again does not train a run that is in the file."""
     path = tmp_path / "parity.csv"
     monkeypatch.setenv("TXL_ORIGINAL", str(tmp_path))
+
     for _ in range(2):
         assert command(path, "--side=ours") == 0
         assert command(path, "--side=original") == 0
         assert command(path, "--side=ours", "--seed=2") == 0
+
     expected = [
         RUN,
         dataclasses.replace(RUN, side=Side.ORIGINAL, attention=""),
@@ -182,6 +197,7 @@ def test_a_run_is_made_once(tmp_path, made, monkeypatch):
 
 
 def test_a_run_that_was_killed_is_made_again_and_others_stay(tmp_path, made, monkeypatch):
+    """Killed in training or in writing, the command leaves the file as it was."""
     path = tmp_path / "parity.csv"
     assert command(path, "--side=ours") == 0
     before = path.read_bytes()
@@ -196,7 +212,7 @@ def test_a_run_that_was_killed_is_made_again_and_others_stay(tmp_path, made, mon
         command(path, "--side=ours", "--seed=2")
     assert path.read_bytes() == before
 
-    # Killed while it writes, which leaves a part of a file beside the whole one.
+    # Killed while it writes, which leaves part of a file next to the whole file.
     monkeypatch.setattr(parity, "make_run", finished)
     monkeypatch.setattr(parity, "_format", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -211,6 +227,7 @@ def test_a_run_that_was_killed_is_made_again_and_others_stay(tmp_path, made, mon
 
 
 def test_runs_that_finish_together_are_all_added(tmp_path):
+    """No run gets lost if eight threads add theirs at the same time."""
     path = tmp_path / "parity.csv"
     runs = [dataclasses.replace(RUN, seed=seed) for seed in range(8)]
 
@@ -219,11 +236,15 @@ def test_runs_that_finish_together_are_all_added(tmp_path):
 
     with concurrent.futures.ThreadPoolExecutor(len(runs)) as pool:
         list(pool.map(add, runs))
+
     read = parity.read_losses(path)
-    assert set(read) == {*runs} and {len(rows) for rows in read.values()} == {100}
+    assert set(read) == {*runs}
+    for run, rows in read.items():
+        assert len(rows) == 100, run
 
 
 def test_the_clone_is_the_flags_then_the_environments_then_the_bundles(tmp_path, monkeypatch):
+    """The flag comes before the environment, and a bundle is cloned if neither is set."""
     monkeypatch.setattr(parity, "BUNDLE", tmp_path / "original.bundle")
     monkeypatch.setenv("TXL_ORIGINAL", "by-environment")
     with parity.clone_of_original("by-flag") as path:
@@ -255,7 +276,7 @@ def test_the_clone_is_the_flags_then_the_environments_then_the_bundles(tmp_path,
 def all_losses(changes):
     """The losses of all runs of all comparisons, around 2. With dropout, seeds differ.
 
-    `changes` has what is added to some rows, by comparison, text and side.
+    `changes` has numbers that are added to some rows, by comparison, text and side.
     """
     losses = {}
     for comparison, text in itertools.product(parity.COMPARISONS, parity.TEXTS):
@@ -266,61 +287,73 @@ def all_losses(changes):
                 nats += 0.1 * run.seed
             for place, change in changes.get((comparison, text, str(run.side)), {}).items():
                 nats[place] += change
-            losses[run] = [
-                Losses(settings.window * number, loss, loss)
-                for number, loss in enumerate(nats.tolist(), start=1)
-            ]
+            losses[run] = []
+            for number, loss in enumerate(nats.tolist(), start=1):
+                losses[run].append(Losses(settings.window * number, loss, loss))
     return losses
 
 
-# By its name, what is changed, and whether all is within its bounds then.
-CHANGES = {
-    "nothing": ({}, 0),
-    "a little": ({("float64", "enwik8", "ours"): {0: 1e-9, 199: 1e-6}}, 0),
-    "the first update": ({("float64", "enwik8", "ours"): {0: 1e-8}}, 1),
-    "a later update": ({("float64", "ptb", "original"): {150: 1e-5}}, 1),
-    "the last of the first 30 updates": ({("float32", "ptb", "ours"): {29: 1e-4}}, 1),
-    "the update after them": ({("float32", "ptb", "ours"): {30: 1e-4}}, 0),
-    # Seeds at 2.1, 2.2 and 2.3: the band is 2.0 to 2.4, and our mean 2.2.
-    "dropout, within the band": ({("dropout", "ptb", "ours"): {7: 0.19}}, 0),
-    "dropout, at 3 of 20 places above": (
-        {("dropout", "ptb", "ours"): dict.fromkeys((0, 7, 19), 0.21)},
-        0,
-    ),
-    "dropout, at 4 of 20 places above": (
-        {("dropout", "ptb", "ours"): dict.fromkeys((0, 7, 8, 19), 0.21)},
-        1,
-    ),
-    "dropout, at 4 of 20 places below": (
-        {("dropout", "enwik8", "ours"): dict.fromkeys((0, 7, 8, 19), -0.21)},
-        1,
-    ),
+OURS_IN_FLOAT64 = ("float64", "enwik8", "ours")
+ORIGINAL_IN_FLOAT64 = ("float64", "ptb", "original")
+OURS_IN_FLOAT32 = ("float32", "ptb", "ours")
+OURS_WITH_DROPOUT = ("dropout", "ptb", "ours")
+OURS_OF_BYTES_WITH_DROPOUT = ("dropout", "enwik8", "ours")
+# Numbers that are added to losses. With dropout, seeds are at 2.1, 2.2 and 2.3: the band is 2.0 to
+# 2.4, and our mean 2.2.
+WITHIN_BOUNDS = {
+    "nothing": {},
+    "a little": {OURS_IN_FLOAT64: {0: 1e-9, 199: 1e-6}},
+    "the update after the first 30": {OURS_IN_FLOAT32: {30: 1e-4}},
+    "dropout, within the band": {OURS_WITH_DROPOUT: {7: 0.19}},
+    "dropout, at 3 of 20 places above": {OURS_WITH_DROPOUT: dict.fromkeys((0, 7, 19), 0.21)},
+}
+ABOVE_BOUNDS = {
+    "the first update": {OURS_IN_FLOAT64: {0: 1e-8}},
+    "a later update": {ORIGINAL_IN_FLOAT64: {150: 1e-5}},
+    "the last of the first 30 updates": {OURS_IN_FLOAT32: {29: 1e-4}},
+    "dropout, at 4 of 20 places above": {OURS_WITH_DROPOUT: dict.fromkeys((0, 7, 8, 19), 0.21)},
+    "dropout, at 4 of 20 places below": {
+        OURS_OF_BYTES_WITH_DROPOUT: dict.fromkeys((0, 7, 8, 19), -0.21)
+    },
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_difference_above_its_bound_is_an_exit_code(name, monkeypatch, capsys):
-    changes, code = CHANGES[name]
-    monkeypatch.setattr(parity, "read_losses", lambda path: all_losses(changes))
-    assert parity.main(["compare"]) == code
+@pytest.mark.parametrize("name", WITHIN_BOUNDS)
+def test_differences_within_their_bounds_are_exit_code_0(name, monkeypatch, capsys):
+    monkeypatch.setattr(parity, "read_losses", lambda path: all_losses(WITHIN_BOUNDS[name]))
+
+    assert parity.main(["compare"]) == 0
+
+    assert capsys.readouterr().out.count("in the band at") == 4
+
+
+@pytest.mark.parametrize("name", ABOVE_BOUNDS)
+def test_a_difference_above_its_bound_is_exit_code_1(name, monkeypatch, capsys):
+    monkeypatch.setattr(parity, "read_losses", lambda path: all_losses(ABOVE_BOUNDS[name]))
+
+    assert parity.main(["compare"]) == 1
+
     assert capsys.readouterr().out.count("in the band at") == 4
 
 
 def test_a_comparison_names_the_runs_that_are_missing(tmp_path, capsys):
+    """Without a file, it prints the command of each run, and the exit code is 2."""
     path = tmp_path / "parity.csv"
+
     assert parity.main(["compare", f"--csv={path}"]) == 2
+
     n_run = 2 * (2 + 3 + 2 * len(parity.SEEDS))
     assert capsys.readouterr().err.count("python benchmarks/parity.py train") == n_run
 
 
 def test_the_files_command_is_one_that_can_be_typed():
+    """The parser takes the command in the file, and gets the same run from it."""
     for comparison in parity.COMPARISONS:
         for runs in parity.runs_of(comparison, "ptb").values():
-            _, script, *words = runs[0].command.split()
-            assert (parity.ROOT / script).samefile(parity.__file__)
+            run = runs[0]
+            _, script, *words = run.command.split()
+            assert (parity.ROOT / script).samefile(parity.__file__), run
             parsed = parity.make_parser().parse_args([*words, "--data_dir=x"])
-            assert (parsed.comparison, parsed.side, parsed.seed) == (
-                comparison,
-                runs[0].side,
-                runs[0].seed,
-            )
+            assert parsed.comparison == comparison, run
+            assert parsed.side == run.side, run
+            assert parsed.seed == run.seed, run
