@@ -1,16 +1,21 @@
-"""Records anchors: numbers that a change of the code must not change, where others would pass every
-other test.
+"""Records anchors: numbers that a change of the code must not change.
+
+Code that gives other numbers could pass all other tests.
 
     python -m pytest tests/anchors                                  # compares
     PYTHONPATH=.:tests python -m anchors.record --write [NAME ...]  # replaces NAME.json, or all
 
-What is recorded: some elements and the sums of initial parameters; losses and gradient norms of the
-first updates, in which masks of dropout show; and the tokens of every kind of draw. Each case has a
-twin without dropout, for changes that draw other masks and nothing else. Runs go through the public
-names of `txl_jax` and its files, so that modules can be moved. Write the files again only for a
-change that is meant to change numbers, and say so in the commit. The orders in which texts are read
-are in tests/data/test_segments.py; meshes and ensembles are compared with the runs of one device
-and of one member.
+The files record:
+
+- some elements and the sums of initial parameters,
+- losses and gradient norms of the first training steps, which depend on the masks of dropout,
+- and the tokens of every kind of sampling.
+
+Each case has a twin without dropout, for changes that only draw other masks. Runs use the public
+names and the files of `txl_jax`, so that modules can be moved. Write the files again only for a
+change that is meant to change numbers, and say so in the commit. tests/data/test_segments.py has
+the orders in which texts are read. Meshes and ensembles are compared with runs on one device and
+without members.
 
 Random bits are the same on every processor with float32. With float64 enabled JAX draws others, so
 those runs have losses of their own.
@@ -19,7 +24,6 @@ those runs have losses of their own.
 import dataclasses
 import functools
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -33,144 +37,188 @@ import txl_jax
 from support import tiny
 
 FOLDER = Path(__file__).parent
-# Those of runs that are stopped before they compile an evaluation, and of the others.
-UPDATES, STEPS = 3, 4
+# Training steps of runs that are stopped before they compile an evaluation, and of other runs.
+UPDATES = 3
+STEPS = 4
 # Relative tolerances by the kind of number. Other processors and versions of XLA round float32 sums
 # differently. Another mask, another initial weight or a lost cast changes these losses by 1e-3 and
 # more.
-FLOAT32, FLOAT64, BFLOAT16, INITIAL = 1e-4, 1e-9, 1e-3, 1e-6
+FLOAT32 = 1e-4
+FLOAT64 = 1e-9
+BFLOAT16 = 1e-3
+INITIAL = 1e-6
 
-
-def _of(group: str, **values: Any) -> dict[str, Any]:
-    return {f"{group}.{name}": value for name, value in values.items()}
-
-
-BASE: dict[str, Any] = {
-    **_of("model", n_layer=2, d_model=12, n_head=3, d_head=5, d_inner=14),
+MODEL: dict[str, Any] = {
+    "model.n_layer": 2,
+    "model.d_model": 12,
+    "model.n_head": 3,
+    "model.d_head": 5,
+    "model.d_inner": 14,
     # Large, so that each path leaves a mark on the loss.
-    **_of("model", init_std=0.3, projection_init_std=0.3),
-    **_of(
-        "model.dropout", rate=0.2, attention=0.15, input=0.1, output=0.25, qkv=0.1, embedding=0.1
-    ),
+    "model.init_std": 0.3,
+    "model.projection_init_std": 0.3,
+}
+DROPOUT: dict[str, Any] = {
+    "model.dropout.rate": 0.2,
+    "model.dropout.attention": 0.15,
+    "model.dropout.input": 0.1,
+    "model.dropout.output": 0.25,
+    "model.dropout.qkv": 0.1,
+    "model.dropout.embedding": 0.1,
+}
+TRAINING: dict[str, Any] = {
     "data.corpus": "text",
     "data.tokenizer.kind": "char",
-    # The first update has a rate of 0 and leaves the initial parameters.
-    **_of("optimizer", learning_rate=0.02, warmup_steps=1),
-    **_of("train", steps=STEPS, batch_size=6, segment_len=7, mem_len=9),
-    **_of("train", log_every=1, eval_every=STEPS, checkpoint_every=STEPS),
-    **_of("eval", batch_size=2, segment_len=8, mem_len=10, clamp_len=None, same_length=False),
+    "optimizer.learning_rate": 0.02,
+    # The first training step has a rate of 0 and leaves the initial parameters.
+    "optimizer.warmup_steps": 1,
+    "train.steps": STEPS,
+    "train.batch_size": 6,
+    "train.segment_len": 7,
+    "train.mem_len": 9,
+    "train.log_every": 1,
+    "train.eval_every": STEPS,
+    "train.checkpoint_every": STEPS,
 }
-WORDS = {"data.tokenizer.kind": "word"}
-ADAPTIVE = {**WORDS, "model.cutoffs": (5, 11), "model.div_val": 2}
-# One run for each encoding, network and kind of softmax; the other settings that draw or round are
-# spread over them.
+EVALUATION: dict[str, Any] = {
+    "eval.batch_size": 2,
+    "eval.segment_len": 8,
+    "eval.mem_len": 10,
+    "eval.clamp_len": None,
+    "eval.same_length": False,
+}
+BASE = MODEL | DROPOUT | TRAINING | EVALUATION
+
+# The settings of one run for each encoding, network and kind of softmax. The other settings that
+# draw or round are spread over them.
+WORDS: dict[str, Any] = {"data.tokenizer.kind": "word"}
+ADAPTIVE: dict[str, Any] = {**WORDS, "model.cutoffs": (5, 11), "model.div_val": 2}
+PRE_NORM: dict[str, Any] = {"model.layer_norm": "pre", "model.untie_r": True}
+# Dropping the word after a reset leaves zeros. The gradients of their norms, in millions, would
+# hide all others.
+SHAW: dict[str, Any] = {
+    "model.encoding": "shaw",
+    "data.reset_at": "\n",
+    "model.dropout.embedding": 0.0,
+}
+# A dropout with a rate of 0 is counted too: without it the dropouts after it would draw other
+# masks.
+VASWANI: dict[str, Any] = {
+    "model.dropout.attention": 0.0,
+    "model.encoding": "vaswani",
+    "model.tie_weight": False,
+    "model.d_embed": 8,
+}
+AL_RFOU: dict[str, Any] = {
+    "model.encoding": "al_rfou",
+    "train.mem_len": 0,
+    "train.loss": "half",
+    "eval.mem_len": 0,
+}
+# Recurrent networks do not use attention settings.
+RECURRENT: dict[str, Any] = {"model.dropout.attention": 0.0, "model.dropout.qkv": 0.0}
+ADAPTIVE_ONE_WIDTH: dict[str, Any] = {
+    **WORDS,
+    "model.cutoffs": (5, 11),
+    "model.d_embed": 8,
+    "model.dropout.locked": True,
+}
+ACCUMULATED: dict[str, Any] = {
+    "train.grad_accum_steps": 3,
+    "data.roll": "stream",
+    "model.tie_positions": True,
+}
+AVERAGED: dict[str, Any] = {
+    **ADAPTIVE,
+    "optimizer.name": "adamw",
+    "optimizer.weight_decay": 0.1,
+    "average.start_step": 1,
+    "average.ema_decay": 0.7,
+    "regularization.activation_l2": 0.5,
+    "regularization.temporal_l2": 0.5,
+    "train.clamp_len": 6,
+    "train.same_length": True,
+    "data.roll": "rows",
+}
 RUNS: dict[str, dict[str, Any]] = {
     "relative": {},
-    "pre_norm": {"model.layer_norm": "pre", "model.untie_r": True},
-    # Dropping the word after a reset leaves zeros. The gradients of their norms, in millions, would
-    # hide all others.
-    "shaw": {
-        "model.encoding": "shaw",
-        "data.reset_at": "\n",
-        "model.dropout.embedding": 0.0,
-    },
-    # A dropout with a rate of 0 is counted too: without it those behind it would draw other masks.
-    "vaswani": {
-        "model.dropout.attention": 0.0,
-        **_of("model", encoding="vaswani", tie_weight=False, d_embed=8),
-    },
-    "al_rfou": {
-        "model.encoding": "al_rfou",
-        "train.mem_len": 0,
-        "train.loss": "half",
-        "eval.mem_len": 0,
-    },
-    "lstm": {"model.network": "lstm", "model.dropout.attention": 0.0, "model.dropout.qkv": 0.0},
-    "qrnn": {"model.network": "qrnn", "model.dropout.attention": 0.0, "model.dropout.qkv": 0.0},
-    "adaptive": {**ADAPTIVE, "model.tie_projs": (False, True, True), "data.order": "sentences"},
-    "adaptive_one_width": {
-        **WORDS,
-        "model.cutoffs": (5, 11),
-        "model.d_embed": 8,
-        "model.dropout.locked": True,
-    },
-    "accumulated": {
-        "train.grad_accum_steps": 3,
-        "data.roll": "stream",
-        "model.tie_positions": True,
-    },
-    "averaged": {
-        **ADAPTIVE,
-        **_of("optimizer", name="adamw", weight_decay=0.1),
-        **_of("average", start_step=1, ema_decay=0.7),
-        **_of("regularization", activation_l2=0.5, temporal_l2=0.5),
-        **_of("train", clamp_len=6, same_length=True),
-        "data.roll": "rows",
-    },
-    "bfloat16": {**ADAPTIVE, "model.dtype": "bfloat16"},
+    "pre_norm": PRE_NORM,
+    "shaw": SHAW,
+    "vaswani": VASWANI,
+    "al_rfou": AL_RFOU,
+    "lstm": RECURRENT | {"model.network": "lstm"},
+    "qrnn": RECURRENT | {"model.network": "qrnn"},
+    "adaptive": ADAPTIVE | {"model.tie_projs": (False, True, True), "data.order": "sentences"},
+    "adaptive_one_width": ADAPTIVE_ONE_WIDTH,
+    "accumulated": ACCUMULATED,
+    "averaged": AVERAGED,
+    "bfloat16": ADAPTIVE | {"model.dtype": "bfloat16"},
 }
 FLOAT64_RUNS = ("accumulated", "adaptive")
 # Each case has a twin without dropout, in NAME_no_dropout.json, whose numbers stay the same when
 # masks are drawn differently.
 TWIN = "_no_dropout"
-WITHOUT_DROPOUT = _of(
-    "model.dropout", rate=0.0, attention=0.0, input=0.0, output=0.0, qkv=0.0, embedding=0.0
-)
+WITHOUT_DROPOUT: dict[str, Any] = dict.fromkeys(DROPOUT, 0.0)
+
+
+LEXICON = ("the", "a", "cat", "dog", "sat", "saw", "ran", "mat", "and")
+LEXICON += ("on", "to", "it", "was", "big", "red", "old", "new", "far")
 
 
 def text() -> bytes:
     """Returns 4,000 bytes of lines of words, drawn by a generator that no version of a library
     changes.
     """
-    words, state = (
-        re.findall(r"\w+", "the a cat dog sat saw ran mat and on to it was big red old new far"),
-        1,
-    )
+    state = 1
 
     def draw(count: int) -> int:
         nonlocal state
         state = (1103515245 * state + 12345) % (1 << 31)
         return (state >> 16) % count
 
-    lines = (
-        " ".join(words[min(draw(18), draw(18))] for _ in range(4 + draw(9))) for _ in range(200)
-    )
+    def draw_line() -> str:
+        # The smaller of two numbers, so that the first words are frequent.
+        return " ".join(LEXICON[min(draw(18), draw(18))] for _ in range(4 + draw(9)))
+
+    lines = [draw_line() for _ in range(200)]
     return "\n".join(lines).encode()[:4000]
 
 
 def config(folder: Path, changes: dict[str, Any]) -> txl_jax.ExperimentConfig:
     file = folder / "text.txt"
     file.write_bytes(text())
-    return tiny.changed(txl_jax.ExperimentConfig(), **BASE | {"data.file": str(file)} | changes)
+    settings = BASE | {"data.file": str(file)} | changes
+    return tiny.changed(txl_jax.ExperimentConfig(), **settings)
 
 
 def summary(tree: Any) -> dict[str, Any]:
     """Returns shape, sums and three elements of each array of a tree, by its path."""
-    found = {}
+    by_path = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         flat = np.asarray(leaf, np.float64).ravel()
-        found[jax.tree_util.keystr(path)] = {
+        by_path[jax.tree_util.keystr(path)] = {
             "shape": list(np.shape(leaf)),
             "sums": [float(flat.sum()), float(np.abs(flat).sum())],
             "elements": flat[[0, len(flat) // 3, -1]].tolist(),
         }
-    return found
+    return by_path
 
 
-def curves(workdir: Path) -> dict[str, Any]:
+def read_curves(workdir: Path) -> dict[str, Any]:
     """Returns the losses and gradient norms of metrics.jsonl, by kind."""
-    found: dict[str, Any] = {}
+    by_kind: dict[str, Any] = {}
     for line in (workdir / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         for key in ("loss", "grad_norm"):
             if key in record:
-                found.setdefault(f"{record['kind']} {key}", []).append(float(record[key]))
-    return found
+                by_kind.setdefault(f"{record['kind']} {key}", []).append(float(record[key]))
+    return by_kind
 
 
 def run(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    """Trains, and returns the initial parameters, which the first update leaves as they are, and
-    the curves.
+    """Trains, and returns the curves and the initial parameters.
+
+    The first training step leaves the parameters as they are.
     """
     initial: dict[str, Any] = {}
 
@@ -178,21 +226,24 @@ def run(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
         if context.step == 1:
             initial.update(summary(context.state.params))
 
-    narrow = changes.get("model.dtype") == "bfloat16"  # Evaluation is compiled for bfloat16 alone.
-    found = train(folder, changes, txl_jax.Hook(1, look), *(() if narrow else (STOP,)))
-    if narrow:  # Later norms differ by 1 % between versions of XLA, the losses by less than 0.1 %.
-        found["train grad_norm"] = found["train grad_norm"][:1]
-    return {"initial": initial, "curves": found}
+    if changes.get("model.dtype") != "bfloat16":
+        curves = train(folder, changes, txl_jax.Hook(1, look), STOP)
+        return {"initial": initial, "curves": curves}
+
+    # Only here, evaluation is compiled too.
+    curves = train(folder, changes, txl_jax.Hook(1, look))
+    # Later norms differ by 1 % between versions of XLA, the losses by less than 0.1 %.
+    curves["train grad_norm"] = curves["train grad_norm"][:1]
+    return {"initial": initial, "curves": curves}
 
 
 STOP = txl_jax.Hook(UPDATES, lambda context: context.request_stop())
 
 
 def train(folder: Path, changes: dict[str, Any], *hooks: txl_jax.Hook) -> dict[str, Any]:
-    txl_jax.train(
-        config(folder, changes), folder / "run", cache_dir=str(folder / "cache"), hooks=hooks
-    )
-    return curves(folder / "run")
+    cache_dir = str(folder / "cache")
+    txl_jax.train(config(folder, changes), folder / "run", cache_dir=cache_dir, hooks=hooks)
+    return read_curves(folder / "run")
 
 
 def run_float64(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
@@ -200,8 +251,8 @@ def run_float64(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
         return run(folder, {**changes, "model.dtype": "float64"})
 
 
-# Of models that write: logits as far apart as those of a trained one, and as different after
-# different prompts.
+# Changes for models that generate: their logits are as far apart as a trained model's, and as
+# different after different prompts.
 WRITER = {"model.init_std": 0.8, "optimizer.learning_rate": 1e-6}
 LIMITS = {
     "plain": {"top_k": None},
@@ -215,29 +266,36 @@ PROMPTS = ("the cat sat on the big red mat", "a dog", "it was far and it was")
 def drawn(
     folder: Path, changes: dict[str, Any], kinds: tuple[str, ...] = tuple(LIMITS)
 ) -> dict[str, Any]:
-    """Returns the texts that a model writes: of several prompts, by these kinds of draw."""
-    found: dict[str, Any] = {"curves": train(folder, WRITER | changes, STOP)}
+    """Returns the curves, and the texts that the model writes after the prompts by these draws."""
+    curves = train(folder, WRITER | changes, STOP)
     model = txl_jax.load(folder / "run")
-    found |= _texts(model, kinds)
+    texts = _texts(model, kinds)
     if "--write" in sys.argv:
-        noise = np.random.default_rng(0)
-
-        def move(leaf):
-            return leaf * (1 + 1e-5 * noise.normal(size=leaf.shape)).astype(leaf.dtype)
-
-        near = dataclasses.replace(model, params=jax.tree.map(move, jax.device_get(model.params)))
-        same = found.items() >= _texts(near, kinds).items()
-        assert same, "a near-tie, which rounding may decide; take another prompt or seed"
-    return found
+        message = "a near-tie, which rounding may decide: choose another prompt or seed"
+        assert _texts(_almost_equal(model), kinds) == texts, message
+    return {"curves": curves, **texts}
 
 
 def _texts(model: txl_jax.LanguageModel, kinds: tuple[str, ...]) -> dict[str, list[str]]:
-    settings = {name: txl_jax.GenerateConfig(length=24, seed=3, **LIMITS[name]) for name in kinds}
-    return {name: model.generate(PROMPTS, each, seeds=(3, 4, 5)) for name, each in settings.items()}
+    texts = {}
+    for name in kinds:
+        settings = txl_jax.GenerateConfig(length=24, seed=3, **LIMITS[name])
+        texts[name] = model.generate(PROMPTS, settings, seeds=(3, 4, 5))
+    return texts
+
+
+def _almost_equal(model: txl_jax.LanguageModel) -> txl_jax.LanguageModel:
+    """Returns the model with noise on its parameters, larger than rounding."""
+    noise = np.random.default_rng(0)
+
+    def move(leaf):
+        return leaf * (1 + 1e-5 * noise.normal(size=leaf.shape)).astype(leaf.dtype)
+
+    return dataclasses.replace(model, params=jax.tree.map(move, jax.device_get(model.params)))
 
 
 def _cases() -> dict[str, Callable[[Path], dict[str, Any]]]:
-    """Returns what measures each case, by its name: those with dropout, then their twins."""
+    """Returns the function that measures each case, by its name: with dropout, then their twins."""
     cases: dict[str, Callable[[Path], dict[str, Any]]] = {}
     for ending, dropout in (("", {}), (TWIN, WITHOUT_DROPOUT)):
         for name, changes in RUNS.items():
@@ -266,21 +324,29 @@ def tolerance(name: str) -> float:
 
 
 def differences(found: Any, expected: Any, relative: float, path: str = "") -> Iterator[str]:
-    """Yields where two trees differ: lists of floats by more than this part of their largest, all
-    else at all.
+    """Yields the places where two trees differ.
+
+    Lists of floats may differ by this part of their largest number. All else must be equal.
     """
     if isinstance(expected, dict) and isinstance(found, dict) and found.keys() == expected.keys():
         for key in expected:
             bound = INITIAL if key == "initial" else relative
             yield from differences(found[key], expected[key], bound, f"{path} {key}".strip())
-    elif isinstance(expected, list) and expected and isinstance(expected[0], float):
-        bound = relative * max(map(abs, expected))
-        if len(found) != len(expected) or not all(
-            abs(a - b) <= bound for a, b in zip(found, expected, strict=True)
-        ):
-            yield f"{path}: {found} instead of {expected}"
-    elif found != expected:
+        return
+
+    if isinstance(expected, list) and expected and isinstance(expected[0], float):
+        are_equal = _are_close(found, expected, bound=relative * max(map(abs, expected)))
+    else:
+        are_equal = found == expected
+    if not are_equal:
         yield f"{path}: {found} instead of {expected}"
+
+
+def _are_close(found: list[float], expected: list[float], *, bound: float) -> bool:
+    if len(found) != len(expected):
+        return False
+    # A nan is not close to anything.
+    return all(abs(a - b) <= bound for a, b in zip(found, expected, strict=True))
 
 
 def main(option: str, *words: str) -> None:

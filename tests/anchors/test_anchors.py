@@ -1,7 +1,7 @@
-"""Compares the anchors: initial parameters, first losses and drawn texts.
+"""Compares the anchors: initial parameters, first losses and sampled texts.
 
-A difference means that somebody who trains or generates with the same seed gets other numbers than
-before. `record.py` has the reasons and writes them anew.
+A difference means that training or generating with the same seed gives other numbers than before.
+`record.py` has the reasons, and writes the anchors again.
 """
 
 import json
@@ -20,8 +20,9 @@ QUICK = [name for name in WITH_DROPOUT if name not in SLOW] + QUICK_TWINS
 
 @pytest.mark.parametrize("name", full_but(QUICK, record.CASES))
 def test_numbers_are_those_that_were_recorded(name, tmp_path):
+    """Users who repeat a run with its seed get its numbers."""
     expected = json.loads((record.FOLDER / f"{name}.json").read_text())
-    assert (
-        list(record.differences(record.CASES[name](tmp_path), expected, record.tolerance(name)))
-        == []
-    )
+
+    numbers = record.CASES[name](tmp_path)
+
+    assert list(record.differences(numbers, expected, record.tolerance(name))) == []
