@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from support import drawn_run, tiny
+from support import drawn_run, tiny, tiny_run
 from txl_jax.config import (
     AttentionPath,
     CacheDType,
@@ -356,10 +356,10 @@ def odd_targets() -> dict[str, list[float]]:
     by_mesh = {}
     for mesh in ("one", "mixed", "tensor"):
         parts = build_run("adaptive", mesh)
-        # From the host: a program of the loss alone would go from fsdp's shards of a table to the
+        # From the host: a program of only the loss would go from fsdp's shards of a table to the
         # rows of tensor through the whole table, of which jax 0.12 warns. Training and evaluation
-        # do not.
-        params = jax.device_get(parts.init_params())
+        # do not. And initializing parameters would be another program to compile for each mesh.
+        params = tiny_run.params(parts.model)
         hidden = np.random.default_rng(0).normal(size=(*targets.shape, 16))
         nll = parts.jit(functools.partial(parts.model.apply, method=parts.model.nll))
         losses = nll({"params": params}, hidden, targets)
