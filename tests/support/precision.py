@@ -20,8 +20,6 @@ _CALLS = {
     "checkpoint",
     "shard_map",
     "pallas_call",
-}
-_CALLS |= {
     "custom_jvp_call",
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
@@ -30,7 +28,7 @@ _CALLS |= {
     "cond",
     "platform_index",
 }
-# Primitives that put numbers elsewhere, or choose among them, and round nothing.
+# Primitives that move numbers or choose among them, without rounding.
 _MOVES = {
     "broadcast_in_dim",
     "reshape",
@@ -40,8 +38,6 @@ _MOVES = {
     "rev",
     "concatenate",
     "stack",
-}
-_MOVES |= {
     "slice",
     "dynamic_slice",
     "dynamic_update_slice",
@@ -50,8 +46,6 @@ _MOVES |= {
     "select_n",
     "split",
     "stop_gradient",
-}
-_MOVES |= {
     "bitcast_convert_type",
     "optimization_barrier",
     "iota",
@@ -60,9 +54,14 @@ _MOVES |= {
     "masked_load",
     "copy_p",
     "roll",
+    "load",
+    "masked_swap",
+    "empty",
+    "broadcast",
+    "pad",
+    "copy",
+    "name",  # `checkpoint_name` makes it.
 }
-_MOVES |= {"load", "masked_swap", "empty", "broadcast", "pad", "copy"}
-_MOVES |= {"name"}  # `checkpoint_name` makes it.
 # A conversion to fewer bits. It is the last step of an array that is stored in 16 bits.
 ROUNDED = "convert_element_type"
 
