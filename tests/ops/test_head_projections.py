@@ -1,75 +1,100 @@
-"""Tests the projections to heads that devices of a mesh share: numbers, and what is computed."""
+"""Tests of the projections to heads that devices of a mesh share: numbers, and what is computed."""
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support import tiny
+from support import tiny, tiny_run
 from txl_jax.config import MeshConfig, NormPlace
 from txl_jax.ops import head_projections
 from txl_jax.sharding.mesh import abstract_mesh, use_mesh
 
 B, M, L, D, H, E = 2, 4, 3, 6, 2, 5
+# The arguments of a projection, by their index.
+MEMORY, SEGMENT, KERNEL = 0, 1, 2
 
 
 def normal(*shape):
     return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape))
 
 
-def weighted_sum(project, memory, segment, kernel):
-    """A sum in which every key has a weight of its own."""
-    keys = project(memory, segment, kernel)
-    return jnp.sum(keys * jnp.arange(1.0, keys.size + 1).reshape(keys.shape))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def gradients(project, arguments, memory, segment, kernel):
+    """Gradients by some arguments, of a sum in which every key has a weight of its own."""
+
+    def weighted_sum(*arrays):
+        keys = project(*arrays)
+        return jnp.sum(keys * jnp.arange(1.0, keys.size + 1).reshape(keys.shape))
+
+    return jax.grad(weighted_sum, arguments)(memory, segment, kernel)
 
 
 def test_members_of_an_ensemble_have_their_own_gradients(x64):
+    memory = normal(B, M, D)
+    segment = normal(B, L, D)
     kernels = normal(4, D, H, E)
-    arrays = normal(B, M, D), normal(B, L, D)
 
     def gradient(kernel):
         project = head_projections.project_with_one_kernel_gradient
-        return jax.grad(weighted_sum, 3)(project, *arrays, kernel)
+        return gradients(project, (KERNEL,), memory, segment, kernel)[0]
 
-    together = jax.vmap(gradient)(kernels)
-    for kernel, found in zip(kernels, together, strict=True):
-        np.testing.assert_allclose(found, gradient(kernel), rtol=1e-12)
+    together = jax.jit(jax.vmap(gradient))(kernels)
 
-
-@pytest.mark.parametrize("arguments", [(1, 2), (0, 1, 2), (2,)])
-def test_the_gradient_in_one_product_is_that_of_two(arguments, x64):
-    arrays = normal(B, M, D), normal(B, L, D), normal(D, H, E)
-    found, expected = (
-        jax.grad(weighted_sum, tuple(1 + index for index in arguments))(project, *arrays)
-        for project in (
-            head_projections.project_with_one_kernel_gradient,
-            head_projections.project_apart,
+    for i, kernel in enumerate(np.asarray(kernels)):
+        np.testing.assert_allclose(
+            together[i], gradient(kernel), rtol=1e-12, err_msg=f"ensemble member {i}"
         )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(SEGMENT, KERNEL), (MEMORY, SEGMENT, KERNEL), (KERNEL,)],
+    ids=["segment and kernel", "all arguments", "kernel"],
+)
+def test_the_gradient_in_one_product_is_that_of_two(arguments, x64):
+    arrays = (normal(B, M, D), normal(B, L, D), normal(D, H, E))
+
+    in_one_product = gradients(
+        head_projections.project_with_one_kernel_gradient, arguments, *arrays
     )
-    for one, two in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, two, rtol=1e-12)
+    in_two_products = gradients(head_projections.project_apart, arguments, *arrays)
+
+    assert len(in_one_product) == len(in_two_products) == len(arguments)
+    for argument, one, two in zip(arguments, in_one_product, in_two_products, strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-12, err_msg=f"argument {argument}")
 
 
-def products_of_a_layer(mesh, norm):
+def matmuls_of_a_layer(mesh, norm):
     """Counts the matmuls of a layer, forward and backward, by the sorted sizes of their result."""
     model = tiny.make(layer_norm=norm)
     tokens = jnp.zeros((8, L), jnp.int32)
-    options = {"clamp_len": None, "same_length": False, "deterministic": True}
 
     def loss(params, memory):
-        return model.apply({"params": params}, tokens, memory, **options)[0].sum()
+        hidden, _ = model.apply(
+            {"params": params},
+            tokens,
+            memory,
+            clamp_len=None,
+            same_length=False,
+            deterministic=True,
+        )
+        return hidden.sum()
 
     with use_mesh(mesh):
-        params = tiny.variables(model)["params"]
+        params = tiny_run.params(model)
         memory = model.init_memory(batch_size=8, mem_len=7)
         program = jax.make_jaxpr(jax.grad(loss))(params, memory)
-    return collections.Counter(
-        tuple(sorted(equation.outvars[0].aval.shape))
-        for equation in tiny.equations(program)
-        if equation.primitive.name == "dot_general"
-    )
+
+    counts = collections.Counter()
+    for equation in tiny.equations(program):
+        if equation.primitive.name == "dot_general":
+            sizes = sorted(equation.outvars[0].aval.shape)
+            counts[tuple(sizes)] += 1
+    return counts
 
 
 FSDP = abstract_mesh(MeshConfig(fsdp=2), 8)
@@ -77,17 +102,20 @@ GRADIENT_OF_MEMORY = tuple(sorted((8, 7, tiny.D)))
 GRADIENT_OF_KERNEL = tuple(sorted((tiny.D, tiny.H, tiny.E)))
 
 
-@pytest.mark.parametrize(("mesh", "kernels"), [(None, 7), (FSDP, 5)])
+@pytest.mark.parametrize(("mesh", "kernels"), [(None, 7), (FSDP, 5)], ids=["one device", "fsdp"])
 def test_fsdp_has_one_product_for_a_kernels_gradient_and_none_for_the_memorys(mesh, kernels):
-    """The kernels of queries, keys, values, positions and the output. On one device, those of keys
-    and values have two products each.
+    """The kernels are for queries, keys, values, positions and the output.
+
+    On one device, the kernels of keys and values have two products each.
     """
-    products = products_of_a_layer(mesh, NormPlace.POST)
-    assert products[GRADIENT_OF_KERNEL] == kernels
-    assert products[GRADIENT_OF_MEMORY] == 0
+    counts = matmuls_of_a_layer(mesh, NormPlace.POST)
+
+    assert counts[GRADIENT_OF_KERNEL] == kernels
+    assert counts[GRADIENT_OF_MEMORY] == 0
 
 
-@pytest.mark.parametrize("mesh", [None, FSDP])
+@pytest.mark.parametrize("mesh", [None, FSDP], ids=["one device", "fsdp"])
 def test_a_norm_before_attention_needs_the_gradient_of_the_memorys_rows(mesh):
-    products = products_of_a_layer(mesh, NormPlace.PRE)
-    assert products[GRADIENT_OF_MEMORY] == 2
+    counts = matmuls_of_a_layer(mesh, NormPlace.PRE)
+
+    assert counts[GRADIENT_OF_MEMORY] == 2

@@ -1,4 +1,7 @@
-"""Tests products of rows and a matrix in each of its forms; of int8 against products in float64."""
+"""Tests of products of rows and a matrix, in each form of the matrix.
+
+Products of int8 are compared with products in float64.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,69 +9,103 @@ import numpy as np
 import pytest
 
 from txl_jax.ops import matmul
-from txl_jax.ops.matmul import multiply, multiply_by_rows, project, quantize
+from txl_jax.ops.matmul import Int8, multiply, multiply_by_rows, project, quantize
+
+# An int8 matrix has one step per column if the axis of its terms is reduced, or one per row.
+STEPS = {"steps by column": 1, "steps by row": 2}
+
+
+# Compiled as a whole, which takes less time than each of its operations by itself.
+quantized = jax.jit(quantize, static_argnames="axis")
 
 
 def random(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape)
 
 
+def in_float64(matrix: Int8) -> np.ndarray:
+    """The numbers that an int8 matrix stands for."""
+    return np.asarray(matrix.values, np.float64) * np.asarray(matrix.scale, np.float64)
+
+
 @pytest.mark.parametrize("rows", [1, 300])
 def test_narrow_states_are_multiplied_into_a_wide_type(rows):
-    states, table = jnp.ones((rows, 3), jnp.bfloat16), jnp.full((2, 3), 1.0078125, jnp.bfloat16)
-    assert project(states, table.T).dtype == jnp.bfloat16
-    found = multiply_by_rows(states, table, jnp.dtype(jnp.float32))
-    assert found.dtype == jnp.float32
-    np.testing.assert_array_equal(found, np.full((rows, 2), 3.0234375, np.float32))
+    states = jnp.asarray(np.ones((rows, 3)), jnp.bfloat16)
+    table = jnp.asarray(np.full((2, 3), 1.0078125), jnp.bfloat16)
+
+    narrow = project(states, table.T)
+    wide = multiply_by_rows(states, table, jnp.dtype(jnp.float32))
+
+    assert narrow.dtype == jnp.bfloat16
+    assert wide.dtype == jnp.float32
+    np.testing.assert_array_equal(wide, np.full((rows, 2), 3.0234375, np.float32))
 
 
 def test_each_channel_has_its_own_steps(x64):
+    """A column of zeros included."""
     array = random(40, 6) * [1e-3, 1, 50, 0, 1, 1]
-    found = quantize(jnp.asarray(array), axis=0)
-    most = np.abs(array).max(axis=0)
-    assert found.values.dtype == jnp.int8 and found.scale.shape == (1, 6)
-    np.testing.assert_allclose(found.scale[0], most / 127, rtol=1e-12)
-    off = np.abs(found.dequantize(jnp.float64) - array).max(axis=0)
-    assert np.all(off <= most / 254 * (1 + 1e-9)) and np.all(off[most > 0] > most[most > 0] / 1000)
+    largest = np.abs(array).max(axis=0)
+
+    matrix = quantized(jnp.asarray(array), axis=0)
+
+    assert matrix.values.dtype == jnp.int8
+    assert matrix.scale.shape == (1, 6)
+    np.testing.assert_allclose(matrix.scale[0], largest / 127, rtol=1e-12)
+
+    # Numbers are rounded to the nearest step, and are not all exact.
+    error = np.abs(matrix.dequantize(jnp.float64) - array).max(axis=0)
+    is_used = largest > 0
+    assert np.all(error <= largest / 254 * (1 + 1e-9))
+    assert np.all(error[is_used] > largest[is_used] / 1000)
 
 
+@pytest.mark.parametrize("axis", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("terms", [1, 36, 41])
-def test_a_row_is_multiplied_as_numbers_of_its_own_type(terms, x64):
-    """Whatever the number of terms is: those of the last slab that belong to the one before count
-    once.
-    """
+def test_a_row_is_multiplied_as_numbers_of_its_own_type(terms, axis, x64):
+    """For any number of terms: those of the last slab that belong to the slab before count once."""
+    rows = random(3, 1, terms)
+    matrix = quantized(jnp.asarray(random(3, terms, 9, seed=1)), axis=axis)
+    expected = rows @ in_float64(matrix)
     jitted = jax.jit(multiply)
-    inputs, array = random(3, 1, terms), random(3, terms, 9, seed=1)
-    for axis in (1, 2):
-        matrix = quantize(jnp.asarray(array), axis=axis)
-        expected = inputs @ np.asarray(matrix.dequantize(jnp.float64))
-        np.testing.assert_allclose(
-            jitted(jnp.asarray(inputs), matrix), expected, rtol=0, atol=1e-13
-        )
-        found = jitted(jnp.asarray(inputs, jnp.float32), matrix)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+    wide = jitted(jnp.asarray(rows), matrix)
+    narrow = jitted(jnp.asarray(rows, jnp.float32), matrix)
+
+    np.testing.assert_allclose(wide, expected, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(narrow, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("axis", [1, 2])  # Each column has its own steps, or each row.
-@pytest.mark.parametrize("rows", [1, 5])
-def test_products_of_int8_keep_sixteen_bits_of_what_is_multiplied(axis, rows, x64, monkeypatch):
-    """Beside the product with the same int8 numbers in float64; batched as in attention, one row as
-    on a GPU or TPU.
+@pytest.mark.parametrize("axis", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("n_rows", [1, 5], ids=["one row", "five rows"])
+def test_products_of_int8_keep_sixteen_bits_of_what_is_multiplied(axis, n_rows, x64, monkeypatch):
+    """Compared with the product of the same int8 numbers in float64.
+
+    Batched as in attention, and a single row as on a GPU or TPU.
     """
     monkeypatch.setattr(
         matmul, "row_product", lambda row, matrix, otherwise: otherwise(row, matrix)
     )
-    inputs, array = random(3, rows, 70), random(3, 70, 9, seed=1)
-    matrix = quantize(jnp.asarray(array), axis=axis)
-    found = jax.jit(lambda *of: multiply(*of))(jnp.asarray(inputs), matrix)  # Traced anew.
-    expected = inputs @ np.asarray(matrix.dequantize(jnp.float64))
+    rows = random(3, n_rows, 70)
+    array = random(3, 70, 9, seed=1)
+    matrix = quantized(jnp.asarray(array), axis=axis)
+
+    # A new function, since `jit` has traced `multiply` without the patch.
+    products = jax.jit(lambda rows, matrix: multiply(rows, matrix))(jnp.asarray(rows), matrix)
+
+    expected = rows @ in_float64(matrix)
     # Each of 70 terms is off by at most half a step of the row, 1 / (2 * 254 * 127) of its largest.
-    bound = 70 * np.abs(inputs).max() * np.abs(array).max() ** axis / (2 * 254 * 127)
-    assert 0 < np.abs(found - expected).max() < bound / 4
+    bound = 70 * np.abs(rows).max() * np.abs(array).max() ** axis / (2 * 254 * 127)
+    assert 0 < np.abs(products - expected).max() < bound / 4
 
 
 def test_rows_of_zeros_give_zeros_and_nan_stays_nan():
-    matrix = quantize(jnp.asarray(random(8, 3), jnp.float32), axis=0)
-    inputs = jnp.zeros((3, 8)).at[1, 2].set(jnp.nan).at[2].set(1.0)
-    found = np.asarray(jax.jit(multiply)(inputs, matrix))
-    assert np.all(found[0] == 0) and np.all(np.isnan(found[1])) and np.all(np.isfinite(found[2]))
+    matrix = quantized(jnp.asarray(random(8, 3), jnp.float32), axis=0)
+    rows = np.zeros((3, 8), np.float32)
+    rows[1, 2] = np.nan
+    rows[2] = 1.0
+
+    products = np.asarray(jax.jit(multiply)(rows, matrix))
+
+    assert np.all(products[0] == 0)
+    assert np.all(np.isnan(products[1]))
+    assert np.all(np.isfinite(products[2]))
