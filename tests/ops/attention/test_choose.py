@@ -1,5 +1,5 @@
-"""Tests of the choice of an implementation: who can serve what, what "auto" takes, and what is
-refused in words.
+"""Tests of the choice of an implementation: which calls each can serve, what "auto" takes, and
+errors.
 """
 
 import dataclasses
@@ -23,10 +23,14 @@ WRITTEN = [
 ]
 
 
-def test_implementations_are_written_and_read():
-    for implementation in WRITTEN:
-        assert Implementation.parse(str(implementation)) == implementation
-    wrong = (
+@pytest.mark.parametrize("implementation", WRITTEN, ids=str)
+def test_an_implementation_is_read_from_its_string(implementation):
+    assert Implementation.parse(str(implementation)) == implementation
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         "",
         "tiled 128x",
         "reference  128x128",
@@ -34,35 +38,42 @@ def test_implementations_are_written_and_read():
         "tiled 0x128",
         "fused 16x16",
         "fused mosaic_roll",
-    )
-    for text in (*wrong, "other 8x8"):
-        with pytest.raises(ValueError, match="not an attention implementation"):
-            Implementation.parse(text)
+        "other 8x8",
+    ],
+)
+def test_a_string_that_is_not_an_implementation_is_an_error(text):
+    with pytest.raises(ValueError, match="not an attention implementation"):
+        Implementation.parse(text)
 
 
 @pytest.mark.parametrize(
     ("problem", "changes", "path"),
     [
-        *((problem, {"dtype": "float64"}, "reference") for problem in (LARGE, ON_TPU, ON_GPU)),
-        (LARGE, {}, "tiled"),
-        (ON_TPU, {}, "fused"),
-        (ON_TPU, {"device_kind": "TPU v2"}, "stored"),
-        (ON_TPU, {"segment_len": 32, "n_keys": 64}, "stored"),
-        (ON_TPU, {"documents": True}, "stored"),
-        (ON_TPU, {"has_position_score": True}, "stored"),
-        (ON_TPU, CACHED | {"d_head": 320}, "reference"),
-        (ON_GPU, {}, "stored"),
-        (ON_GPU, {"dtype": "float32"}, "stored"),
-        (ON_GPU, {"documents": True}, "stored"),
-        (ON_GPU, CACHED, "reference"),
-        (LARGE, {"documents": True}, "reference"),
-        (LARGE, {"segment_len": 4, "n_keys": 8}, "reference"),
+        pytest.param(LARGE, {"dtype": "float64"}, "reference", id="CPU, float64"),
+        pytest.param(ON_TPU, {"dtype": "float64"}, "reference", id="TPU, float64"),
+        pytest.param(ON_GPU, {"dtype": "float64"}, "reference", id="GPU, float64"),
+        pytest.param(LARGE, {}, "tiled", id="CPU"),
+        pytest.param(ON_TPU, {}, "fused", id="TPU"),
+        pytest.param(ON_TPU, {"device_kind": "TPU v2"}, "stored", id="old TPU"),
+        pytest.param(ON_TPU, {"segment_len": 32, "n_keys": 64}, "stored", id="TPU, small"),
+        pytest.param(ON_TPU, {"documents": True}, "stored", id="TPU, documents"),
+        pytest.param(ON_TPU, {"has_position_score": True}, "stored", id="TPU, position score"),
+        pytest.param(ON_TPU, CACHED | {"d_head": 320}, "reference", id="TPU, cache, wide heads"),
+        pytest.param(ON_GPU, {}, "stored", id="GPU"),
+        pytest.param(ON_GPU, {"dtype": "float32"}, "stored", id="GPU, float32"),
+        pytest.param(ON_GPU, {"documents": True}, "stored", id="GPU, documents"),
+        pytest.param(ON_GPU, CACHED, "reference", id="GPU, cache"),
+        pytest.param(LARGE, {"documents": True}, "reference", id="CPU, documents"),
+        pytest.param(LARGE, {"segment_len": 4, "n_keys": 8}, "reference", id="CPU, small"),
     ],
 )
 def test_auto_takes_the_path_of_the_platform_or_says_why_not(problem, changes, path):
     problem = dataclasses.replace(problem, **changes)
+
     implementation, reason = choose.choose("auto", problem)
-    assert implementation.path == path and reason
+
+    assert implementation.path == path
+    assert reason
     if problem.platform == "tpu" and path == "stored":
         assert choose.refusal("fused", problem) in reason
 
@@ -70,34 +81,90 @@ def test_auto_takes_the_path_of_the_platform_or_says_why_not(problem, changes, p
 @pytest.mark.parametrize(
     ("problem", "without", "path"),
     [
-        (ON_TPU, ["fused"], "stored"),
-        (ON_TPU, ["fused", "stored"], "reference"),
-        (ON_GPU, ["stored"], "reference"),
-        (dataclasses.replace(ON_TPU, **CACHED), ["fused"], "reference"),
+        pytest.param(ON_TPU, ["fused"], "stored", id="TPU"),
+        pytest.param(ON_TPU, ["fused", "stored"], "reference", id="TPU, two failed"),
+        pytest.param(ON_GPU, ["stored"], "reference", id="GPU"),
+        pytest.param(
+            dataclasses.replace(ON_TPU, **CACHED), ["fused"], "reference", id="TPU, cache"
+        ),
     ],
 )
 def test_auto_takes_the_next_path_after_those_that_failed(problem, without, path):
-    assert choose.choose("auto", problem, without)[0] == Implementation(path)
+    implementation, _ = choose.choose("auto", problem, without)
+
+    assert implementation == Implementation(path)
 
 
-@pytest.mark.parametrize("problem", [LARGE, ON_TPU, ON_GPU], ids=lambda problem: problem.platform)
-def test_stored_and_one_token_over_a_cache_are_the_references(problem):
-    stored, cached = Implementation("stored"), dataclasses.replace(problem, **CACHED)
-    for given in (problem, dataclasses.replace(problem, documents=True, dtype="float64")):
-        assert choose.choose("stored", given)[0] == choose.resolve(stored, given) == stored
-    assert choose.choose("stored", cached)[0] == choose.resolve(stored, cached) == choose.REFERENCE
+on_all_platforms = pytest.mark.parametrize(
+    "problem", [LARGE, ON_TPU, ON_GPU], ids=lambda problem: problem.platform
+)
+
+
+def one_token(problem):
+    """The call for a single token over a KV cache."""
+    return dataclasses.replace(problem, segment_len=1, capacity=4096, n_keys=4097, n_positions=4097)
+
+
+@on_all_platforms
+@pytest.mark.parametrize(
+    "changes", [{}, {"documents": True, "dtype": "float64"}], ids=["plain", "documents, float64"]
+)
+def test_stored_serves_training(problem, changes):
+    problem = dataclasses.replace(problem, **changes)
+    stored = Implementation("stored")
+
+    assert choose.choose("stored", problem)[0] == stored
+    assert choose.resolve(stored, problem) == stored
+
+
+@on_all_platforms
+def test_stored_over_a_cache_is_the_reference(problem):
+    cached = dataclasses.replace(problem, **CACHED)
+    stored = Implementation("stored")
+
+    assert choose.choose("stored", cached)[0] == choose.REFERENCE
+    assert choose.resolve(stored, cached) == choose.REFERENCE
     assert not choose.can_serve(stored, cached)
-    one = dataclasses.replace(problem, segment_len=1, capacity=4096, n_keys=4097, n_positions=4097)
-    for path in ("auto", *PATHS):
-        assert choose.choose(path, one)[0].path == "reference"
-        assert (choose.refusal(path, one) is None) == (path == "reference")
-    for implementation in WRITTEN:
-        assert choose.resolve(implementation, one).path == "reference"
-        assert choose.can_serve(implementation, one) == (implementation.path == "reference")
+
+
+@on_all_platforms
+@pytest.mark.parametrize("path", PATHS)
+def test_one_token_over_a_cache_is_computed_by_the_reference(problem, path):
+    reason = choose.refusal(path, one_token(problem))
+
+    assert choose.choose(path, one_token(problem))[0].path == "reference"
+    assert (reason is None) == (path == "reference")
+
+
+@on_all_platforms
+def test_auto_takes_the_reference_for_one_token_over_a_cache(problem):
+    assert choose.choose("auto", one_token(problem))[0].path == "reference"
+    assert choose.refusal("auto", one_token(problem)) is not None
+
+
+@on_all_platforms
+@pytest.mark.parametrize("implementation", WRITTEN, ids=str)
+def test_only_the_reference_can_serve_one_token_over_a_cache(problem, implementation):
+    is_reference = implementation.path == "reference"
+
+    assert choose.resolve(implementation, one_token(problem)).path == "reference"
+    assert choose.can_serve(implementation, one_token(problem)) == is_reference
+
+
+@on_all_platforms
+def test_tiles_serve_one_token_without_a_cache(problem):
+    in_training = dataclasses.replace(one_token(problem), capacity=None)
+
+    assert choose.refusal("tiled", in_training) is None
+
+
+@on_all_platforms
+def test_a_path_that_does_not_exist_is_an_error_with_its_name(problem):
     with pytest.raises(UserError, match="'flash'"):
-        choose.choose("flash", one)
-    if problem is ON_GPU:
-        for given in (problem, cached):
-            with pytest.raises(UserError, match=r"platform is gpu\b.*\bstored\b"):
-                choose.choose("fused", given)
-    assert choose.refusal("tiled", dataclasses.replace(one, capacity=None)) is None
+        choose.choose("flash", one_token(problem))
+
+
+@pytest.mark.parametrize("changes", [{}, CACHED], ids=["training", "cache"])
+def test_fused_on_a_gpu_is_an_error_that_names_stored(changes):
+    with pytest.raises(UserError, match=r"platform is gpu\b.*\bstored\b"):
+        choose.choose("fused", dataclasses.replace(ON_GPU, **changes))
