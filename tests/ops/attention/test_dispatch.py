@@ -1,5 +1,5 @@
-"""Tests of the entries to attention: what does not fit is refused, and a device of a mesh computes
-its part.
+"""Tests of the entries to attention: arguments that do not match raise, and a device of a mesh
+computes its part.
 """
 
 import jax
@@ -24,161 +24,224 @@ B, H, L, M, E = 2, 3, 4, 6, 5
 VISIBILITY = Visibility(jnp.asarray([M, 2]), L, M, 7)
 
 
-def changed(**changes):
-    """Arguments of a call, some of them changed; a function changes the argument that is there."""
-    return replaced(draw(VISIBILITY, H, E, names=NAMES[:6]) | {"visibility": VISIBILITY}, changes)
-
-
-def replaced(given, changes):
-    return given | {
-        name: new(given.get(name)) if callable(new) else new for name, new in changes.items()
-    }
+def replaced(arguments, changes):
+    """Arguments of a call, some of them changed. A function changes the argument of the call."""
+    result = dict(arguments)
+    for name, new in changes.items():
+        if callable(new):
+            result[name] = new(arguments.get(name))
+        else:
+            result[name] = new
+    return result
 
 
 def sees(**changes):
-    return lambda old: old.replace(**changes)
+    """Changes the visibility."""
+    return lambda visibility: visibility.replace(**changes)
 
 
 def as_type(dtype):
-    return lambda old: old.astype(dtype)
+    """Changes the dtype of an array."""
+    return lambda array: array.astype(dtype)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"query": lambda old: old.tolist()}, "query.*list"),
-        ({"query": lambda old: old[0]}, r"query.*\(3, 4, 5\)"),
-        (
-            {"query": lambda old: old[:, :, :0], "visibility": sees(segment_len=0)},
-            r"query.*\(2, 3, 0, 5\)",
-        ),
-        ({"query": lambda old: old.swapaxes(1, 2)}, r"query.*segment_len \(4\)"),
-        ({"key": lambda old: old[:, :, 1:]}, r"key.*\(2, 3, 9, 5\)"),
-        ({"position_key": lambda old: old.swapaxes(0, 1)}, r"position_key.*\(10, 3, 5\)"),
-        ({"position_key": None}, "content_bias and position_bias"),
-        ({"visibility": sees(causal=False)}, r"position_key.*\(3, 13, 5\)"),
-        ({"content_bias": lambda old: old[0]}, r"content_bias.*\(5,\)"),
-        ({"position_score": np.zeros((H, M), np.float32)}, r"position_score.*\(3, 6\)"),
-        ({name: as_type(int) for name in ("query", "key", "value")}, "query.*int32"),
-        ({"value": as_type("bfloat16")}, "value.*bfloat16"),
-        ({"visibility": sees(window=0)}, "window .* got 0"),
-        ({"visibility": sees(valid=M)}, "valid .* got int"),
-        ({"visibility": sees(valid=np.zeros(B))}, "valid .* got float64"),
-        ({"visibility": sees(lengths=np.ones(1, int))}, r"lengths .* got int64 \[1\]"),
-        ({"visibility": sees(document_start=np.zeros((1, 2), int))}, "document_start .* got int64"),
-        (
-            {"key": lambda old: old[:, :, : L - 1], "visibility": sees(mem_len=-1)},
-            "mem_len .* got -1",
-        ),
-        ({"dropout": ProbabilityDropout(0.5, jnp.uint32(7), H - 1)}, "n_head .* got 2"),
-        ({"dropout": 0.5}, r"dropout .* got 0\.5"),
-        ({"dropout": (np.float32(1), 7)}, r"dropout rate .* got 1\.0"),
-        ({"dropout": (-0.1, 7)}, r"dropout rate .* got -0\.1"),
-        ({"dropout": (0.5, jax.random.PRNGKey(0))}, "dropout seed .* got uint32"),
-    ],
-)
-def test_what_does_not_fit_is_refused(changes, words):
+# What does not match -> changed arguments, and words of the error.
+MISMATCHES = {
+    "a list": ({"query": lambda array: array.tolist()}, "query.*list"),
+    "a query of three axes": ({"query": lambda array: array[0]}, r"query.*\(3, 4, 5\)"),
+    "no queries": (
+        {"query": lambda array: array[:, :, :0], "visibility": sees(segment_len=0)},
+        r"query.*\(2, 3, 0, 5\)",
+    ),
+    "queries before heads": (
+        {"query": lambda array: array.swapaxes(1, 2)},
+        r"query.*segment_len \(4\)",
+    ),
+    "too few keys": ({"key": lambda array: array[:, :, 1:]}, r"key.*\(2, 3, 9, 5\)"),
+    "position keys before heads": (
+        {"position_key": lambda array: array.swapaxes(0, 1)},
+        r"position_key.*\(10, 3, 5\)",
+    ),
+    "biases without position keys": ({"position_key": None}, "content_bias and position_bias"),
+    "too few position keys": ({"visibility": sees(causal=False)}, r"position_key.*\(3, 13, 5\)"),
+    "a bias of one axis": ({"content_bias": lambda array: array[0]}, r"content_bias.*\(5,\)"),
+    "too few position scores": (
+        {"position_score": np.zeros((H, M), np.float32)},
+        r"position_score.*\(3, 6\)",
+    ),
+    "integers": (
+        {"query": as_type(int), "key": as_type(int), "value": as_type(int)},
+        "query.*int32",
+    ),
+    "another dtype": ({"value": as_type("bfloat16")}, "value.*bfloat16"),
+    "window of 0": ({"visibility": sees(window=0)}, "window .* got 0"),
+    "valid as a number": ({"visibility": sees(valid=M)}, "valid .* got int"),
+    "valid in float64": ({"visibility": sees(valid=np.zeros(B))}, "valid .* got float64"),
+    "too few lengths": (
+        {"visibility": sees(lengths=np.ones(1, int))},
+        r"lengths .* got int64 \[1\]",
+    ),
+    "too few document starts": (
+        {"visibility": sees(document_start=np.zeros((1, 2), int))},
+        "document_start .* got int64",
+    ),
+    "negative mem_len": (
+        {"key": lambda array: array[:, :, : L - 1], "visibility": sees(mem_len=-1)},
+        "mem_len .* got -1",
+    ),
+    "dropout of fewer heads": (
+        {"dropout": ProbabilityDropout(0.5, jnp.uint32(7), H - 1)},
+        "n_head .* got 2",
+    ),
+    "dropout as a number": ({"dropout": 0.5}, r"dropout .* got 0\.5"),
+    "dropout rate of 1": ({"dropout": (np.float32(1), 7)}, r"dropout rate .* got 1\.0"),
+    "negative dropout rate": ({"dropout": (-0.1, 7)}, r"dropout rate .* got -0\.1"),
+    "a key as seed": ({"dropout": (0.5, jax.random.PRNGKey(0))}, "dropout seed .* got uint32"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), MISMATCHES.values(), ids=MISMATCHES)
+def test_arguments_that_do_not_match_are_an_error(changes, words):
+    arguments = draw(VISIBILITY, H, E, names=NAMES[:6]) | {"visibility": VISIBILITY}
+
     with pytest.raises(ValueError, match=words):
-        attention(**changed(**changes))
+        attention(**replaced(arguments, changes))
 
 
-def cached(**changes):
-    names = (
-        "query",
-        "key",
-        "value",
-        "ring_key",
-        "ring_value",
-        "position_query",
-        "position_key",
-        "position_score",
-    )
-    shapes = [(B, H, L, E)] * 3 + [
-        (B, H, E, M),
-        (B, H, M, E),
-        (B, H, L, E),
-        (H, E, M + L),
-        (H, M + L),
-    ]
-    given = {name: jnp.ones(shape) for name, shape in zip(names, shapes, strict=True)}
-    given = replaced(
-        given | {"visibility": CachedVisibility(jnp.asarray([M, 2]), jnp.int32(0), L, M, 7)},
-        changes,
-    )
-    heads, ring, position = (
-        [given[name] for name in names[a:b]] for a, b in ((0, 3), (3, 5), (5, 8))
-    )
-    return (*heads, tuple(ring), tuple(position), given["visibility"])
+def arguments_over_a_cache(changes):
+    """Arguments of `cached_attention`, some of them changed by their names."""
+    plain = {
+        "query": jnp.ones((B, H, L, E)),
+        "key": jnp.ones((B, H, L, E)),
+        "value": jnp.ones((B, H, L, E)),
+        "ring_key": jnp.ones((B, H, E, M)),
+        "ring_value": jnp.ones((B, H, M, E)),
+        "position_query": jnp.ones((B, H, L, E)),
+        "position_key": jnp.ones((H, E, M + L)),
+        "position_score": jnp.ones((H, M + L)),
+        "visibility": CachedVisibility(jnp.asarray([M, 2]), jnp.int32(0), L, M, 7),
+    }
+    arguments = replaced(plain, changes)
+    return {
+        "query": arguments["query"],
+        "key": arguments["key"],
+        "value": arguments["value"],
+        "ring": (arguments["ring_key"], arguments["ring_value"]),
+        "position": (
+            arguments["position_query"],
+            arguments["position_key"],
+            arguments["position_score"],
+        ),
+        "visibility": arguments["visibility"],
+    }
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"query": lambda old: old[0]}, r"query.*\(3, 4, 5\)"),
-        ({"visibility": sees(segment_len=3)}, r"query.*segment_len \(3\)"),
-        ({"value": lambda old: old[..., 1:]}, r"value.*\(2, 3, 4, 4\)"),
-        ({"ring_key": lambda old: old.swapaxes(2, 3)}, r"ring key.*\(2, 3, 6, 5\)"),
-        ({"position_query": lambda old: old[:1]}, r"position query.*\(1, 3, 4, 5\)"),
-        ({"position_score": lambda old: old[:, 1:]}, r"position score.*\(3, 9\)"),
-        ({"position_key": None, "position_score": None}, "position must have keys"),
-        ({"position_key": as_type("bfloat16")}, "position key.*bfloat16"),
-        ({"ring_value": as_type(int)}, "ring value.*int32"),
-        ({"visibility": sees(valid=jnp.zeros(3, int))}, r"valid .* got int32 \[3\]"),
-        ({"visibility": sees(write_index=0)}, "write_index .* got int"),
-        ({"visibility": sees(window=0)}, "window .* got 0"),
-    ],
-)
-def test_what_does_not_fit_a_cache_is_refused(changes, words):
+CACHE_MISMATCHES = {
+    "a query of three axes": ({"query": lambda array: array[0]}, r"query.*\(3, 4, 5\)"),
+    "too many queries": ({"visibility": sees(segment_len=3)}, r"query.*segment_len \(3\)"),
+    "narrow values": ({"value": lambda array: array[..., 1:]}, r"value.*\(2, 3, 4, 4\)"),
+    "ring keys by rows": (
+        {"ring_key": lambda array: array.swapaxes(2, 3)},
+        r"ring key.*\(2, 3, 6, 5\)",
+    ),
+    "position queries of one row": (
+        {"position_query": lambda array: array[:1]},
+        r"position query.*\(1, 3, 4, 5\)",
+    ),
+    "too few position scores": (
+        {"position_score": lambda array: array[:, 1:]},
+        r"position score.*\(3, 9\)",
+    ),
+    "neither position keys nor scores": (
+        {"position_key": None, "position_score": None},
+        "position must have keys",
+    ),
+    "position keys of another dtype": (
+        {"position_key": as_type("bfloat16")},
+        "position key.*bfloat16",
+    ),
+    "integers in the ring": ({"ring_value": as_type(int)}, "ring value.*int32"),
+    "valid of three rows": (
+        {"visibility": sees(valid=jnp.zeros(3, int))},
+        r"valid .* got int32 \[3\]",
+    ),
+    "write_index as a number": ({"visibility": sees(write_index=0)}, "write_index .* got int"),
+    "window of 0": ({"visibility": sees(window=0)}, "window .* got 0"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), CACHE_MISMATCHES.values(), ids=CACHE_MISMATCHES)
+def test_arguments_that_do_not_match_a_cache_are_an_error(changes, words):
     with pytest.raises(ValueError, match=words):
-        cached_attention(*cached(**changes))
+        cached_attention(**arguments_over_a_cache(changes))
 
 
 # Meshes here are abstract and need no devices
 
+# B, H, L and E of the arrays on all devices.
+ON_ALL_DEVICES = (8, 4, 3, 2)
 
-def shape_of_attention(batch):
-    """The shape of what `attention` returns for H = 4, L = 3, E = 2, by tracing alone."""
-    arrays = [jax.ShapeDtypeStruct((batch, 4, 3, 2), jnp.float32)] * 3
-    visibility = Visibility(jnp.zeros(batch, jnp.int32), 3, 0)
-    return jax.eval_shape(lambda *given: attention(*given, visibility=visibility), *arrays).shape
+
+def plain_attention(query):
+    """Attention of a segment to itself, without memory."""
+    batch, _, segment_len, _ = query.shape
+    visibility = Visibility(jnp.zeros(batch, jnp.int32), segment_len, 0)
+    return attention(query, query, query, visibility=visibility)
+
+
+def traced_shape(function):
+    """The shape of a function of the queries, which is only traced."""
+    return jax.eval_shape(function, jax.ShapeDtypeStruct(ON_ALL_DEVICES, jnp.float32)).shape
 
 
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ({"data": 2, "fsdp": 2, "tensor": 2}, Shards(("data", "fsdp"), "tensor", 2, 2)),
-        ({"data": 8}, Shards(("data", "fsdp"), "tensor", 1, 4)),
-        ({"data": 3}, Shards((), "tensor", 8, 4)),  # 8 rows do not divide.
-        ({"tensor": 8}, Shards(("data", "fsdp"), None, 8, 4)),  # 4 heads do not.
+        pytest.param(
+            {"data": 2, "fsdp": 2, "tensor": 2},
+            Shards(("data", "fsdp"), "tensor", 2, 2),
+            id="all axes",
+        ),
+        pytest.param({"data": 8}, Shards(("data", "fsdp"), "tensor", 1, 4), id="data"),
+        pytest.param({"data": 3}, Shards((), "tensor", 8, 4), id="8 rows do not divide by 3"),
+        pytest.param(
+            {"tensor": 8}, Shards(("data", "fsdp"), None, 8, 4), id="4 heads do not divide by 8"
+        ),
     ],
 )
 def test_rows_and_heads_are_divided_where_they_divide(sizes, expected):
     config = MeshConfig(**{"data": 1} | sizes)
+
     with use_mesh(abstract_mesh(config, n_device=config.data * config.fsdp * config.tensor)):
         assert shards_of(8, 4) == expected
-        assert shape_of_attention(8) == (8, 4, 3, 2)
+        assert traced_shape(plain_attention) == ON_ALL_DEVICES
+
     assert shards_of(8, 4) is None
 
 
-def test_a_mesh_of_other_axes_is_left_to_the_caller():
-    for names in (("batch",), ("data",), ("data", "model")):
-        with use_mesh(
-            AbstractMesh((2,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))
-        ):
-            assert shards_of(8, 4) is None and shape_of_attention(8) == (8, 4, 3, 2)
+@pytest.mark.parametrize("names", [("batch",), ("data",), ("data", "model")], ids=str)
+def test_a_mesh_of_other_axes_is_left_to_the_caller(names):
+    n_axis = len(names)
+    mesh = AbstractMesh((2,) * n_axis, names, axis_types=(AxisType.Auto,) * n_axis)
+
+    with use_mesh(mesh):
+        assert shards_of(8, 4) is None
+        assert traced_shape(plain_attention) == ON_ALL_DEVICES
 
 
 def test_inside_a_shard_map_of_the_caller_arrays_are_those_of_one_device():
-    seen = []
+    shards = []
 
-    def on_one(query):
-        seen.append(shards_of(*query.shape[:2]))
-        visibility = Visibility(jnp.zeros(query.shape[0], jnp.int32), 3, 0)
-        return attention(query, query, query, visibility=visibility)
+    def on_one_device(query):
+        batch, n_head, _, _ = query.shape
+        shards.append(shards_of(batch, n_head))
+        return plain_attention(query)
 
+    rows = PartitionSpec("data")
     with use_mesh(abstract_mesh(MeshConfig(), n_device=8)):
-        mapped = jax.shard_map(
-            on_one, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False
-        )
-        found = jax.eval_shape(jax.jit(mapped), jax.ShapeDtypeStruct((8, 4, 3, 2), jnp.float32))
-    assert seen and set(seen) == {None} and found.shape == (8, 4, 3, 2)
+        mapped = jax.shard_map(on_one_device, in_specs=rows, out_specs=rows, check_vma=False)
+        shape = traced_shape(jax.jit(mapped))
+
+    assert shape == ON_ALL_DEVICES
+    assert shards
+    assert set(shards) == {None}
