@@ -35,3 +35,17 @@ def draw(
     for name, shape in shapes(visibility, n_head, width).items():
         arrays[name] = rng.normal(size=shape)
     return {name: jnp.asarray(arrays[name], dtype) for name in names}
+
+
+def draw_on_host(
+    visibility: Visibility, n_head: int, width: int, *, names=NAMES, dtype="float32"
+) -> dict[str, np.ndarray]:
+    """The numbers of `draw`, as arrays for compiled functions.
+
+    JAX compiles a conversion for each shape, and numpy does not.
+    """
+    rng = np.random.default_rng(4)
+    arrays = {}
+    for name, shape in shapes(visibility, n_head, width).items():
+        arrays[name] = rng.normal(size=shape).astype(jnp.dtype(dtype))
+    return {name: arrays[name] for name in names}
