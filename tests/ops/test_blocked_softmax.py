@@ -1,25 +1,26 @@
 """Tests of the cross-entropy in blocks of the vocabulary, against one plain softmax.
 
-It is platform-neutral code, so it runs on this CPU. That accelerators take it, and CPUs do not, is
-read from programs that are lowered for both.
+It is platform-neutral code, so it runs on this CPU. That accelerators compute in blocks, and CPUs
+do not, is read from programs that are lowered for both.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.special
 
 from support import tiny, tiny_run
 from txl_jax.ops import adaptive_softmax, blocked_softmax
 from txl_jax.ops.adaptive_softmax import Cluster, TailEntries
 from txl_jax.ops.blocked_softmax import Weights
 
+# Positions, and columns of a table.
 T, WIDTH = 7, 5
-# Rows that are no whole block, one block, a block and a part, and many blocks.
-VOCABULARIES = (1, 100, 128, 300, 1000)
 
 
 @pytest.fixture
@@ -28,97 +29,141 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blocked_softmax, "MAX_BLOCK_LOGITS", 1)
 
 
-def drawn(rows: int, *, scale: float = 3.0) -> tuple[Weights, jax.Array, jax.Array]:
-    """Weights, states and labels, among them the first and the last row."""
+# Losses and gradients. They are traced in tests with `small_blocks` only.
+blocked = tiny.with_gradients(blocked_softmax.negative_log_likelihood)
+selected_and_blocked = tiny.with_gradients(
+    functools.partial(blocked_softmax.selected_negative_log_likelihood, 3)
+)
+
+
+class Call(NamedTuple):
+    """Arguments of a softmax, on the host."""
+
+    weights: Weights
+    states: np.ndarray
+    labels: np.ndarray
+
+
+def draw(rows: int, *, scale: float = 3.0, dtype=np.float64) -> Call:
+    """Draws arguments. The labels include the first and the last row."""
     rng = np.random.default_rng(0)
     labels = rng.integers(rows, size=T)
     labels[:2] = (0, rows - 1)
-    table = jnp.asarray(rng.normal(size=(rows, WIDTH)) * scale)
-    bias = jnp.asarray(rng.normal(size=rows))
-    return Weights(table, bias), jnp.asarray(rng.normal(size=(T, WIDTH))), jnp.asarray(labels)
+    table = rng.normal(size=(rows, WIDTH)) * scale
+    bias = rng.normal(size=rows)
+    states = rng.normal(size=(T, WIDTH))
+    return Call(Weights(table.astype(dtype), bias.astype(dtype)), states.astype(dtype), labels)
 
 
-def plain(weights: Weights, states: jax.Array, labels: jax.Array) -> jax.Array:
-    logits = states @ weights.table.T + weights.bias[None, :]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+def plain(
+    weights: Weights, states: np.ndarray, labels: np.ndarray, selected=None, dtype=np.float64
+):
+    """Losses and gradients of one plain softmax, as of `tiny.with_gradients`.
+
+    Positions that are not selected have the loss 0.
+    """
+    table = np.asarray(weights.table, dtype)
+    bias = np.asarray(weights.bias, dtype)
+    states = np.asarray(states, dtype)
+    if selected is None:
+        selected = np.ones(len(labels), bool)
+    position = np.arange(len(labels))
+
+    log_p = scipy.special.log_softmax(states @ table.T + bias, axis=-1)
+    losses = np.where(selected, -log_p[position, labels], 0)
+
+    # The gradient of a loss by the logits is the probabilities, minus 1 at the label. The losses
+    # have the weights 1, 2, ..
+    logit_gradients = np.exp(log_p)
+    logit_gradients[position, labels] -= 1
+    logit_gradients *= np.where(selected, position + 1, 0)[:, None]
+    weight_gradients = Weights(logit_gradients.T @ states, logit_gradients.sum(axis=0))
+    return losses, (weight_gradients, logit_gradients @ table)
 
 
-@pytest.mark.parametrize("rows", VOCABULARIES)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(1, id="one row"),
+        pytest.param(100, id="less than a block"),
+        pytest.param(128, id="one block"),
+        pytest.param(300, id="blocks and a part"),
+        pytest.param(1000, id="many blocks"),
+    ],
+)
 def test_values_and_gradients_of_all_positions(rows, small_blocks, x64):
-    args = drawn(rows)
-    found = tiny.with_gradients(blocked_softmax.negative_log_likelihood)(*args)
-    tiny_run.assert_close(found, tiny.with_gradients(plain)(*args), atol=1e-12)
+    call = draw(rows)
+
+    tiny_run.assert_close(blocked(*call), plain(*call), atol=1e-12)
 
 
 @pytest.mark.parametrize("n_selected", [0, 1, 3, 4, T])
 def test_values_and_gradients_of_selected_positions(n_selected, small_blocks, x64):
     selected = np.random.default_rng(1).permutation(np.arange(T) < n_selected)
-    weights, states, labels = drawn(300)
+    call = draw(300)
 
-    def expected(weights, states, labels, selected):
-        return jnp.where(selected, plain(weights, states, labels), 0)
+    results = selected_and_blocked(*call, selected)
 
-    in_chunks = functools.partial(blocked_softmax.selected_negative_log_likelihood, 3)
-    found = tiny.with_gradients(in_chunks)(weights, states, labels, selected)
-    tiny_run.assert_close(
-        found, tiny.with_gradients(expected)(weights, states, labels, selected), atol=1e-12
-    )
+    tiny_run.assert_close(results, plain(*call, selected), atol=1e-12)
 
 
 def test_logits_far_apart_and_empty_slots_do_not_overflow(small_blocks):
     """In float32, exp(89) is infinite. An empty slot's logits are the biases."""
-    weights, states, labels = drawn(300)
-    weights = Weights(weights.table, jnp.linspace(-1000.0, 1000.0, 300))
-    selected = jnp.arange(T) < 4
-    in_chunks = functools.partial(blocked_softmax.selected_negative_log_likelihood, 3)
-    values, gradients = tiny.with_gradients(in_chunks)(weights, states, labels, selected)
-    np.testing.assert_allclose(values[:4], plain(weights, states, labels)[:4], rtol=1e-5)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+    weights, states, labels = draw(300, dtype=np.float32)
+    weights = Weights(weights.table, np.linspace(-1000, 1000, 300, dtype=np.float32))
+    selected = np.arange(T) < 4
+
+    losses, gradients = selected_and_blocked(weights, states, labels, selected)
+
+    expected_losses, _ = plain(weights, states, labels, dtype=np.float32)
+    np.testing.assert_allclose(losses[:4], expected_losses[:4], rtol=1e-5)
+    for path, gradient in jax.tree.leaves_with_path(gradients):
+        assert np.isfinite(gradient).all(), jax.tree_util.keystr(path)
 
 
 def test_a_first_block_of_tokens_that_cannot_be_is_no_nan(small_blocks):
-    """Biases of -inf leave tokens out, as in a plain softmax."""
-    weights, states, _ = drawn(300)
-    labels = jnp.full(T, 299)
-    weights = Weights(weights.table, weights.bias.at[:200].set(-jnp.inf))
-    values = blocked_softmax.negative_log_likelihood(weights, states, labels)
-    np.testing.assert_allclose(values, plain(weights, states, labels), rtol=1e-5)
+    """Biases of -inf exclude tokens, as in a plain softmax."""
+    weights, states, _ = draw(300, dtype=np.float32)
+    weights.bias[:200] = -np.inf
+    labels = np.full(T, 299)
+
+    losses, _ = blocked(weights, states, labels)
+
+    expected_losses, _ = plain(weights, states, labels, dtype=np.float32)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
 
 
 def test_in_bfloat16_it_is_as_accurate_as_the_plain_softmax(small_blocks):
-    """Both against float64 from the same rounded numbers.
+    """Both are compared with float64, from the same rounded numbers.
 
     The largest errors relative to the largest number, of losses, table, bias and states.
     """
-    weights, states, labels = drawn(1000, scale=1.0)
-    narrow = (
-        Weights(weights.table.astype(jnp.bfloat16), weights.bias),
-        states.astype(jnp.bfloat16),
+    weights, states, labels = draw(1000, scale=1.0, dtype=np.float32)
+    narrow = Call(
+        Weights(jnp.asarray(weights.table, jnp.bfloat16), weights.bias),
+        jnp.asarray(states, jnp.bfloat16),
         labels,
     )
+    exact = plain(*narrow)
 
     def plain_in_bfloat16(weights, states, labels):
         cluster = Cluster(weights.table, weights.bias, None)
         logits = adaptive_softmax.logits(states, cluster)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
-    with tiny.enable_x64(True):
-        wide = jax.tree.map(lambda array: jnp.asarray(array, jnp.float64), narrow[:2])
-        exact = jax.tree.map(np.asarray, tiny.with_gradients(plain)(*wide, labels))
+    def relative_errors(results):
+        losses, _ = results
+        assert losses.dtype == jnp.float32
+        errors = []
+        for array, expected in zip(jax.tree.leaves(results), jax.tree.leaves(exact), strict=True):
+            errors.append(np.abs(np.float64(array) - expected).max() / np.abs(expected).max())
+        return np.array(errors)
 
-    def errors(function):
-        results = tiny.with_gradients(function)(*narrow)
-        assert results[0].dtype == jnp.float32
-        relative = jax.tree.map(
-            lambda found, right: np.abs(np.float64(found) - right).max() / np.abs(right).max(),
-            results,
-            exact,
-        )
-        return np.array(jax.tree.leaves(relative))
+    errors = relative_errors(blocked(*narrow))
+    plain_errors = relative_errors(tiny.with_gradients(plain_in_bfloat16)(*narrow))
 
-    blocked = errors(blocked_softmax.negative_log_likelihood)
-    assert (blocked < [1e-6, 4e-3, 4e-3, 4e-3]).all(), blocked
-    assert (blocked < 2 * errors(plain_in_bfloat16) + 1e-6).all(), blocked
+    assert (errors < [1e-6, 4e-3, 4e-3, 4e-3]).all(), errors
+    assert (errors < 2 * plain_errors + 1e-6).all(), (errors, plain_errors)
 
 
 # The layers of an adaptive softmax
@@ -129,97 +174,109 @@ CUTOFFS = (150, 400)
 
 
 def adaptive(projected: bool) -> tuple[list[Cluster], TailEntries]:
-    """A head of 150 tokens, and tails of 250 and 300."""
+    """A head of 150 tokens, and tails of 250 and 300, on the host."""
     rng = np.random.default_rng(2)
-
-    def draw(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape))
+    tail_widths = (4, 2) if projected else (D, D)
 
     clusters = []
-    for rows, width in ((150, D), (250, 4 if projected else D), (300, 2 if projected else D)):
-        projection = draw(width, D) if projected else None
-        clusters.append(Cluster(draw(rows, width), draw(rows), projection))
-    return clusters, TailEntries(draw(2, D), draw(2))
+    for rows, width in ((150, D), (250, tail_widths[0]), (300, tail_widths[1])):
+        projection = rng.normal(size=(width, D)) if projected else None
+        table = rng.normal(size=(rows, width))
+        clusters.append(Cluster(table, rng.normal(size=rows), projection))
+    table = rng.normal(size=(2, D))
+    return clusters, TailEntries(table, rng.normal(size=2))
 
 
 def losses(hidden: jax.Array, weights: tuple, targets: jax.Array) -> jax.Array:
     return adaptive_softmax.negative_log_likelihood(hidden, targets, *weights, CUTOFFS)
 
 
+@tiny.with_gradients
+def losses_by_all_log_probabilities(hidden, weights, targets):
+    """The dense oracle: every tail at every position. Negative targets have the loss 0."""
+    log_p = adaptive_softmax.log_probabilities(hidden, *weights)
+    tokens = jnp.maximum(targets, 0)[..., None]
+    return jnp.where(targets < 0, 0, -jnp.take_along_axis(log_p, tokens, axis=-1)[..., 0])
+
+
 def as_on_an_accelerator(*args, cpu, default):
+    """Takes the branch for accelerators of `jax.lax.platform_dependent`."""
     del cpu
     return default(*args)
 
 
-@pytest.mark.parametrize("projected", [False, True])
+@pytest.mark.parametrize("projected", [False, True], ids=["not projected", "projected"])
 def test_an_adaptive_softmax_in_blocks(projected, small_blocks, monkeypatch, x64):
-    """Every cluster, with ignored targets, against the plain softmax of a CPU."""
+    """Every cluster, with ignored targets, against whole log probabilities."""
     rng = np.random.default_rng(3)
     targets = rng.integers(V, size=(B, L))
     targets[0] = (-1, 0, 399, V - 1)
-    args = (jnp.asarray(rng.normal(size=(B, L, D))), adaptive(projected), jnp.asarray(targets))
-    expected = tiny.with_gradients(losses)(*args)
+    arguments = (rng.normal(size=(B, L, D)), adaptive(projected), targets)
     monkeypatch.setattr(jax.lax, "platform_dependent", as_on_an_accelerator)
-    found = tiny.with_gradients(losses)(*args)
-    tiny_run.assert_close(found, expected, atol=1e-12)
+
+    results = tiny.with_gradients(losses)(*arguments)
+
+    expected = losses_by_all_log_probabilities(*arguments)
+    tiny_run.assert_close(results, expected, atol=1e-12)
 
 
 def test_on_a_cpu_no_bit_changes(monkeypatch):
     """Losses and gradients, where a softmax is large enough for blocks and where it is not."""
     rng = np.random.default_rng(3)
-    hidden = jnp.asarray(rng.normal(size=(B, L, D)), jnp.float32)
-    weights = jax.tree.map(lambda array: array.astype(jnp.float32), adaptive(True))
-    args = (hidden, weights, jnp.asarray(rng.integers(V, size=(B, L))))
-    expected = tiny.with_gradients(losses)(*args)
+    hidden = rng.normal(size=(B, L, D)).astype(np.float32)
+    weights = jax.tree.map(np.float32, adaptive(True))
+    arguments = (hidden, weights, rng.integers(V, size=(B, L)))
+
+    too_small = tiny.with_gradients(losses)(*arguments)
     monkeypatch.setattr(blocked_softmax, "MAX_BLOCK_LOGITS", 1)
-    found = tiny.with_gradients(losses)(*args)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    large_enough = tiny.with_gradients(losses)(*arguments)
+
+    tiny_run.assert_equal(large_enough, too_small)
 
 
-def lowered(platform: str) -> str:
-    """The gradient's program for a platform, with the sizes of wt103_base."""
-    shapes = {"head": 20_000, "small": 20_000, "large": 160_000}
-    clusters = [
-        Cluster(
-            jax.ShapeDtypeStruct((rows, 410), jnp.bfloat16),
-            jax.ShapeDtypeStruct((rows,), jnp.float32),
-            None,
-        )
-        for rows in shapes.values()
-    ]
-    tails = TailEntries(
-        jax.ShapeDtypeStruct((2, 410), jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.float32)
-    )
+@functools.cache
+def traced():
+    """The traced gradient, with the sizes of wt103_base."""
+    shape = jax.ShapeDtypeStruct
+    clusters = []
+    for rows in (20_000, 20_000, 160_000):
+        table = shape((rows, 410), jnp.bfloat16)
+        clusters.append(Cluster(table, shape((rows,), jnp.float32), None))
+    tails = TailEntries(shape((2, 410), jnp.bfloat16), shape((2,), jnp.float32))
 
     def loss(hidden, weights, targets):
         nll = adaptive_softmax.negative_log_likelihood(hidden, targets, *weights, (20_000, 40_000))
         return nll.sum()
 
-    traced = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(
-        jax.ShapeDtypeStruct((60, 150, 410), jnp.bfloat16),
-        (clusters, tails),
-        jax.ShapeDtypeStruct((60, 150), jnp.int32),
+    return jax.jit(jax.grad(loss, argnums=(0, 1))).trace(
+        shape((60, 150, 410), jnp.bfloat16), (clusters, tails), shape((60, 150), jnp.int32)
     )
-    return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 def matmuls(platform: str) -> str:
-    """The matmuls of `lowered`.
+    """The matmuls of `traced`, lowered for a platform.
 
-    Only these: the gradient of a choice between platforms has zeros in place of what other
+    Only matmuls: the gradient of a choice between platforms has zeros in place of what other
     platforms keep. Nothing reads them, and XLA removes them.
     """
-    lines = lowered(platform).splitlines()
-    return "\n".join(line for line in lines if "dot_general" in line)
+    text = traced().lower(lowering_platforms=(platform,)).as_text()
+    return "\n".join(line for line in text.splitlines() if "dot_general" in line)
 
 
-def test_logits_of_a_large_vocabulary_are_computed_whole_on_cpus_only():
-    of_head = "x20002xf32>"
-    assert of_head in matmuls("cpu")
-    for platform in ("tpu", "cuda"):
-        text = matmuls(platform)
-        # Blocks of the head, and of a tail with chunks of 512 positions.
-        assert "-> tensor<9000x1792xf32>" in text
-        assert "-> tensor<512x32768xf32>" in text
-        assert of_head not in text
-        assert "x160000xf32>" not in text
+# The logits of all positions and of the whole head.
+WHOLE_HEAD = "x20002xf32>"
+
+
+def test_logits_of_a_large_vocabulary_are_computed_whole_on_a_cpu():
+    assert WHOLE_HEAD in matmuls("cpu")
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_logits_of_a_large_vocabulary_are_computed_in_blocks_on_accelerators(platform):
+    text = matmuls(platform)
+
+    # Blocks of the head, and of a tail with chunks of 512 positions.
+    assert "-> tensor<9000x1792xf32>" in text
+    assert "-> tensor<512x32768xf32>" in text
+    assert WHOLE_HEAD not in text
+    assert "x160000xf32>" not in text
