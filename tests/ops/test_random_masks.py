@@ -1,7 +1,8 @@
-"""Tests the hash behind the masks of dropout: its definition, its bits, and the masks it makes."""
+"""Tests of the hash behind the masks of dropout: its definition, its bits, and its masks."""
 
 import functools
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,12 @@ from txl_jax.ops import random_masks
 
 RATES = (0.05, 0.1, 0.5)
 B, L, D = 20, 500, 1000  # Ten million numbers.
+
+
+# Compiled as a whole, which takes less time than each of their operations by itself.
+bits_of = jax.jit(random_masks.bits)
+mask_of = jax.jit(random_masks.mask, static_argnums=2)
+threshold_of_traced = jax.jit(random_masks.threshold)
 
 
 def hash_of(seed, *indices):
@@ -32,33 +39,41 @@ def hash_of(seed, *indices):
     return state ^ (state >> 16)
 
 
-@pytest.mark.parametrize("lengths", [(5,), (3, 4), (2, 3, 4), (2, 1, 3, 2)])
+@pytest.mark.parametrize("lengths", [(5,), (3, 4), (2, 3, 4), (2, 1, 3, 2)], ids=str)
 @pytest.mark.parametrize("seed", [0, 7, 2**32 - 1])
 def test_bits_and_masks_are_those_of_the_definition(seed, lengths):
-    grid = np.indices(lengths)
-    expected = [hash_of(seed, *map(int, place)) for place in grid.reshape(len(lengths), -1).T]
-    bits = random_masks.bits(np.uint32(seed), *grid)
-    assert bits.dtype == jnp.uint32
-    np.testing.assert_array_equal(np.asarray(bits).ravel(), np.asarray(expected, np.uint32))
+    expected = np.zeros(lengths, np.uint32)
+    for place in np.ndindex(lengths):
+        expected[place] = hash_of(seed, *place)
 
-    mask = random_masks.mask(np.uint32(seed), 0.3, lengths)
-    kept = [number >= 0.3 * 2**32 for number in expected]
-    np.testing.assert_array_equal(np.asarray(mask).ravel(), kept)
+    bits = bits_of(np.uint32(seed), *np.indices(lengths))
+    mask = mask_of(np.uint32(seed), 0.3, lengths)
+
+    assert bits.dtype == jnp.uint32
+    np.testing.assert_array_equal(bits, expected)
+    np.testing.assert_array_equal(mask, expected >= 0.3 * 2**32)
 
 
 def test_large_indices_and_negative_seeds_wrap_around():
-    found = random_masks.bits(-1, np.int32(70_000), np.int32(2**31 - 1))
-    assert int(found) == hash_of(2**32 - 1, 70_000, 2**31 - 1)
-    assert int(random_masks.bits(5)) == hash_of(5, 0)
+    wrapped = bits_of(-1, np.int32(70_000), np.int32(2**31 - 1))
+    assert int(wrapped) == hash_of(2**32 - 1, 70_000, 2**31 - 1)
+
+
+def test_an_array_without_axes_has_the_index_0():
+    assert int(bits_of(5)) == hash_of(5, 0)
 
 
 def test_rank_is_a_part_of_the_definition_and_lengths_are_not():
-    mask = functools.partial(random_masks.mask, jnp.uint32(3), 0.5)
-    whole = np.asarray(mask((4, 6, 50)))
-    np.testing.assert_array_equal(mask((3, 5, 40)), whole[:3, :5, :40])
-    assert (mask((6, 50)) != whole[0]).any()
+    def mask(*shape):
+        return np.asarray(mask_of(jnp.uint32(3), 0.5, shape))
+
+    whole = mask(4, 6, 50)
+    np.testing.assert_array_equal(mask(3, 5, 40), whole[:3, :5, :40])
+    assert (mask(6, 50) != whole[0]).any()
+
     # Axes are told apart: a mask is not the same after a transposition.
-    assert (np.asarray(mask((50, 50))) != np.asarray(mask((50, 50))).T).any()
+    square = mask(50, 50)
+    assert (square != square.T).any()
 
 
 @pytest.mark.parametrize(
@@ -67,29 +82,29 @@ def test_rank_is_a_part_of_the_definition_and_lengths_are_not():
 )
 def test_threshold_is_that_of_the_rate_traced_or_not(rate, expected):
     assert int(random_masks.threshold(rate)) == expected
-    assert int(jax.jit(random_masks.threshold)(rate)) == expected
+    assert int(threshold_of_traced(rate)) == expected
 
 
 @functools.cache
-def mask_of(rate, seed=11):
-    made = jax.jit(lambda seed: random_masks.mask(seed, rate, (B, L, D)))(jnp.uint32(seed))
-    return np.asarray(made)
+def large_mask(rate, seed=11):
+    return np.asarray(mask_of(jnp.uint32(seed), rate, (B, L, D)))
 
 
 @pytest.mark.parametrize("rate", RATES)
 def test_the_kept_share_and_sums_along_each_axis_are_random(rate):
-    mask = mask_of(rate)
+    mask = large_mask(rate)
     assert kept_p(mask, rate) > SMALLEST
     for axis in range(3):
-        assert sums_p(mask, rate, axis) > SMALLEST, axis
+        assert sums_p(mask, rate, axis) > SMALLEST, f"axis {axis}"
 
 
 @pytest.mark.parametrize("rate", RATES)
 def test_neighbours_are_independent(rate):
-    """In a row of numbers, at one and two places between them, by position and by row of the batch;
-    and two seeds.
+    """Next to each other or with one number between them, by position and by row of the batch.
+
+    Masks of two seeds are independent too.
     """
-    mask = mask_of(rate)
+    mask = large_mask(rate)
     pairs = {
         "next number": (mask[..., 1:], mask[..., :-1]),
         "next but one": (mask[..., 2:], mask[..., :-2]),
@@ -98,98 +113,134 @@ def test_neighbours_are_independent(rate):
         "next row and position": (mask[1:, 1:], mask[:-1, :-1]),
         "next row, last position": (mask[1:, :-1], mask[:-1, 1:]),
         "next position, last number": (mask[:, 1:, :-1], mask[:, :-1, 1:]),
-        "next seed": (mask, mask_of(rate, seed=12)),
-        "seed with another first bit": (mask, mask_of(rate, seed=11 + 2**31)),
+        "next seed": (mask, large_mask(rate, seed=12)),
+        "seed with another first bit": (mask, large_mask(rate, seed=11 + 2**31)),
     }
     for name, (first, second) in pairs.items():
         assert pair_p(first, second, rate) > SMALLEST, name
 
 
 def counters(kind, n):
-    """Bits of n combinations of indices."""
-    index = np.arange(n)
-    indices = {
-        "last": (5, 3, index),
-        "position": (5, index, 3),
-        "row": (index, 5, 3),
-        "word": (index,),
-        "all": (index // 2**14, index // 2**7 % 2**7, index % 2**7),
-    }
-    if kind == "seed":
-        return np.asarray(random_masks.bits(np.asarray(index, np.uint32), 5, 3, 1))
-    return np.asarray(random_masks.bits(np.uint32(77), *indices[kind]))
+    """The seed and the indices of n combinations, in which one of them counts."""
+    count = np.arange(n, dtype=np.int32)
+    seed = np.uint32(77)
+    if kind == "last":
+        return seed, 5, 3, count
+    if kind == "position":
+        return seed, 5, count, 3
+    if kind == "row":
+        return seed, count, 5, 3
+    if kind == "word":
+        return seed, count
+    if kind == "all":
+        return seed, count // 2**14, count // 2**7 % 2**7, count % 2**7
+    assert kind == "seed"
+    return count.astype(np.uint32), 5, 3, 1
 
 
 @pytest.mark.parametrize("n", full_but([2**18], [2**18, 10_000_000]))
 @pytest.mark.parametrize("kind", ["last", "position", "row", "word", "all", "seed"])
 def test_bits_are_fair_and_uncorrelated(kind, n):
-    """Each of 32, each pair of one number's, each pair of one number's and the next one's, and the
-    high and low halves.
+    """Each of the 32 bits, pairs of bits of a number, pairs of bits of a number and of the next
+    number, and the high half with the low half.
     """
-    bits = counters(kind, n)
-    signs = np.empty((32, bits.size), np.float32)
+    bits = np.asarray(bits_of(*counters(kind, n)))
+    signs = np.empty((32, n), np.float32)
     for bit in range(32):
         signs[bit] = 1 - 2 * ((bits >> bit) & 1).astype(np.float32)
-    scale = np.sqrt(bits.size)
 
-    fair = signs.sum(1) / scale
-    same = (signs @ signs.T)[np.triu_indices(32, 1)] / scale
-    following = (signs[:, 1:] @ signs[:, :-1].T).ravel() / scale
-    for name, normal in {"fair": fair, "same": same, "following": following}.items():
+    # Sums of n signs are nearly normal with the variance n.
+    scale = np.sqrt(n)
+    sums = {
+        "each bit": signs.sum(1) / scale,
+        "two bits of a number": (signs @ signs.T)[np.triu_indices(32, 1)] / scale,
+        "bits of two numbers": (signs[:, 1:] @ signs[:, :-1].T).ravel() / scale,
+    }
+    for name, normal in sums.items():
         assert p_value(normal) > SMALLEST, name
         # A single pair may stand out where the sum does not show it.
         largest = np.abs(normal).max()
         assert normal.size * p_value(largest) > SMALLEST, (name, largest)
 
-    # Five bits of the high half and five of the low one, for each place of the five.
+    # Five bits of the high half and five bits of the low half, for each place of the five.
     for high, low in itertools.product((16, 22, 27), (0, 6, 11)):
         cells = ((bits >> high) % 32) * 32 + (bits >> low) % 32
-        expected = bits.size / 1024
+        expected = n / 1024
         deviations = (np.bincount(cells, minlength=1024) - expected) / np.sqrt(expected)
         # The cells sum to a constant, which takes one degree of freedom of 1024.
         assert p_value(deviations) > SMALLEST, (high, low)
 
 
-def constant(array, kept, rate):
-    return jnp.where(kept, array / jnp.asarray(1 - rate, array.dtype), 0)
+def drop_by_constant(array, mask, rate):
+    """Dropout by a mask that is a constant."""
+    return jnp.where(mask, array / jnp.asarray(1 - rate, array.dtype), 0)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 5, 7), (3, 1, 7)])
+class Derivatives(NamedTuple):
+    """The value of a function and its derivatives."""
+
+    value: jax.Array
+    gradient: jax.Array  # Reverse mode.
+    tangent: jax.Array  # Forward mode.
+    second: jax.Array  # Forward over reverse mode, of the sum of squares.
+
+
+def derivatives(function, array, tangent, cotangent):
+    value, pull_back = jax.vjp(function, array)
+    squares = jax.grad(lambda array: jnp.sum(function(array) ** 2))
+    return Derivatives(
+        value=value,
+        gradient=pull_back(cotangent)[0],
+        tangent=jax.jvp(function, (array,), (tangent,))[1],
+        second=jax.jvp(squares, (array,), (tangent,))[1],
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (3, 1, 7)], ids=["whole mask", "shared by positions"])
 def test_values_and_derivatives_are_those_of_a_mask_that_is_a_constant(dtype, shape):
-    """Bit for bit; of reverse mode, forward mode, and of a second derivative."""
-    numbers = np.random.default_rng(0).normal(size=(3, 3, 5, 7))
-    array, tangent, gradient = (jnp.asarray(each, dtype) for each in numbers)
-    seed, rate = jnp.uint32(9), 0.3
-    kept = random_masks.mask(seed, rate, shape)
-
-    def derivatives(function):
-        value, pull_back = jax.vjp(function, array)
-        pushed = jax.jvp(function, (array,), (tangent,))[1]
-        squares = jax.grad(lambda array: jnp.sum(function(array) ** 2))
-        second = jax.jvp(squares, (array,), (tangent,))[1]
-        return value, pull_back(gradient)[0], pushed, second
+    """Bit for bit."""
+    numbers = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3, 5, 7)), dtype)
+    arrays = tuple(np.asarray(numbers))
+    seed = jnp.uint32(9)
+    rate = 0.3
+    mask = mask_of(seed, rate, shape)
 
     def drop(array):
         return random_masks.drop(array, seed=seed, rate=rate, mask_shape=shape)
 
-    found = jax.jit(lambda: derivatives(drop))()
-    expected = jax.jit(lambda: derivatives(lambda array: constant(array, kept, rate)))()
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == dtype
-        np.testing.assert_array_equal(one, other)
-    assert (np.asarray(found[0]) == 0).any() and (np.asarray(found[0]) != 0).any()
+    def expected_drop(array):
+        return drop_by_constant(array, mask, rate)
+
+    results = jax.jit(functools.partial(derivatives, drop))(*arrays)
+    expected = jax.jit(functools.partial(derivatives, expected_drop))(*arrays)
+
+    for name in Derivatives._fields:
+        result = getattr(results, name)
+        assert result.dtype == dtype, name
+        np.testing.assert_array_equal(result, getattr(expected, name), err_msg=name)
+    dropped = np.asarray(results.value) == 0
+    assert dropped.any()
+    assert not dropped.all()
+
+
+def kept_sizes(function):
+    """The sizes of the arrays that the backward pass of a function of 1,500 numbers keeps."""
+    pull_back = jax.eval_shape(lambda array: jax.vjp(function, array)[1], np.ones((30, 50)))
+    return [leaf.size for leaf in jax.tree.leaves(pull_back)]
 
 
 def test_the_backward_pass_keeps_the_seed_and_no_array():
     def drop(array):
         return random_masks.drop(array, seed=jnp.uint32(9), rate=0.3, mask_shape=array.shape)
 
-    _, pull_back = jax.vjp(drop, jnp.ones((30, 50)))
-    kept = jax.tree.leaves(pull_back)
-    assert [leaf.size for leaf in kept] == [1] * len(kept)
-    # A mask as a constant is one array, which is what this test would see.
-    _, stored = jax.vjp(
-        lambda array: constant(array, jnp.ones((30, 50), bool), 0.3), jnp.ones((30, 50))
-    )
-    assert max(leaf.size for leaf in jax.tree.leaves(stored)) == 1500
+    sizes = kept_sizes(drop)
+
+    assert sizes == [1] * len(sizes)
+
+
+def test_a_mask_that_is_a_constant_is_kept_as_one_array():
+    """The test above would see it."""
+    mask = np.ones((30, 50), bool)
+
+    assert max(kept_sizes(lambda array: drop_by_constant(array, mask, 0.3))) == 1500
