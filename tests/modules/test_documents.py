@@ -1,6 +1,8 @@
-"""Tests documents that are kept apart: every loss is the one of the document read alone, from an
-empty memory.
+"""Tests of documents that are kept apart: every loss is the loss of the document read by itself,
+from an empty memory.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,25 +16,37 @@ from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.ops.attention import Visibility, attention, choose
 
-END, SEGMENTS = 4, 9
-# L, M, same_length. Memories longer than the text, and cut off. Few lengths of segments: each is
-# compiled.
-LENGTHS = {"long": (3, 40, False), "cut": (3, 4, True)}
+END = 4  # The token that ends a document.
+N_SEGMENT = 9
+
+
+class Lengths(NamedTuple):
+    """How a text is read."""
+
+    segment_len: int
+    mem_len: int
+    same_length: bool
+
+
+# Each length of a segment is compiled, so there are few.
+LENGTHS = {
+    "long": Lengths(3, 40, same_length=False),  # A memory longer than the text.
+    "cut": Lengths(3, 4, same_length=True),
+}
 MODELS = {"post": {}, "pre": {"layer_norm": NormPlace.PRE}}
 
 
 def text(segment_len):
-    """Rows with ends inside segments, at their first and last positions, side by side, and with
-    none.
+    """Rows with ends inside segments, at their first and last positions, next to each other, and a
+    row without ends.
     """
-    length = segment_len * SEGMENTS
+    length = segment_len * N_SEGMENT
     tokens = tiny.text(length + 1, rows=4, seed=2)
     tokens[tokens == END] = END + 1
     last = segment_len - 1
-    for row, ends in enumerate(
-        [(0, 7, 8, 9, 21), (last, 3 * segment_len), (2 * last + 1, 2 * last + 2, length - 1)]
-    ):
-        tokens[row, list(ends)] = END
+    tokens[0, [0, 7, 8, 9, 21]] = END
+    tokens[1, [last, 3 * segment_len]] = END
+    tokens[2, [2 * last + 1, 2 * last + 2, length - 1]] = END
     return tokens
 
 
@@ -47,51 +61,62 @@ def reader(model, variables, same_length):
     return read
 
 
-def alone(model, variables, tokens, lengths):
+def one_by_one(model, variables, tokens, lengths):
     """Nats [B, T] of a loop over rows and documents, each read by itself from an empty memory, cut
     where segments end.
 
-    The model has no end token: nothing of what is tested is used.
+    The model must have no end token: nothing of the tested code is used.
     """
-    segment_len, mem_len, same_length = lengths
-    plain = tiny.make(**{**model, "end_token": None})
-    nats_of, found = (
-        reader(plain, variables, same_length),
-        np.zeros((len(tokens), tokens.shape[1] - 1)),
-    )
+    read = reader(model, variables, lengths.same_length)
+    empty = model.init_memory(batch_size=1, mem_len=lengths.mem_len)
+    nats = np.zeros((len(tokens), tokens.shape[1] - 1))
     for row, ids in enumerate(tokens):
-        memory = None
-        for first in range(len(ids) - 1):
-            begins = first == 0 or ids[first - 1] == END
-            if begins:
-                memory = plain.init_memory(batch_size=1, mem_len=mem_len)
-            if begins or first % segment_len == 0:  # To the end of the segment or of the document.
-                after = first + 1
-                while after % segment_len and ids[after - 1] != END:
-                    after += 1
-                nats, memory = nats_of(
-                    ids[None, first:after], ids[None, first + 1 : after + 1], memory
-                )
-                found[row, first:after] = nats[0]
-    return found
+        memory = empty
+        first = 0
+        while first < len(ids) - 1:
+            if first > 0 and ids[first - 1] == END:
+                memory = empty
+
+            # To the end of the segment or of the document.
+            after = first + 1
+            while after % lengths.segment_len and ids[after - 1] != END:
+                after += 1
+            part, memory = read(ids[None, first:after], ids[None, first + 1 : after + 1], memory)
+            nats[row, first:after] = part[0]
+            first = after
+    return nats
 
 
-def streamed(made, variables, tokens, lengths):
+def streamed(model, variables, tokens, lengths):
     """Nats [B, T] of the training model, over segments with a memory."""
-    segment_len, mem_len, same_length = lengths
-    memory = made.init_memory(batch_size=len(tokens), mem_len=mem_len)
-    return tiny.over_segments(reader(made, variables, same_length), memory, tokens, segment_len)[0]
+    read = reader(model, variables, lengths.same_length)
+    memory = model.init_memory(batch_size=len(tokens), mem_len=lengths.mem_len)
+    nats, _ = tiny.over_segments(read, memory, tokens, lengths.segment_len)
+    return nats
 
 
-def cached(made, variables, tokens, lengths):
+def cached(model, variables, tokens, lengths):
     """Nats [B, T] of inference, over segments with a KV cache."""
-    segment_len, mem_len, same_length = lengths
-    sizes = {"segment_len": segment_len, "mem_len": mem_len}
-    weights = tiny.prepared(made, variables, **sizes, same_length=same_length)
-    cache = forward.init_cache(weights, batch_size=len(tokens), **sizes)
-    return tiny.over_segments(
-        lambda *of: tiny.read_cached(weights, *of)[1:], cache, tokens, segment_len
-    )[0]
+    weights = tiny.prepared(
+        model,
+        variables,
+        segment_len=lengths.segment_len,
+        mem_len=lengths.mem_len,
+        same_length=lengths.same_length,
+    )
+    cache = forward.init_cache(
+        weights,
+        batch_size=len(tokens),
+        segment_len=lengths.segment_len,
+        mem_len=lengths.mem_len,
+    )
+
+    def read(tokens, targets, cache):
+        _, nats, cache = tiny.read_cached(weights, tokens, targets, cache)
+        return nats, cache
+
+    nats, _ = tiny.over_segments(read, cache, tokens, lengths.segment_len)
+    return nats
 
 
 @pytest.mark.parametrize(
@@ -99,36 +124,50 @@ def cached(made, variables, tokens, lengths):
     nightly_but([("pre", "cut")], [("post", "long"), ("pre", "cut"), ("post", "cut")]),
 )
 def test_every_loss_is_that_of_the_document_alone(name, lengths, x64):
-    model, lengths = MODELS[name] | {"dtype": DType.FLOAT64, "end_token": END}, LENGTHS[lengths]
-    made, tokens = tiny.make(**model), text(lengths[0])
-    variables = tiny.variables(made)
-    expected = alone(model, variables, tokens, lengths)
+    lengths = LENGTHS[lengths]
+    model = tiny.make(**MODELS[name], dtype=DType.FLOAT64, end_token=END)
+    without_ends = tiny.make(**MODELS[name], dtype=DType.FLOAT64)
+    tokens = text(lengths.segment_len)
+    variables = tiny.variables(model)
+
+    expected = one_by_one(without_ends, variables, tokens, lengths)
+
     for read in (streamed, cached):
-        np.testing.assert_allclose(
-            read(made, variables, tokens, lengths), expected, rtol=1e-10, atol=1e-10
-        )
-    without = streamed(tiny.make(**{**model, "end_token": None}), variables, tokens, lengths)
-    differs = np.abs(without - expected).max(axis=1) > 1e-3
+        nats = read(model, variables, tokens, lengths)
+        np.testing.assert_allclose(nats, expected, rtol=1e-10, atol=1e-10, err_msg=read.__name__)
+
+    # Without ends, the losses of all rows but the last one differ.
+    nats = streamed(without_ends, variables, tokens, lengths)
+    differs = np.abs(nats - expected).max(axis=1) > 1e-3
     assert differs.tolist() == [True, True, True, False]
 
 
-def test_tiles_and_kernels_take_no_documents_and_a_run_chooses_the_reference():
-    arrays = [jnp.zeros((1, 2, 3, 4))] * 3
-    visibility = Visibility(
-        jnp.zeros(1, jnp.int32), 3, 0, document_start=jnp.zeros((1, 3), jnp.int32)
-    )
-    for path in ("tiled", "fused"):
-        with pytest.raises(UserError, match=r"data\.reset_at"):
-            attention(*arrays, visibility=visibility, implementation=path)
-    for chosen in tiny_run.parts(end_token=END, data__reset_at="x").attention:
-        assert chosen.implementation == choose.REFERENCE and "data.reset_at" in chosen.reason
+@pytest.mark.parametrize("path", ["tiled", "fused"])
+def test_tiles_and_kernels_take_no_documents(path):
+    array = jnp.asarray(np.zeros((1, 2, 3, 4), np.float32))
+    visibility = Visibility(np.zeros(1, np.int32), 3, 0, document_start=np.zeros((1, 3), np.int32))
+
+    with pytest.raises(UserError, match=r"data\.reset_at"):
+        attention(array, array, array, visibility=visibility, implementation=path)
+
+
+def test_a_run_with_documents_chooses_the_reference():
+    for choice in tiny_run.parts(end_token=END, data__reset_at="x").attention:
+        assert choice.implementation == choose.REFERENCE
+        assert "data.reset_at" in choice.reason
 
 
 @pytest.mark.parametrize(
-    ("reset_at", "end_token"), [("x", None), (None, 3), ("x", tiny.V), ("x", -1)]
+    ("reset_at", "end_token"),
+    [
+        pytest.param("x", None, id="no token"),
+        pytest.param(None, 3, id="no reset"),
+        pytest.param("x", tiny.V, id="beyond the vocabulary"),
+        pytest.param("x", -1, id="negative"),
+    ],
 )
-def test_an_end_that_would_not_act_is_refused(reset_at, end_token):
-    with pytest.raises(
-        UserError, match=rf"end_token\b.*data\.reset_at\b.*\b{tiny.V}\b.*{end_token}$"
-    ):
+def test_an_end_without_an_effect_is_an_error(reset_at, end_token):
+    words = rf"end_token\b.*data\.reset_at\b.*\b{tiny.V}\b.*{end_token}$"
+
+    with pytest.raises(UserError, match=words):
         tiny_run.parts(data__reset_at=reset_at, end_token=end_token)

@@ -1,5 +1,5 @@
-"""Tests what an encoding declares, distances beyond its table, and that a new one needs a line of
-the registry only.
+"""Tests of what an encoding declares, of distances beyond its table, and of a new encoding, which
+only needs a line of the registry.
 
 Values and gradients are compared with the original's in tests/test_golden.py, inference with
 training in tests/inference/test_forward.py, and parameters are in
@@ -33,38 +33,50 @@ L, M = 4, 10
 
 
 CLAMPS = [*itertools.product([Encoding.SHAW, Encoding.AL_RFOU], [None, 2, 30])]
+QUICK = [(Encoding.SHAW, None), (Encoding.AL_RFOU, 2)]
 
 
-@pytest.mark.parametrize(("encoding", "clamp_len"), nightly_but([CLAMPS[0], CLAMPS[4]], CLAMPS))
+@pytest.mark.parametrize(("encoding", "clamp_len"), nightly_but(QUICK, CLAMPS))
 def test_distances_beyond_the_table_or_the_clamp_share_the_last_one(encoding, clamp_len, x64):
-    """A table that goes on with copies of the last row that counts gives the same."""
-    short, long = (
-        tiny.make(encoding=encoding, num_positions=n, dtype=DType.FLOAT64) for n in (3, 9)
-    )
-    variables, last = tiny.variables(short), min(clamp_len or 2, 2)
+    """A longer table with copies of the last row that counts gives the same."""
+    short = tiny.make(encoding=encoding, num_positions=3, dtype=DType.FLOAT64)
+    long = tiny.make(encoding=encoding, num_positions=9, dtype=DType.FLOAT64)
+    variables = tiny.variables(short)
+    last = 2 if clamp_len is None else min(clamp_len, 2)
+    rows = np.minimum(np.arange(9), last)
 
     def lengthen(path, leaf):
-        if "positions" not in [key.key for key in path]:
-            return leaf
-        return leaf[:, np.minimum(np.arange(9), last)]
+        is_table = any(key.key == "positions" for key in path)
+        return np.asarray(leaf)[:, rows] if is_table else leaf
 
-    longer = jax.tree_util.tree_map_with_path(lengthen, variables)
-    text, memory = tiny.text(10), short.init_memory(batch_size=tiny.B, mem_len=4)
-    found = tiny.stream(tiny.encoder(short, clamp_len=clamp_len), variables, text, [5, 5], memory)
-    expected = tiny.stream(tiny.encoder(long), longer, text, [5, 5], memory)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    long_variables = jax.tree_util.tree_map_with_path(lengthen, variables)
+
+    def states(model, variables, clamp_len):
+        memory = model.init_memory(batch_size=tiny.B, mem_len=4)
+        encode = tiny.encoder(model, clamp_len=clamp_len)
+        return tiny.stream(encode, variables, tiny.text(10), [5, 5], memory)
+
+    np.testing.assert_allclose(
+        states(short, variables, clamp_len),
+        states(long, long_variables, None),
+        rtol=0,
+        atol=1e-12,
+    )
 
 
 @pytest.mark.parametrize("encoding", nightly_but([Encoding.RELATIVE, Encoding.VASWANI], Encoding))
-def test_encodings_say_what_they_can_do(encoding, x64):
-    """Single tokens give the states of a segment or not."""
+def test_encodings_say_whether_they_generate_by_token(encoding, x64):
+    """Single tokens give the states of a segment, or they do not."""
     model = tiny.make(encoding=encoding, dtype=DType.FLOAT64)
-    variables, encode, text = tiny.variables(model), tiny.encoder(model), tiny.text(4)
+    variables = tiny.variables(model)
+    encode = tiny.encoder(model)
     memory = model.init_memory(batch_size=tiny.B, mem_len=4)
-    whole, one_by_one = (
-        tiny.stream(encode, variables, text, lengths, memory) for lengths in ([4], [1] * 4)
-    )
-    assert (np.abs(whole - one_by_one).max() < 1e-12) == ENCODINGS[encoding].generates_by_token
+
+    whole = tiny.stream(encode, variables, tiny.text(4), [4], memory)
+    by_token = tiny.stream(encode, variables, tiny.text(4), [1, 1, 1, 1], memory)
+
+    is_same = np.abs(whole - by_token).max() < 1e-12
+    assert is_same == ENCODINGS[encoding].generates_by_token
 
 
 # A bias per distance, which no encoding of the project is
@@ -98,34 +110,41 @@ class LogBias(PositionEncoding):
 
 @pytest.fixture(name="model")
 def _model(monkeypatch, x64):
-    """A model whose encoding, under the name of another, is `LogBias`; its parameters are those of
-    VASWANI.
-    """
+    """A model whose encoding is `LogBias`, registered as VASWANI. Its parameters are VASWANI's."""
     monkeypatch.setitem(ENCODINGS, Encoding.VASWANI, LogBias)
     return tiny.make(encoding=Encoding.VASWANI, dtype=DType.FLOAT64)
+
+
+def test_an_encoding_that_the_original_has_not_cannot_be_converted(model):
+    params = tiny.variables(model)["params"]
+
+    with pytest.raises(UserError, match=r"model\.encoding is vaswani"):
+        original.from_flax(params, model.config)
 
 
 @pytest.mark.parametrize("clamp_len", nightly_but([6], [None, 6, 2]))
 def test_inference_in_segments_and_by_token_equals_training(model, clamp_len):
     """The ring of 12 slots goes round once, and is unrotated for single tokens at slot 8."""
-    variables, lengths = tiny.variables(model), [L] * 5 + [1] * 3
+    variables = tiny.variables(model)
+    lengths = [L] * 5 + [1] * 3
     text = tiny.text(sum(lengths))
     encode = tiny.encoder(model, clamp_len=clamp_len, same_length=True)
-    expected = tiny.stream(
-        encode, variables, text, lengths, model.init_memory(batch_size=tiny.B, mem_len=M)
-    )
+    memory = model.init_memory(batch_size=tiny.B, mem_len=M)
+    expected = tiny.stream(encode, variables, text, lengths, memory)
 
     params = tiny.prepared(
         model, variables, same_length=True, segment_len=L, mem_len=M, clamp_len=clamp_len
     )
     cache = forward.init_cache(params, batch_size=tiny.B, mem_len=M, segment_len=L)
-    read, found, start = jax.jit(forward.forward), [], 0
+    read = jax.jit(forward.forward)
+    states = []
+    start = 0
     for length in lengths:
         if start == 5 * L:
-            params, cache = params.for_single_tokens(mem_len=M), cache_lib.unrotate(cache)
+            params = params.for_single_tokens(mem_len=M)
+            cache = cache_lib.unrotate(cache)
         hidden, cache = read(params, text[:, start : start + length], cache)
-        found.append(hidden)
+        states.append(hidden)
         start += length
-    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=0, atol=1e-12)
-    with pytest.raises(UserError, match=r"model\.encoding is vaswani"):
-        original.from_flax(variables["params"], model.config)
+
+    np.testing.assert_allclose(np.concatenate(states, axis=1), expected, rtol=0, atol=1e-12)
