@@ -280,7 +280,9 @@ class Probe(nn.Module):
 
 def masks_of_steps(rate, *, microbatches=1, per_call=1, steps=4):
     """The masks [B, M, D] after each call of the train step."""
-    rows, mem_len, width = 8, 40, 128
+    rows = 8
+    mem_len = 40
+    width = 128
     base = tiny.changed(
         tiny_run.CONFIG,
         train__grad_accum_steps=microbatches,

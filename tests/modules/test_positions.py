@@ -29,7 +29,8 @@ from txl_jax.modules.positions.encoding import (
 )
 from txl_jax.ops.attention.distances import key_distances, table_length
 
-L, M = 4, 10
+L = 4
+M = 10
 
 
 CLAMPS = [*itertools.product([Encoding.SHAW, Encoding.AL_RFOU], [None, 2, 30])]

@@ -17,8 +17,11 @@ from txl_jax.modules.remat import for_platform
 from txl_jax.ops.attention import AttentionPaths, Implementation, Tile
 from txl_jax.training.step import make_train_step
 
-# Sizes in the proportions of enwik8_12l, of which an axis tells what it is.
-ROWS, LENGTH, WIDTH, LAYERS = 5, 32, 24, 11
+# Sizes in the proportions of enwik8_12l, all different, so that a size tells the axis.
+ROWS = 5
+LENGTH = 32
+WIDTH = 24
+LAYERS = 11
 SIZES = {
     "model__n_layer": LAYERS,
     "model__d_model": WIDTH,
@@ -33,21 +36,33 @@ KEYS = 2 * LENGTH
 PATHS = {
     "reference": Implementation("reference"),
     "stored": Implementation("stored"),
-    "tiled": Implementation("tiled", tile=Tile(16, 32)),
+    "tiled": Implementation("tiled", tile=Tile(LENGTH, 32)),
     "fused": Implementation("fused", "mosaic_gather", Tile(16, 128), interpret=True),
 }
 # Probabilities [B, H, L, K] in units of [B, L, D].
 PROBABILITIES = 3 * KEYS / WIDTH
 
 
-def traced_step(path, **changes):
+def with_path(built, path):
+    """The model of a run, with an implementation of attention in training."""
+    paths = AttentionPaths(training=PATHS[path], cached=PATHS["reference"])
+    return built.model.clone(attention=paths)
+
+
+@functools.cache
+def traced_step(path, remat, *, rate, attention_rate=0.0):
     """The jaxpr of a training step, without equations whose results nothing reads.
 
     It still has kernels that nothing reads, which XLA leaves out.
     """
-    built = tiny_run.parts(**{**SIZES, "model__dtype": DType.BFLOAT16, **changes})
-    implementations = AttentionPaths(training=PATHS[path], cached=PATHS["reference"])
-    model = built.model.clone(attention=implementations)
+    built = tiny_run.parts(
+        **SIZES,
+        model__dtype=DType.BFLOAT16,
+        model__remat=remat,
+        model__dropout__rate=rate,
+        model__dropout__attention=attention_rate,
+    )
+    model = with_path(built, path)
     step = make_train_step(model, built.optimizer, built.schedule, built.config)
     segments = built.abstract_segments(built.config.train)
     program = jax.make_jaxpr(step)(built.abstract_state, segments)
@@ -55,11 +70,12 @@ def traced_step(path, **changes):
     return jaxpr
 
 
-@functools.cache
-def cached_step(path, remat):
-    # Without remat a dropout may keep its mask.
-    rate = 0.0 if remat is Remat.NONE else 0.3
-    return traced_step(path, model__remat=remat, model__dropout__rate=rate)
+def default_step(path, remat):
+    """The jaxpr of a training step with dropout, but without remat also without dropout.
+
+    Without remat a dropout may keep its mask.
+    """
+    return traced_step(path, remat, rate=0.0 if remat is Remat.NONE else 0.3)
 
 
 def read_equations(jaxpr):
@@ -68,8 +84,9 @@ def read_equations(jaxpr):
     read = set(map(id, jaxpr.outvars))
     for equation in jaxpr.eqns:
         read |= set(map(id, equation.invars))
+
     for equation in jaxpr.eqns:
-        if not read & set(map(id, equation.outvars)):
+        if read.isdisjoint(map(id, equation.outvars)):
             continue
         yield equation
         parts = jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr)
@@ -83,21 +100,29 @@ def is_jaxpr(leaf):
 
 def layer_loops(jaxpr):
     """The scans over layers: (forward, backward)."""
-    scans = [each for each in tiny.equations(jaxpr) if each.primitive.name == "scan"]
-    forward, backward = [each for each in scans if each.params["length"] == LAYERS]
-    assert not forward.params["reverse"] and backward.params["reverse"]
+    scans = []
+    for equation in tiny.equations(jaxpr):
+        if equation.primitive.name == "scan" and equation.params["length"] == LAYERS:
+            scans.append(equation)
+    forward, backward = scans
+    assert not forward.params["reverse"]
+    assert backward.params["reverse"]
     return forward, backward
 
 
 def stacked_units(jaxpr):
-    """What the scan stacks per layer besides the memory, in units of B L D numbers of 16 bits.
+    """The size of the arrays that the scan stacks per layer, except the memory, in units of B L D
+    numbers of 16 bits.
 
     Weights that were cast have no axis of rows, and do not count.
     """
     forward, _ = layer_loops(jaxpr)
-    stacked = [variable.aval for variable in forward.outvars[forward.params["num_carry"] :]]
-    of_rows = [array for array in stacked if {ROWS, ROWS * LENGTH} & set(array.shape)]
-    in_bytes = sum(array.size * array.dtype.itemsize for array in of_rows)
+    in_bytes = 0
+    for variable in forward.outvars[forward.params["num_carry"] :]:
+        array = variable.aval
+        has_rows = ROWS in array.shape or ROWS * LENGTH in array.shape
+        if has_rows:
+            in_bytes += array.size * array.dtype.itemsize
     unit = LAYERS * ROWS * LENGTH * WIDTH * 2
     memory = 1  # The rows that the memory stores for this segment.
     return in_bytes / unit - memory
@@ -128,101 +153,139 @@ def stacked_units(jaxpr):
     ),
 )
 def test_what_the_scan_stacks_for_each_layer(path, remat, expected):
-    """Besides these there are numbers per position, such as variances and the log sums."""
-    found = stacked_units(cached_step(path, remat))
-    assert expected <= found < expected + 1, found
+    """There are also numbers per position, such as variances and the log sums."""
+    units = stacked_units(default_step(path, remat))
+
+    assert expected <= units < expected + 1, units
+
+
+def has_size_of_scores(variable):
+    return variable.aval.shape[-2:] == (LENGTH, KEYS)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("remat", [Remat.NONE, Remat.DOTS])
 def test_no_layer_of_stored_reads_masks_or_constants_of_the_scores_size(remat, dropout):
     """JAX computes before the loop over layers what no layer changes, and each layer reads it."""
-    jaxpr = traced_step("stored", model__remat=remat, model__dropout__attention=dropout)
-    for loop in layer_loops(jaxpr):
-        n_const = loop.params["num_consts"]
-        shapes = [variable.aval.shape for variable in loop.invars[:n_const]]
-        assert [shape for shape in shapes if shape[-2:] == (LENGTH, KEYS)] == []
+    jaxpr = traced_step("stored", remat, rate=0.3, attention_rate=dropout)
+    forward, backward = layer_loops(jaxpr)
+
+    for loop in (forward, backward):
+        constants = loop.invars[: loop.params["num_consts"]]
+        assert list(filter(has_size_of_scores, constants)) == []
+
     # The mask is made in the loop.
-    forward, _ = layer_loops(jaxpr)
-    made = [each.outvars[0].aval for each in tiny.equations(forward.params["jaxpr"])]
-    assert any(array.shape[-2:] == (LENGTH, KEYS) and array.dtype == bool for array in made)
+    masks = []
+    for equation in tiny.equations(forward.params["jaxpr"]):
+        result = equation.outvars[0]
+        if has_size_of_scores(result) and result.aval.dtype == bool:
+            masks.append(result)
+    assert masks
 
 
 def forward_passes_of_attention(path, jaxpr):
     """How often the layers compute, forward and backward, what attention needs of its operands."""
-    found = []
+    count = 0
     for loop in layer_loops(jaxpr):
-        found.extend(read_equations(loop.params["jaxpr"]))
-    if path == "fused":
-        kernels = [each for each in found if each.primitive.name == "pallas_call"]
-        return sum("forward" in str(each.params["name"]) for each in kernels)
-    # Only the forward pass looks for the highest score of each query.
-    return sum(each.primitive.name == "reduce_max" for each in found)
+        for equation in read_equations(loop.params["jaxpr"]):
+            if path == "fused":
+                is_kernel = equation.primitive.name == "pallas_call"
+                count += is_kernel and "forward" in str(equation.params["name"])
+            else:
+                # Only the forward pass looks for the highest score of each query.
+                count += equation.primitive.name == "reduce_max"
+    return count
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_dots_computes_attention_once_and_full_twice(path):
     """The reference has no residuals of its own, so its scores are computed again with dots too."""
-    again = 2 if path == "reference" else 1
-    counts = {
-        remat: forward_passes_of_attention(path, cached_step(path, remat))
-        for remat in (Remat.NONE, Remat.DOTS, Remat.FULL)
-    }
-    once = counts[Remat.NONE]
-    assert once > 0
-    assert counts == {Remat.NONE: once, Remat.DOTS: again * once, Remat.FULL: 2 * once}
+    plain = forward_passes_of_attention(path, default_step(path, Remat.NONE))
+    dots = forward_passes_of_attention(path, default_step(path, Remat.DOTS))
+    full = forward_passes_of_attention(path, default_step(path, Remat.FULL))
+
+    assert plain > 0
+    if path == "reference":
+        assert dots == 2 * plain
+    else:
+        assert dots == plain
+    assert full == 2 * plain
+
+
+def matmuls_with_weights(remat):
+    """How many matmuls of a step multiply with an array of a weight's sizes, without a batch."""
+    count = 0
+    for equation in tiny.equations(default_step("fused", remat)):
+        if equation.primitive.name != "dot_general":
+            continue
+        _, (batch_axes, _) = equation.params["dimension_numbers"]
+        second_shape = equation.invars[1].aval.shape
+        has_weight = WIDTH in second_shape or 4 * WIDTH in second_shape
+        count += has_weight and not batch_axes
+    return count
 
 
 def test_dots_computes_no_matmul_with_weights_again():
-    def matmuls(remat):
-        found = tiny.equations(cached_step("fused", remat))
-        dots = [each for each in found if each.primitive.name == "dot_general"]
-        return sum(
-            not each.params["dimension_numbers"][1][0]
-            and {WIDTH, 4 * WIDTH} & set(each.invars[1].aval.shape) != set()
-            for each in dots
-        )
+    plain = matmuls_with_weights(Remat.NONE)
 
-    assert matmuls(Remat.DOTS) == matmuls(Remat.NONE) < matmuls(Remat.FULL)
+    assert matmuls_with_weights(Remat.DOTS) == plain
+    assert matmuls_with_weights(Remat.FULL) > plain
+
+
+def one_step(path, remat):
+    """The state and metrics after a training step of two layers with dropout, in float32."""
+    built = tiny_run.parts(
+        **SIZES | {"model__n_layer": 2, "model__dropout__attention": 0.2, "model__remat": remat}
+    )
+    model = with_path(built, path)
+    step = jax.jit(make_train_step(model, built.optimizer, built.schedule, built.config))
+    tokens = np.random.default_rng(0).integers(tiny.V, size=ROWS * LENGTH * 3 + 1)
+    segments = training_segments(tokens, batch_size=ROWS, segment_len=LENGTH).segments(0, 1)
+    return jax.device_get(step(tiny_run.state(built), built.place(segments)))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("path", PATHS)
 def test_values_and_gradients_are_those_without_remat(path):
-    """In float32: the loss and all gradients of a step with dropout, through the same masks."""
-    sizes = SIZES | {"model__n_layer": 2, "model__dropout__attention": 0.2}
-    found = {}
-    for remat in (Remat.NONE, Remat.DOTS, Remat.FULL):
-        built = tiny_run.parts(**sizes, model__remat=remat)
-        implementations = AttentionPaths(training=PATHS[path], cached=PATHS["reference"])
-        model = built.model.clone(attention=implementations)
-        step = jax.jit(make_train_step(model, built.optimizer, built.schedule, built.config))
-        tokens = np.random.default_rng(0).integers(tiny.V, size=ROWS * LENGTH * 3 + 1)
-        segments = training_segments(tokens, batch_size=ROWS, segment_len=LENGTH).segments(0, 1)
-        found[remat] = jax.device_get(step(tiny_run.state(built), built.place(segments)))
-    for remat in (Remat.DOTS, Remat.FULL):
-        tiny_run.assert_close(found[remat], found[Remat.NONE], rtol=1e-4, atol=1e-6)
+    """The loss and all gradients, through the same masks."""
+    expected = one_step(path, Remat.NONE)
+
+    tiny_run.assert_close(one_step(path, Remat.DOTS), expected, rtol=1e-4, atol=1e-6)
+    tiny_run.assert_close(one_step(path, Remat.FULL), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_auto_is_none_on_cpus_and_dots_on_accelerators():
-    platforms = ("cpu", "gpu", "tpu")
-    meant = [for_platform(Remat.AUTO, platform) for platform in platforms]
-    assert meant == [Remat.NONE, Remat.DOTS, Remat.DOTS]
+@pytest.mark.parametrize(
+    ("platform", "expected"), [("cpu", Remat.NONE), ("gpu", Remat.DOTS), ("tpu", Remat.DOTS)]
+)
+def test_auto_is_none_on_cpus_and_dots_on_accelerators(platform, expected):
+    assert for_platform(Remat.AUTO, platform) is expected
+
+
+def test_a_setting_other_than_auto_holds_on_all_platforms():
     assert for_platform(Remat.FULL, "cpu") is Remat.FULL
 
 
-def test_a_model_without_a_run_asks_the_device(monkeypatch):
-    """Its config has `auto` still, which a run replaces."""
-    model = tiny.make(remat=Remat.AUTO)
-    variables = tiny.variables(model)
+def has_checkpoints(model):
+    """Whether the gradient of a model checkpoints its layers."""
+    variables = {"params": tiny_run.params(model)}
     memory = model.init_memory(batch_size=tiny.B, mem_len=4)
 
-    def checkpointed_layers():
-        gradient = jax.grad(lambda v: model.apply(v, tiny.text(3), memory)[0].sum())
-        found = tiny.equations(jax.make_jaxpr(gradient)(variables))
-        return sum(each.primitive.name in ("remat", "remat2", "checkpoint") for each in found)
+    def loss(variables):
+        hidden, _ = model.apply(variables, tiny.text(3), memory)
+        return hidden.sum()
 
-    assert checkpointed_layers() == 0
+    for equation in tiny.equations(jax.make_jaxpr(jax.grad(loss))(variables)):
+        if equation.primitive.name in ("remat", "remat2", "checkpoint"):
+            return True
+    return False
+
+
+def test_a_model_without_a_run_asks_the_device(monkeypatch):
+    """Its config still has `auto`, which a run replaces."""
+    model = tiny.make(remat=Remat.AUTO)
+    assert not has_checkpoints(model)
+
     tpu = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
     monkeypatch.setattr(block, "default_device", lambda: tpu)
-    assert checkpointed_layers() > 0
+
+    assert has_checkpoints(model)

@@ -20,7 +20,8 @@ from txl_jax.modules.block import layer_norm
 from txl_jax.modules.transformer_xl import TransformerXL
 from txl_jax.ops.attention.distances import sinusoids
 
-L, M = 3, 8
+L = 3
+M = 8
 
 
 class Results(NamedTuple):
@@ -150,7 +151,9 @@ def test_memory_and_segment_are_projected_apart():
     """No matmul over all K rows: it would round otherwise, and compute a gradient of the memory,
     which has none.
     """
-    n_query, n_slot = 7, 9  # Sizes that nothing else has, nor their sum.
+    # Sizes that nothing else has, nor their sum.
+    n_query = 7
+    n_slot = 9
     model = tiny.make()
     memory = model.init_memory(batch_size=tiny.B, mem_len=n_slot)
     variables = {"params": tiny_run.params(model)}

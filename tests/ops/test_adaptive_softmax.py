@@ -23,7 +23,10 @@ from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.adaptive_softmax import Cluster, TailEntries
 from txl_jax.ops.chunked_apply import chunked_apply
 
-B, L, D, V = 2, 5, 6, 13
+B = 2
+L = 5
+D = 6
+V = 13
 
 
 class Layers(NamedTuple):
@@ -34,15 +37,15 @@ class Layers(NamedTuple):
     projected: tuple[bool, ...]  # Whether each cluster has a projection.
 
 
-CASES = {
-    "one cluster": Layers((), (6,), (False,)),
-    "one cluster, projected": Layers((), (7,), (True,)),
-    "div_val 1": Layers((4, 9), (6, 6, 6), (False, False, False)),
-    "div_val 1, projected": Layers((4, 9), (7, 7, 7), (True, True, True)),
-    "div_val 2": Layers((4, 9), (8, 4, 2), (True, True, True)),
-    "div_val 4": Layers((3, 4), (16, 4, 1), (True, True, True)),
-    "mixed projections": Layers((4, 9), (6, 3, 7), (False, True, True)),
-}
+# Cutoffs, widths, and which clusters have a projection.
+CASES = {}
+CASES["one cluster"] = Layers((), (6,), (False,))
+CASES["one cluster, projected"] = Layers((), (7,), (True,))
+CASES["div_val 1"] = Layers((4, 9), (6, 6, 6), (False, False, False))
+CASES["div_val 1, projected"] = Layers((4, 9), (7, 7, 7), (True, True, True))
+CASES["div_val 2"] = Layers((4, 9), (8, 4, 2), (True, True, True))
+CASES["div_val 4"] = Layers((3, 4), (16, 4, 1), (True, True, True))
+CASES["mixed projections"] = Layers((4, 9), (6, 3, 7), (False, True, True))
 
 
 class Weights(NamedTuple):
@@ -245,7 +248,8 @@ def test_targets_of_few_bits(dtype):
 # A function that is computed at selected positions
 
 # Positions, and columns of a kernel.
-T, WIDTH = 11, 3
+T = 11
+WIDTH = 3
 
 
 def squashed(weights, states, labels):

@@ -20,7 +20,8 @@ from txl_jax.ops.adaptive_softmax import Cluster, TailEntries
 from txl_jax.ops.blocked_softmax import Weights
 
 # Positions, and columns of a table.
-T, WIDTH = 7, 5
+T = 7
+WIDTH = 5
 
 
 @pytest.fixture
@@ -169,7 +170,10 @@ def test_in_bfloat16_it_is_as_accurate_as_the_plain_softmax(small_blocks):
 # The layers of an adaptive softmax
 
 
-B, L, D, V = 2, 4, 6, 700
+B = 2
+L = 4
+D = 6
+V = 700
 CUTOFFS = (150, 400)
 
 

@@ -13,9 +13,16 @@ from txl_jax.config import MeshConfig, NormPlace
 from txl_jax.ops import head_projections
 from txl_jax.sharding.mesh import abstract_mesh, use_mesh
 
-B, M, L, D, H, E = 2, 4, 3, 6, 2, 5
+B = 2
+M = 4
+L = 3
+D = 6
+H = 2
+E = 5
 # The arguments of a projection, by their index.
-MEMORY, SEGMENT, KERNEL = 0, 1, 2
+MEMORY = 0
+SEGMENT = 1
+KERNEL = 2
 
 
 def normal(*shape):

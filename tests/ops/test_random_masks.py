@@ -14,7 +14,10 @@ from support.mask_statistics import SMALLEST, kept_p, p_value, pair_p, sums_p
 from txl_jax.ops import random_masks
 
 RATES = (0.05, 0.1, 0.5)
-B, L, D = 20, 500, 1000  # Ten million numbers.
+# Ten million numbers.
+B = 20
+L = 500
+D = 1000
 
 
 # Compiled as a whole, which takes less time than each of their operations by itself.
@@ -105,19 +108,19 @@ def test_neighbours_are_independent(rate):
     Masks of two seeds are independent too.
     """
     mask = large_mask(rate)
-    pairs = {
-        "next number": (mask[..., 1:], mask[..., :-1]),
-        "next but one": (mask[..., 2:], mask[..., :-2]),
-        "next position": (mask[:, 1:], mask[:, :-1]),
-        "next row": (mask[1:], mask[:-1]),
-        "next row and position": (mask[1:, 1:], mask[:-1, :-1]),
-        "next row, last position": (mask[1:, :-1], mask[:-1, 1:]),
-        "next position, last number": (mask[:, 1:, :-1], mask[:, :-1, 1:]),
-        "next seed": (mask, large_mask(rate, seed=12)),
-        "seed with another first bit": (mask, large_mask(rate, seed=11 + 2**31)),
-    }
-    for name, (first, second) in pairs.items():
+
+    def assert_independent(name, first, second):
         assert pair_p(first, second, rate) > SMALLEST, name
+
+    assert_independent("next number", mask[..., 1:], mask[..., :-1])
+    assert_independent("next but one", mask[..., 2:], mask[..., :-2])
+    assert_independent("next position", mask[:, 1:], mask[:, :-1])
+    assert_independent("next row", mask[1:], mask[:-1])
+    assert_independent("next row and position", mask[1:, 1:], mask[:-1, :-1])
+    assert_independent("next row, last position", mask[1:, :-1], mask[:-1, 1:])
+    assert_independent("next position, last number", mask[:, 1:, :-1], mask[:, :-1, 1:])
+    assert_independent("next seed", mask, large_mask(rate, seed=12))
+    assert_independent("seed with another first bit", mask, large_mask(rate, seed=11 + 2**31))
 
 
 def counters(kind, n):

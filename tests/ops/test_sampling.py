@@ -15,7 +15,8 @@ from support.cases import nightly_but
 from txl_jax.ops import adaptive_softmax, sampling
 from txl_jax.ops.adaptive_softmax import Cluster
 
-D, V = 6, 13
+D = 6
+V = 13
 CUTOFFS = (4, 9)
 
 
@@ -156,18 +157,22 @@ def test_both_tails_are_computed_if_both_bounds_reach_the_kth_word(tail_counter)
     assert tail_counter.of_the_two_likeliest(clusters_with_entries(5, 5)) == [HEAD, 5, 4]
 
 
+def limits(temperature=1.0, top_k=None, top_p=1.0):
+    return {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+
+
 LIMITS = {
-    "plain": {"temperature": 1.0, "top_k": None, "top_p": 1.0},
-    "warm": {"temperature": 1.3, "top_k": None, "top_p": 1.0},
-    "cold top-k": {"temperature": 0.7, "top_k": 7, "top_p": 1.0},
-    "top-p": {"temperature": 1.0, "top_k": None, "top_p": 0.6},
-    # Without cutoffs these keep 2, 3 and 2 words. They would be 4, 2 and 6 if the temperature came
-    # after top-p, and 4 of the second if top-k left the sum of the probabilities below 1.
-    "cold, top-k, then top-p": {"temperature": 0.5, "top_k": 7, "top_p": 0.8},
-    "warm, top-k, then top-p": {"temperature": 1.3, "top_k": 4, "top_p": 0.7},
-    "cold, then top-p": {"temperature": 0.5, "top_k": None, "top_p": 0.8},
-    "more than there are": {"temperature": 1.0, "top_k": V + 3, "top_p": 1.0},
+    "plain": limits(),
+    "warm": limits(temperature=1.3),
+    "cold top-k": limits(temperature=0.7, top_k=7),
+    "top-p": limits(top_p=0.6),
+    "more than there are": limits(top_k=V + 3),
 }
+# Without cutoffs these keep 2, 3 and 2 words. They would be 4, 2 and 6 if the temperature came
+# after top-p, and 4 of the second if top-k left the sum of the probabilities below 1.
+LIMITS["cold, top-k, then top-p"] = limits(temperature=0.5, top_k=7, top_p=0.8)
+LIMITS["warm, top-k, then top-p"] = limits(temperature=1.3, top_k=4, top_p=0.7)
+LIMITS["cold, then top-p"] = limits(temperature=0.5, top_p=0.8)
 # Where the order of the limits decides.
 ORDERS = ("cold, top-k, then top-p", "warm, top-k, then top-p", "cold, then top-p")
 
@@ -212,17 +217,16 @@ QUICK = [
 )
 def test_draws_are_as_frequent_as_under_the_full_softmax(name, cutoffs):
     n = 20_000
-    limits = LIMITS[name]
     clusters = make_clusters(0.7, cutoffs)
     hidden = hidden_states(1)
 
-    sample = jax.jit(functools.partial(sampling.sample, **limits))
+    sample = jax.jit(functools.partial(sampling.sample, **LIMITS[name]))
     sampled = np.asarray(sample(random_keys(n), np.broadcast_to(hidden, (n, D)), clusters))
 
     assert sampled.dtype == np.int32
     frequencies = np.bincount(sampled, minlength=V) / n
     log_p = np.asarray(all_log_p(hidden, clusters)[0])
-    expected = expected_probabilities(log_p, **limits)
+    expected = expected_probabilities(log_p, **LIMITS[name])
     likely = expected > 0
     assert frequencies[~likely].sum() == 0
     # Pearson's statistic: for 12 degrees of freedom above 39.1 once in 10,000 seeds.

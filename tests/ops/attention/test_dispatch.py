@@ -20,7 +20,11 @@ from txl_jax.ops.attention import (
 from txl_jax.ops.attention.dispatch import Shards, shards_of
 from txl_jax.sharding.mesh import abstract_mesh, use_mesh
 
-B, H, L, M, E = 2, 3, 4, 6, 5
+B = 2
+H = 3
+L = 4
+M = 6
+E = 5
 VISIBILITY = Visibility(jnp.asarray([M, 2]), L, M, 7)
 
 
@@ -45,62 +49,96 @@ def as_type(dtype):
     return lambda array: array.astype(dtype)
 
 
-# What does not match -> changed arguments, and words of the error.
-MISMATCHES = {
-    "a list": ({"query": lambda array: array.tolist()}, "query.*list"),
-    "a query of three axes": ({"query": lambda array: array[0]}, r"query.*\(3, 4, 5\)"),
-    "no queries": (
-        {"query": lambda array: array[:, :, :0], "visibility": sees(segment_len=0)},
-        r"query.*\(2, 3, 0, 5\)",
-    ),
-    "queries before heads": (
-        {"query": lambda array: array.swapaxes(1, 2)},
-        r"query.*segment_len \(4\)",
-    ),
-    "too few keys": ({"key": lambda array: array[:, :, 1:]}, r"key.*\(2, 3, 9, 5\)"),
-    "position keys before heads": (
-        {"position_key": lambda array: array.swapaxes(0, 1)},
-        r"position_key.*\(10, 3, 5\)",
-    ),
-    "biases without position keys": ({"position_key": None}, "content_bias and position_bias"),
-    "too few position keys": ({"visibility": sees(causal=False)}, r"position_key.*\(3, 13, 5\)"),
-    "a bias of one axis": ({"content_bias": lambda array: array[0]}, r"content_bias.*\(5,\)"),
-    "too few position scores": (
-        {"position_score": np.zeros((H, M), np.float32)},
-        r"position_score.*\(3, 6\)",
-    ),
-    "integers": (
-        {"query": as_type(int), "key": as_type(int), "value": as_type(int)},
-        "query.*int32",
-    ),
-    "another dtype": ({"value": as_type("bfloat16")}, "value.*bfloat16"),
-    "window of 0": ({"visibility": sees(window=0)}, "window .* got 0"),
-    "valid as a number": ({"visibility": sees(valid=M)}, "valid .* got int"),
-    "valid in float64": ({"visibility": sees(valid=np.zeros(B))}, "valid .* got float64"),
-    "too few lengths": (
-        {"visibility": sees(lengths=np.ones(1, int))},
-        r"lengths .* got int64 \[1\]",
-    ),
-    "too few document starts": (
-        {"visibility": sees(document_start=np.zeros((1, 2), int))},
-        "document_start .* got int64",
-    ),
-    "negative mem_len": (
-        {"key": lambda array: array[:, :, : L - 1], "visibility": sees(mem_len=-1)},
-        "mem_len .* got -1",
-    ),
-    "dropout of fewer heads": (
-        {"dropout": ProbabilityDropout(0.5, jnp.uint32(7), H - 1)},
-        "n_head .* got 2",
-    ),
-    "dropout as a number": ({"dropout": 0.5}, r"dropout .* got 0\.5"),
-    "dropout rate of 1": ({"dropout": (np.float32(1), 7)}, r"dropout rate .* got 1\.0"),
-    "negative dropout rate": ({"dropout": (-0.1, 7)}, r"dropout rate .* got -0\.1"),
-    "a key as seed": ({"dropout": (0.5, jax.random.PRNGKey(0))}, "dropout seed .* got uint32"),
-}
-
-
-@pytest.mark.parametrize(("changes", "words"), MISMATCHES.values(), ids=MISMATCHES)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        pytest.param({"query": lambda array: array.tolist()}, "query.*list", id="a list"),
+        pytest.param(
+            {"query": lambda array: array[0]}, r"query.*\(3, 4, 5\)", id="a query of three axes"
+        ),
+        pytest.param(
+            {"query": lambda array: array[:, :, :0], "visibility": sees(segment_len=0)},
+            r"query.*\(2, 3, 0, 5\)",
+            id="no queries",
+        ),
+        pytest.param(
+            {"query": lambda array: array.swapaxes(1, 2)},
+            r"query.*segment_len \(4\)",
+            id="queries before heads",
+        ),
+        pytest.param(
+            {"key": lambda array: array[:, :, 1:]}, r"key.*\(2, 3, 9, 5\)", id="too few keys"
+        ),
+        pytest.param(
+            {"position_key": lambda array: array.swapaxes(0, 1)},
+            r"position_key.*\(10, 3, 5\)",
+            id="position keys before heads",
+        ),
+        pytest.param(
+            {"position_key": None},
+            "content_bias and position_bias",
+            id="biases without position keys",
+        ),
+        pytest.param(
+            {"visibility": sees(causal=False)},
+            r"position_key.*\(3, 13, 5\)",
+            id="too few position keys",
+        ),
+        pytest.param(
+            {"content_bias": lambda array: array[0]},
+            r"content_bias.*\(5,\)",
+            id="a bias of one axis",
+        ),
+        pytest.param(
+            {"position_score": np.zeros((H, M), np.float32)},
+            r"position_score.*\(3, 6\)",
+            id="too few position scores",
+        ),
+        pytest.param(
+            {"query": as_type(int), "key": as_type(int), "value": as_type(int)},
+            "query.*int32",
+            id="integers",
+        ),
+        pytest.param({"value": as_type("bfloat16")}, "value.*bfloat16", id="another dtype"),
+        pytest.param({"visibility": sees(window=0)}, "window .* got 0", id="window of 0"),
+        pytest.param({"visibility": sees(valid=M)}, "valid .* got int", id="valid as a number"),
+        pytest.param(
+            {"visibility": sees(valid=np.zeros(B))}, "valid .* got float64", id="valid in float64"
+        ),
+        pytest.param(
+            {"visibility": sees(lengths=np.ones(1, int))},
+            r"lengths .* got int64 \[1\]",
+            id="too few lengths",
+        ),
+        pytest.param(
+            {"visibility": sees(document_start=np.zeros((1, 2), int))},
+            "document_start .* got int64",
+            id="too few document starts",
+        ),
+        pytest.param(
+            {"key": lambda array: array[:, :, : L - 1], "visibility": sees(mem_len=-1)},
+            "mem_len .* got -1",
+            id="negative mem_len",
+        ),
+        pytest.param(
+            {"dropout": ProbabilityDropout(0.5, jnp.uint32(7), H - 1)},
+            "n_head .* got 2",
+            id="dropout of fewer heads",
+        ),
+        pytest.param({"dropout": 0.5}, r"dropout .* got 0\.5", id="dropout as a number"),
+        pytest.param(
+            {"dropout": (np.float32(1), 7)}, r"dropout rate .* got 1\.0", id="dropout rate of 1"
+        ),
+        pytest.param(
+            {"dropout": (-0.1, 7)}, r"dropout rate .* got -0\.1", id="negative dropout rate"
+        ),
+        pytest.param(
+            {"dropout": (0.5, jax.random.PRNGKey(0))},
+            "dropout seed .* got uint32",
+            id="a key as seed",
+        ),
+    ],
+)
 def test_arguments_that_do_not_match_are_an_error(changes, words):
     arguments = draw(VISIBILITY, H, E, names=NAMES[:6]) | {"visibility": VISIBILITY}
 
@@ -110,67 +148,73 @@ def test_arguments_that_do_not_match_are_an_error(changes, words):
 
 def arguments_over_a_cache(changes):
     """Arguments of `cached_attention`, some of them changed by their names."""
-    plain = {
-        "query": jnp.ones((B, H, L, E)),
-        "key": jnp.ones((B, H, L, E)),
-        "value": jnp.ones((B, H, L, E)),
-        "ring_key": jnp.ones((B, H, E, M)),
-        "ring_value": jnp.ones((B, H, M, E)),
-        "position_query": jnp.ones((B, H, L, E)),
-        "position_key": jnp.ones((H, E, M + L)),
-        "position_score": jnp.ones((H, M + L)),
-        "visibility": CachedVisibility(jnp.asarray([M, 2]), jnp.int32(0), L, M, 7),
-    }
-    arguments = replaced(plain, changes)
-    return {
-        "query": arguments["query"],
-        "key": arguments["key"],
-        "value": arguments["value"],
-        "ring": (arguments["ring_key"], arguments["ring_value"]),
-        "position": (
-            arguments["position_query"],
-            arguments["position_key"],
-            arguments["position_score"],
+    segment = jnp.ones((B, H, L, E))
+    arguments = dict.fromkeys(("query", "key", "value", "position_query"), segment)
+    arguments["ring_key"] = jnp.ones((B, H, E, M))
+    arguments["ring_value"] = jnp.ones((B, H, M, E))
+    arguments["position_key"] = jnp.ones((H, E, M + L))
+    arguments["position_score"] = jnp.ones((H, M + L))
+    arguments["visibility"] = CachedVisibility(jnp.asarray([M, 2]), jnp.int32(0), L, M, 7)
+    arguments = replaced(arguments, changes)
+
+    # The ring and the positions are one argument each.
+    ring = [arguments.pop(name) for name in ("ring_key", "ring_value")]
+    position_names = ("position_query", "position_key", "position_score")
+    position = [arguments.pop(name) for name in position_names]
+    return {**arguments, "ring": tuple(ring), "position": tuple(position)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        pytest.param(
+            {"query": lambda array: array[0]}, r"query.*\(3, 4, 5\)", id="a query of three axes"
         ),
-        "visibility": arguments["visibility"],
-    }
-
-
-CACHE_MISMATCHES = {
-    "a query of three axes": ({"query": lambda array: array[0]}, r"query.*\(3, 4, 5\)"),
-    "too many queries": ({"visibility": sees(segment_len=3)}, r"query.*segment_len \(3\)"),
-    "narrow values": ({"value": lambda array: array[..., 1:]}, r"value.*\(2, 3, 4, 4\)"),
-    "ring keys by rows": (
-        {"ring_key": lambda array: array.swapaxes(2, 3)},
-        r"ring key.*\(2, 3, 6, 5\)",
-    ),
-    "position queries of one row": (
-        {"position_query": lambda array: array[:1]},
-        r"position query.*\(1, 3, 4, 5\)",
-    ),
-    "too few position scores": (
-        {"position_score": lambda array: array[:, 1:]},
-        r"position score.*\(3, 9\)",
-    ),
-    "neither position keys nor scores": (
-        {"position_key": None, "position_score": None},
-        "position must have keys",
-    ),
-    "position keys of another dtype": (
-        {"position_key": as_type("bfloat16")},
-        "position key.*bfloat16",
-    ),
-    "integers in the ring": ({"ring_value": as_type(int)}, "ring value.*int32"),
-    "valid of three rows": (
-        {"visibility": sees(valid=jnp.zeros(3, int))},
-        r"valid .* got int32 \[3\]",
-    ),
-    "write_index as a number": ({"visibility": sees(write_index=0)}, "write_index .* got int"),
-    "window of 0": ({"visibility": sees(window=0)}, "window .* got 0"),
-}
-
-
-@pytest.mark.parametrize(("changes", "words"), CACHE_MISMATCHES.values(), ids=CACHE_MISMATCHES)
+        pytest.param(
+            {"visibility": sees(segment_len=3)}, r"query.*segment_len \(3\)", id="too many queries"
+        ),
+        pytest.param(
+            {"value": lambda array: array[..., 1:]}, r"value.*\(2, 3, 4, 4\)", id="narrow values"
+        ),
+        pytest.param(
+            {"ring_key": lambda array: array.swapaxes(2, 3)},
+            r"ring key.*\(2, 3, 6, 5\)",
+            id="ring keys by rows",
+        ),
+        pytest.param(
+            {"position_query": lambda array: array[:1]},
+            r"position query.*\(1, 3, 4, 5\)",
+            id="position queries of one row",
+        ),
+        pytest.param(
+            {"position_score": lambda array: array[:, 1:]},
+            r"position score.*\(3, 9\)",
+            id="too few position scores",
+        ),
+        pytest.param(
+            {"position_key": None, "position_score": None},
+            "position must have keys",
+            id="neither position keys nor scores",
+        ),
+        pytest.param(
+            {"position_key": as_type("bfloat16")},
+            "position key.*bfloat16",
+            id="position keys of another dtype",
+        ),
+        pytest.param({"ring_value": as_type(int)}, "ring value.*int32", id="integers in the ring"),
+        pytest.param(
+            {"visibility": sees(valid=jnp.zeros(3, int))},
+            r"valid .* got int32 \[3\]",
+            id="valid of three rows",
+        ),
+        pytest.param(
+            {"visibility": sees(write_index=0)},
+            "write_index .* got int",
+            id="write_index as a number",
+        ),
+        pytest.param({"visibility": sees(window=0)}, "window .* got 0", id="window of 0"),
+    ],
+)
 def test_arguments_that_do_not_match_a_cache_are_an_error(changes, words):
     with pytest.raises(ValueError, match=words):
         cached_attention(**arguments_over_a_cache(changes))

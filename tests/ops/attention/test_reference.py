@@ -18,33 +18,39 @@ from support.attention_arrays import NAMES, draw_on_host, shapes
 from txl_jax.ops.attention import ProbabilityDropout, Visibility, attention
 from txl_jax.ops.attention.distances import key_distances, sinusoids
 
-B, H, L, M, E = 3, 2, 5, 4, 3
+B = 3
+H = 2
+L = 5
+M = 4
+E = 3
 ALL_BUT_SCORE = NAMES[:6]
 SHAW = NAMES[:4]
 ABSOLUTE = NAMES[:3]
+
 # Options of `make`.
-CASES = {
-    "whole memory": {"names": ALL_BUT_SCORE},
-    "part-filled memory": {"valid": [0, 2, M]},
-    "window": {"valid": [M, 2, 0], "window": 3},
-    "no memory": {"mem_len": 0},
-    "Shaw's terms": {"valid": [0, 2, M], "names": SHAW},
-    "u and a score per distance": {"names": (*NAMES[:5], "position_score")},
-    "no positions, window": {"valid": [M, 2, 0], "window": 4, "names": ABSOLUTE},
-    "only a score per distance": {
-        "valid": [0, 2, M],
-        "window": 6,
-        "names": (*ABSOLUTE, "position_score"),
-    },
-    "both sides": {"causal": False, "mem_len": 0},
-    "both sides, memory": {"causal": False, "valid": [M, 2, 0]},
-    "both sides, memory, window, padding": {
-        "causal": False,
-        "valid": [M, 2, 0],
-        "window": 3,
-        "lengths": [5, 0, 1],
-    },
+CASES = {}
+CASES["whole memory"] = {"names": ALL_BUT_SCORE}
+CASES["part-filled memory"] = {"valid": [0, 2, M]}
+CASES["window"] = {"valid": [M, 2, 0], "window": 3}
+CASES["no memory"] = {"mem_len": 0}
+CASES["Shaw's terms"] = {"valid": [0, 2, M], "names": SHAW}
+CASES["u and a score per distance"] = {"names": (*NAMES[:5], "position_score")}
+CASES["no positions, window"] = {"valid": [M, 2, 0], "window": 4, "names": ABSOLUTE}
+CASES["only a score per distance"] = {
+    "valid": [0, 2, M],
+    "window": 6,
+    "names": (*ABSOLUTE, "position_score"),
 }
+
+CASES["both sides"] = {"causal": False, "mem_len": 0}
+CASES["both sides, memory"] = {"causal": False, "valid": [M, 2, 0]}
+CASES["both sides, memory, window, padding"] = {
+    "causal": False,
+    "valid": [M, 2, 0],
+    "window": 3,
+    "lengths": [5, 0, 1],
+}
+
 attend = functools.partial(attention, implementation="reference")
 # Compiled as a whole, which takes less time than each of its operations by itself.
 mask_of = jax.jit(Visibility.mask)
@@ -99,13 +105,11 @@ def four_terms(arrays, mask):
     place_LxK = np.minimum(n_key - 1 - distance_LxK, arrays["position_key"].shape[1] - 1)
     r_HxLxKxE = arrays["position_key"][:, place_LxK]
 
-    scores = (
-        jnp.einsum("bhle,bhke->bhlk", query, key)
-        + jnp.einsum("bhle,hlke->bhlk", query, r_HxLxKxE)
-        + jnp.einsum("he,bhke->bhk", arrays["content_bias"], key)[:, :, None, :]
-        + jnp.einsum("he,hlke->hlk", arrays["position_bias"], r_HxLxKxE)[None]
-        + arrays["position_score"][:, place_LxK][None]
-    )
+    scores = jnp.einsum("bhle,bhke->bhlk", query, key)
+    scores += jnp.einsum("bhle,hlke->bhlk", query, r_HxLxKxE)
+    scores += jnp.einsum("he,bhke->bhk", arrays["content_bias"], key)[:, :, None, :]
+    scores += jnp.einsum("he,hlke->hlk", arrays["position_bias"], r_HxLxKxE)[None]
+    scores += arrays["position_score"][:, place_LxK][None]
 
     # A query that sees no key has the sum 0.
     weights = jnp.where(mask[:, None], jnp.exp(scores / np.sqrt(E)), 0)
@@ -261,17 +265,16 @@ def assert_not_correlated(first, second):
     assert abs(correlation) < 4 / np.sqrt(first.size)
 
 
-# Pairs of query and key that follow each other, as slices of a mask.
-NEIGHBOURS = {
-    "next row": (np.s_[:-1], np.s_[1:]),
-    "next head": (np.s_[:, :-1], np.s_[:, 1:]),
-    "next query": (np.s_[:, :, :-1], np.s_[:, :, 1:]),
-    "next key": (np.s_[..., :-1], np.s_[..., 1:]),
-    "next query and key": (np.s_[..., :-1, :-1], np.s_[..., 1:, 1:]),
-}
-
-
-@pytest.mark.parametrize(("before", "after"), NEIGHBOURS.values(), ids=NEIGHBOURS)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(np.s_[:-1], np.s_[1:], id="next row"),
+        pytest.param(np.s_[:, :-1], np.s_[:, 1:], id="next head"),
+        pytest.param(np.s_[:, :, :-1], np.s_[:, :, 1:], id="next query"),
+        pytest.param(np.s_[..., :-1], np.s_[..., 1:], id="next key"),
+        pytest.param(np.s_[..., :-1, :-1], np.s_[..., 1:, 1:], id="next query and key"),
+    ],
+)
 def test_neighbours_are_not_correlated(before, after):
     mask = kept()
 

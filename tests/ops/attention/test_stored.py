@@ -22,7 +22,8 @@ from txl_jax.runs.attention_check import make_function, make_inputs
 @pytest.mark.parametrize(("dtype", "largest"), [("bfloat16", 1e7), ("float16", 6e4)])
 def test_scores_beyond_the_narrow_type_are_its_largest(dtype, largest):
     """A query with one large score and others near 0 takes that key's value, without a nan."""
-    n_query, n_key = 5, 8
+    n_query = 5
+    n_key = 8
     rng = np.random.default_rng(0)
     query = rng.normal(size=(2, 3, n_query, 4))
     key = rng.normal(size=(2, 3, n_key, 4))

@@ -59,55 +59,64 @@ class Case:
 # Fields of a case with four rows, of which two have a part of the slots.
 ROWS = {"valid": (17, 2, 0, 5)}
 PADDED = {"causal": False, "lengths": (13, 5, 1, 0), "valid": (17, 3, 0, 0)}
-QUICK = {
-    "tiled: part-filled, whole rows": Case(WHOLE, **ROWS),
-    "tiled: window": Case(UNEVEN, window=7, **ROWS),
-    "tiled: one query": Case(SMALL, segment_len=1),
-    "tiled: all terms": Case(SMALL, NAMES),
-    "tiled: no positions": Case(UNEVEN, ABSOLUTE),
-    "tiled: dropout, rows in groups": Case(tiled(7, 9), rate=0.3, **ROWS),
-    "tiled: both sides, lengths": Case(tiled(7, 11), **PADDED),
-    "stored: window, part-filled, dropout": Case(STORED, window=7, rate=0.3, **ROWS),
-    "stored: all terms": Case(STORED, NAMES, rate=0.3),
-    "stored: scores only": Case(STORED, ONLY_SCORE, window=5),
-    "stored: no positions": Case(STORED, ABSOLUTE, rate=0.3),
-    "stored: both sides, lengths": Case(STORED, NAMES, rate=0.3, **PADDED),
-    "stored: documents": Case(STORED, has_documents=True, **ROWS),
-    "tpu: uneven tiles": Case(
-        tpu(kernel="mosaic_roll"), segment_len=40, mem_len=100, width=16, valid=(100, 5)
-    ),
-    "tpu: two strips, dropout": Case(
-        tpu(160, 256), segment_len=150, mem_len=30, width=41, rate=0.3
-    ),
-    "tpu: window and memory": Case(
-        tpu(), segment_len=40, mem_len=130, valid=(130, 60), window=70, rate=0.5
-    ),
-    "tpu: wide heads": Case(tpu(32), segment_len=24, mem_len=8, width=160),
-    "tpu: no positions": Case(
-        tpu(), ABSOLUTE, segment_len=40, mem_len=100, valid=(70, 0), rate=0.2
-    ),
-    "tpu: Shaw's terms": Case(tpu(), SHAW, segment_len=40, mem_len=100, rate=0.2),
-    "tpu: both sides, padding": Case(
-        tpu(), segment_len=140, mem_len=0, causal=False, lengths=(131, 0), rate=0.1
-    ),
-}
+
+QUICK = {}
+QUICK["tiled: part-filled, whole rows"] = Case(WHOLE, **ROWS)
+QUICK["tiled: window"] = Case(UNEVEN, window=7, **ROWS)
+QUICK["tiled: one query"] = Case(SMALL, segment_len=1)
+QUICK["tiled: all terms"] = Case(SMALL, NAMES)
+QUICK["tiled: no positions"] = Case(UNEVEN, ABSOLUTE)
+QUICK["tiled: dropout, rows in groups"] = Case(tiled(7, 9), rate=0.3, **ROWS)
+QUICK["tiled: both sides, lengths"] = Case(tiled(7, 11), **PADDED)
+
+QUICK["stored: window, part-filled, dropout"] = Case(STORED, window=7, rate=0.3, **ROWS)
+QUICK["stored: all terms"] = Case(STORED, NAMES, rate=0.3)
+QUICK["stored: scores only"] = Case(STORED, ONLY_SCORE, window=5)
+QUICK["stored: no positions"] = Case(STORED, ABSOLUTE, rate=0.3)
+QUICK["stored: both sides, lengths"] = Case(STORED, NAMES, rate=0.3, **PADDED)
+QUICK["stored: documents"] = Case(STORED, has_documents=True, **ROWS)
+
+QUICK["tpu: uneven tiles"] = Case(
+    tpu(kernel="mosaic_roll"), segment_len=40, mem_len=100, width=16, valid=(100, 5)
+)
+QUICK["tpu: two strips, dropout"] = Case(
+    tpu(160, 256), segment_len=150, mem_len=30, width=41, rate=0.3
+)
+QUICK["tpu: window and memory"] = Case(
+    tpu(), segment_len=40, mem_len=130, valid=(130, 60), window=70, rate=0.5
+)
+QUICK["tpu: wide heads"] = Case(tpu(32), segment_len=24, mem_len=8, width=160)
+QUICK["tpu: no positions"] = Case(
+    tpu(), ABSOLUTE, segment_len=40, mem_len=100, valid=(70, 0), rate=0.2
+)
+QUICK["tpu: Shaw's terms"] = Case(tpu(), SHAW, segment_len=40, mem_len=100, rate=0.2)
+QUICK["tpu: both sides, padding"] = Case(
+    tpu(), segment_len=140, mem_len=0, causal=False, lengths=(131, 0), rate=0.1
+)
+
 # These join two of the kinds above, or tile them otherwise. More are in tests/test_golden.py.
-MORE = {
-    "tiled: window of one key": Case(UNEVEN, window=1),
-    "tiled: dropout, whole rows": Case(WHOLE, rate=0.3),
-    "tiled: both sides, whole rows": Case(WHOLE, NAMES, **PADDED),
-    "tiled: both sides, window, no memory": Case(
-        SMALL, window=4, mem_len=0, causal=False, lengths=(13, 5, 1, 0), valid=(17, 3, 0, 0)
-    ),
-    "tiled: lengths of a causal segment": Case(UNEVEN, lengths=(13, 5, 1, 0), valid=(17, 3, 0, 0)),
-    "stored: no memory, u only": Case(STORED, NAMES[:5], mem_len=0, width=41),
-    "stored: both sides, window": Case(STORED, ONLY_SCORE, causal=False, window=4),
-    "reference: both sides, lengths": Case(REFERENCE, **PADDED),
-    "tpu: one query, u only": Case(tpu(), NAMES[:5], segment_len=1, mem_len=3),
-    "tpu: one key": Case(tpu(), segment_len=1, mem_len=0),
-    "tpu: both sides, window": Case(tpu(), segment_len=40, mem_len=100, causal=False, window=20),
-    "tpu: all terms": Case(tpu(), segment_len=40, mem_len=100, valid=(100, 40), width=64, rate=0.2),
-}
+MORE = {}
+MORE["tiled: window of one key"] = Case(UNEVEN, window=1)
+MORE["tiled: dropout, whole rows"] = Case(WHOLE, rate=0.3)
+MORE["tiled: both sides, whole rows"] = Case(WHOLE, NAMES, **PADDED)
+MORE["tiled: both sides, window, no memory"] = Case(
+    SMALL, window=4, mem_len=0, causal=False, lengths=(13, 5, 1, 0), valid=(17, 3, 0, 0)
+)
+MORE["tiled: lengths of a causal segment"] = Case(
+    UNEVEN, lengths=(13, 5, 1, 0), valid=(17, 3, 0, 0)
+)
+
+MORE["stored: no memory, u only"] = Case(STORED, NAMES[:5], mem_len=0, width=41)
+MORE["stored: both sides, window"] = Case(STORED, ONLY_SCORE, causal=False, window=4)
+MORE["reference: both sides, lengths"] = Case(REFERENCE, **PADDED)
+
+MORE["tpu: one query, u only"] = Case(tpu(), NAMES[:5], segment_len=1, mem_len=3)
+MORE["tpu: one key"] = Case(tpu(), segment_len=1, mem_len=0)
+MORE["tpu: both sides, window"] = Case(tpu(), segment_len=40, mem_len=100, causal=False, window=20)
+MORE["tpu: all terms"] = Case(
+    tpu(), segment_len=40, mem_len=100, valid=(100, 40), width=64, rate=0.2
+)
+
 CASES = QUICK | MORE
 
 
@@ -253,24 +262,32 @@ OF_PATHS = {
 }
 
 
+class Member(NamedTuple):
+    """The arguments that differ between the members of an ensemble."""
+
+    arrays: dict[str, np.ndarray]
+    valid: np.ndarray
+    seed: np.ndarray
+    rate: np.ndarray
+
+
 @pytest.mark.parametrize("name", OF_PATHS.values(), ids=OF_PATHS)
 def test_members_of_an_ensemble_have_their_own_weights_seeds_and_rates(name):
     implementation = CASES[name].implementation
     arrays, visibility, _ = make(CASES[name])
     valid = np.asarray(visibility.valid)
-    members = {
-        "arrays": jax.tree.map(
-            lambda array: np.stack([array, array * np.float32(0.5), -array]), arrays
-        ),
-        "valid": np.stack([valid, valid // 2, valid // 4]),
-        "seed": np.arange(3, dtype=np.uint32),
-        "rate": np.asarray([0.1, 0.0, 0.6], np.float32),
-    }
+    half = np.float32(0.5)
+    members = Member(
+        arrays=jax.tree.map(lambda array: np.stack([array, array * half, -array]), arrays),
+        valid=np.stack([valid, valid // 2, valid // 4]),
+        seed=np.arange(3, dtype=np.uint32),
+        rate=np.asarray([0.1, 0.0, 0.6], np.float32),
+    )
 
     def of_member(implementation, member):
-        dropout = ProbabilityDropout(rate=member["rate"], seed=member["seed"], n_head=7)
+        dropout = ProbabilityDropout(rate=member.rate, seed=member.seed, n_head=7)
         return value_and_gradients(
-            implementation, member["arrays"], visibility.replace(valid=member["valid"]), dropout
+            implementation, member.arrays, visibility.replace(valid=member.valid), dropout
         )
 
     together = jax.jit(jax.vmap(functools.partial(of_member, implementation)))(members)
@@ -284,7 +301,10 @@ def test_members_of_an_ensemble_have_their_own_weights_seeds_and_rates(name):
 
 @pytest.mark.parametrize("causal", nightly_but([True], [True, False]))
 def test_tiles_never_hold_the_scores(causal):
-    batch, n_head, length, width = 2, 3, 96, 8
+    batch = 2
+    n_head = 3
+    length = 96
+    width = 8
     visibility = Visibility(jnp.full(batch, length, jnp.int32), length, length, causal=causal)
     n_keys = visibility.n_keys
     arrays = draw_on_host(visibility, n_head, width, names=SHAW)

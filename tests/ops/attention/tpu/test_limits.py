@@ -10,7 +10,7 @@ from txl_jax.ops.attention.tpu.geometry import default_tile, kernel_of, refusal,
 
 PROBLEM = AttentionCall("tpu", "TPU v5 lite", "bfloat16", 4, 8, 768, 1536, 128, 1536)
 CACHED = AttentionCall("tpu", "TPU v4", "float32", 1, 8, 128, 3968, 128, 1001, capacity=3840)
-# Sizes of the published models: heads, L, K, E and P of training, and with R of evaluation.
+# Sizes of the published models: heads, L, K, E and P. In evaluation also R, and the tile.
 TRAINING = {
     "enwik8_12l": (8, 512, 1024, 64, 1024),
     "enwik8_24l": (8, 768, 1536, 128, 1536),
@@ -20,6 +20,8 @@ TRAINING = {
 EVALUATION = {
     "enwik8_12l": ((8, 80, 2240, 64, 821), 2160, Tile(80, 768)),
     "enwik8_24l": ((8, 128, 3968, 128, 1001), 3840, Tile(128, 1024)),
+}
+EVALUATION |= {
     "wt103_base": ((10, 64, 704, 41, 401), 640, Tile(64, 640)),
     "wt103_large": ((16, 128, 1792, 64, 1001), 1664, Tile(128, 896)),
 }
