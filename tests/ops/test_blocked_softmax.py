@@ -177,7 +177,7 @@ V = 700
 CUTOFFS = (150, 400)
 
 
-def adaptive(projected: bool) -> tuple[list[Cluster], TailEntries]:
+def adaptive(projected: bool, n_tail: int = 2) -> tuple[list[Cluster], TailEntries]:
     """A head of 150 tokens, and tails of 250 and 300, on the host."""
     rng = np.random.default_rng(2)
     tail_widths = (4, 2) if projected else (D, D)
@@ -187,12 +187,14 @@ def adaptive(projected: bool) -> tuple[list[Cluster], TailEntries]:
         projection = rng.normal(size=(width, D)) if projected else None
         table = rng.normal(size=(rows, width))
         clusters.append(Cluster(table, rng.normal(size=rows), projection))
-    table = rng.normal(size=(2, D))
-    return clusters, TailEntries(table, rng.normal(size=2))
+    table = rng.normal(size=(n_tail, D))
+    return clusters[: 1 + n_tail], TailEntries(table, rng.normal(size=n_tail))
 
 
 def losses(hidden: jax.Array, weights: tuple, targets: jax.Array) -> jax.Array:
-    return adaptive_softmax.negative_log_likelihood(hidden, targets, *weights, CUTOFFS)
+    clusters, tails = weights
+    cutoffs = CUTOFFS[: len(clusters) - 1]
+    return adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, cutoffs)
 
 
 @tiny.with_gradients
@@ -228,8 +230,8 @@ def test_on_a_cpu_no_bit_changes(monkeypatch):
     """Losses and gradients, where a softmax is large enough for blocks and where it is not."""
     rng = np.random.default_rng(3)
     hidden = rng.normal(size=(B, L, D)).astype(np.float32)
-    weights = jax.tree.map(np.float32, adaptive(True))
-    arguments = (hidden, weights, rng.integers(V, size=(B, L)))
+    weights = jax.tree.map(np.float32, adaptive(True, n_tail=1))
+    arguments = (hidden, weights, rng.integers(CUTOFFS[1], size=(B, L)))
 
     too_small = tiny.with_gradients(losses)(*arguments)
     monkeypatch.setattr(blocked_softmax, "MAX_BLOCK_LOGITS", 1)
