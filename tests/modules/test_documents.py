@@ -123,7 +123,7 @@ def cached(model, variables, tokens, lengths):
     ("name", "lengths"),
     nightly_but([("pre", "cut")], [("post", "long"), ("pre", "cut"), ("post", "cut")]),
 )
-def test_every_loss_is_that_of_the_document_alone(name, lengths, x64):
+def test_every_loss_is_the_loss_of_the_document_by_itself(name, lengths, x64):
     lengths = LENGTHS[lengths]
     model = tiny.make(**MODELS[name], dtype=DType.FLOAT64, end_token=END)
     without_ends = tiny.make(**MODELS[name], dtype=DType.FLOAT64)

@@ -165,7 +165,8 @@ def test_any_distribution_of_targets(data):
     targets = data.draw(
         st.lists(st.sampled_from(tokens), min_size=B * L, max_size=B * L), label="targets"
     )
-    chunk_size = data.draw(st.sampled_from([None, 1, 3, 128]), label="chunk_size")
+    # None would be 1 for so few positions.
+    chunk_size = data.draw(st.sampled_from([1, 3, 128]), label="chunk_size")
 
     with enable_x64(True):
         hidden = np.random.default_rng(4).normal(size=(B, L, D))

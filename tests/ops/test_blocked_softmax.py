@@ -122,7 +122,7 @@ def test_logits_far_apart_and_empty_slots_do_not_overflow(small_blocks):
         assert np.isfinite(gradient).all(), jax.tree_util.keystr(path)
 
 
-def test_a_first_block_of_tokens_that_cannot_be_is_no_nan(small_blocks):
+def test_a_first_block_of_excluded_tokens_gives_no_nan(small_blocks):
     """Biases of -inf exclude tokens, as in a plain softmax."""
     weights, states, _ = draw(300, dtype=np.float32)
     weights.bias[:200] = -np.inf

@@ -31,7 +31,7 @@ def normal(*shape):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def gradients(project, arguments, memory, segment, kernel):
-    """Gradients by some arguments, of a sum in which every key has a weight of its own."""
+    """Gradients by some arguments, of a sum in which every key has another weight."""
 
     def weighted_sum(*arrays):
         keys = project(*arrays)
@@ -71,8 +71,10 @@ def test_the_gradient_in_one_product_is_that_of_two(arguments, x64):
     in_two_products = gradients(head_projections.project_apart, arguments, *arrays)
 
     assert len(in_one_product) == len(in_two_products) == len(arguments)
-    for argument, one, two in zip(arguments, in_one_product, in_two_products, strict=True):
-        np.testing.assert_allclose(one, two, rtol=1e-12, err_msg=f"argument {argument}")
+    for i, argument in enumerate(arguments):
+        np.testing.assert_allclose(
+            in_one_product[i], in_two_products[i], rtol=1e-12, err_msg=f"argument {argument}"
+        )
 
 
 def matmuls_of_a_layer(mesh, norm):

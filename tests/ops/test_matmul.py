@@ -62,7 +62,7 @@ def test_each_channel_has_its_own_steps(x64):
 @pytest.mark.parametrize("axis", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("terms", [1, 36, 41])
 def test_a_row_is_multiplied_as_numbers_of_its_own_type(terms, axis, x64):
-    """For any number of terms: those of the last slab that belong to the slab before count once."""
+    """For any number of terms. The last slab repeats terms of the slab before, which count once."""
     rows = random(3, 1, terms)
     matrix = quantized(jnp.asarray(random(3, terms, 9, seed=1)), axis=axis)
     expected = rows @ in_float64(matrix)

@@ -167,7 +167,7 @@ def test_the_tables_of_a_model_keep_their_layouts(all_tables):
 
 
 def test_a_large_table_has_a_forward_derivative_where_nothing_is_turned():
-    """On a CPU the functions are those of any table, with `jax.jvp` and second derivatives."""
+    """On a CPU a large table is like any table, with `jax.jvp` and second derivatives."""
     table = jnp.asarray(np.ones((33_000, 200), np.float32))
     rows = jnp.asarray([3, 5])
     assert table_layout.is_stored_by_columns(table.shape)

@@ -114,7 +114,7 @@ def places_of_a_ring(capacity):
 def check(arrays, implementation, *, window=None, places=None, tolerance=None):
     """Compares with the reference, for some places where the ring begins.
 
-    Without `places` they are those of `places_of_a_ring`.
+    The default is `places_of_a_ring`.
     """
     batch, _, n_query, _ = arrays["query"].shape
     capacity = arrays["ring"][0].shape[3]

@@ -71,7 +71,7 @@ def losses(path, dtype):
 
 
 @pytest.mark.nightly(part="cases")
-def test_200_updates_in_bfloat16_stay_beside_the_reference():
+def test_200_updates_in_bfloat16_stay_close_to_the_reference():
     """Losses fall from 3.8 to 3.0 nats.
 
     By rounding only, the reference in bfloat16 deviates from float32 by 0.028.
