@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support import drawn_run, order, runs
+from support import drawn_run, order, runs, traced_once
 from txl_jax.config import (
     AverageConfig,
     DropoutConfig,
@@ -24,6 +24,13 @@ from txl_jax.runs.run import Run
 from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.lock import RunLock
 from txl_jax.runtime.log import RunLog
+
+
+@pytest.fixture(scope="module")
+def traces_kept():
+    """Runs with the same settings are traced once (`support.traced_once`)."""
+    with traced_once.kept():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +74,7 @@ def corpus(_both):
 def _recorded(config, corpus, tmp_path_factory):
     """(workdir, outcome, events) of the run; the events are described at `events`."""
     folder = tmp_path_factory.mktemp("once") / "whole"
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, traced_once.kept():
         events = order.record(patch, folder)
         order.add_calls(patch, events, RunLock, "confirm", lambda lock: ("confirm", ""))
         order.add_calls(patch, events, RunLog, "seal", lambda log: ("seal", ""))

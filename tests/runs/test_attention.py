@@ -28,6 +28,8 @@ from txl_jax.runs.run import Run, check_same_attention
 from txl_jax.runs.trained import TrainedModel
 from txl_jax.runtime import distributed
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 SMALL, LARGE = Tile(4, 8), Tile(8, 16)
 
 

@@ -40,6 +40,8 @@ from txl_jax.interop.original import Format
 from txl_jax.runs import convert as convert_job
 from txl_jax.runs.convert import TargetFormat
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 TEXTS = [drawn_run.TEXT[:200], drawn_run.TEXT[200:230]]
 PRESET_NAMES = {TargetFormat.HUGGINGFACE: "hf", TargetFormat.ORIGINAL: "pytorch"}
 LEAVES = {leaf.name: leaf for leaf in config_tree.leaves(ExperimentConfig)}

@@ -28,6 +28,8 @@ from txl_jax.runs.build import build_for
 from txl_jax.runs.dynamic import DynamicModel, built_with_rule
 from txl_jax.runs.trained import TrainedModel
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 # With the pull, the parameters at the start of each document matter too.
 RULE = DynamicConfig(rule="rmsprop", learning_rate=0.02, decay=0.05)
 SHARED = dataclasses.replace(RULE, shared=True)

@@ -36,6 +36,8 @@ from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runs.trained import TrainedModel, open_weights
 from txl_jax.runtime import storage
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 NAME = dynamic_statistics.NAME
 ROWS, L, M, SEGMENTS = 2, 5, 7, 11
 EVAL = EvalConfig(

@@ -1,5 +1,7 @@
-"""Tests what validation decides while a run goes on: when it ends early, and when the mean of the
-weights begins.
+"""Tests what validation decides during a run: when it ends early, and when weight averaging begins.
+
+All runs here are one program. Its weight average begins only where a test sets a patience for it,
+so that the losses of different runs can be compared bit for bit.
 """
 
 import json
@@ -9,125 +11,172 @@ import numpy as np
 import pytest
 
 from support import runs, tiny, tiny_run
-from support.runs import stop_after
 from txl_jax.config import config_tree
 from txl_jax.runtime.log import read_metrics
 from txl_jax.training.hooks import Hook
 
-EVERY = 3
+STEPS = 16
+EVERY = 2  # Training steps between evaluations.
+NEVER = 10**6  # A patience that no run uses up.
 
 
 @pytest.fixture(scope="module")
-def given(config, corpus, usual_emitters):
-    """(config, corpus): a run with so high a rate that its loss goes up and down."""
+def base(config, corpus, traces_kept):
+    """(config, corpus) of a run with so high a rate that its loss goes up and down."""
     changes = {
         "model.n_layer": 1,
-        "optimizer.learning_rate": 0.1,
+        "optimizer.learning_rate": 0.115,
         "optimizer.warmup_steps": 0,
         "train.batch_size": 4,
+        "train.segments_per_call": 1,
+        "train.steps": STEPS,
+        "train.log_every": STEPS,
+        "train.eval_every": EVERY,
+        "train.checkpoint_every": STEPS,
+        "average.start_step": None,
+        "average.ema_decay": None,
+        "average.nt_asgd_patience": NEVER,
     }
-    changes |= {"train.segments_per_call": 1, "train.steps": 60, "train.log_every": 60}
-    changes |= {"train.eval_every": EVERY, "train.checkpoint_every": 30}
-    # The tests below start the mean by validation losses instead.
-    changes |= {"average.start_step": None, "average.ema_decay": None}
     return config_tree.replace(config, changes), corpus
 
 
-def run(given, folder, *, stop_requested=lambda: False, stop_at=None, **changes):
-    """Trains to an end, or to evaluation `stop_at` (from 1): the outcome and validation losses."""
-    config, corpus = given
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory):
+    """The validation losses of the run without patience."""
+    _, losses = run(base, tmp_path_factory.mktemp("whole"))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def averaged(base, tmp_path_factory):
+    """(directory, validation losses) of the run whose mean begins when validation says so."""
+    folder = tmp_path_factory.mktemp("averaged")
+    _, losses = run(base, folder, average__nt_asgd_patience=1)
+    return folder, losses
+
+
+def run(base, folder, *, stop_requested=lambda: False, hooks=(), **changes):
+    """Trains to an end or a stop. Returns the outcome and all validation losses so far."""
+    config, corpus = base
+    config = tiny.changed(config, **changes)
+    outcome = runs.train(config, corpus, folder, stop_requested=stop_requested, hooks=hooks)
+    return outcome, validation_losses(folder)
+
+
+def validation_losses(folder):
+    return [record["loss"] for record in read_metrics(folder) if record["kind"] == "valid"]
+
+
+def stop_at(evaluation):
+    """A hook that requests a stop at an evaluation, counted from 1."""
 
     def stop(context):
-        if context.step == stop_at * EVERY:
+        if context.step == evaluation * EVERY:
             context.request_stop()
 
-    changed = tiny.changed(config, **changes)
-    hooks = [] if stop_at is None else [Hook(EVERY, stop)]
-    outcome = runs.train(changed, corpus, folder, stop_requested=stop_requested, hooks=hooks)
-    return outcome, [r["loss"] for r in read_metrics(folder) if r["kind"] == "valid"]
-
-
-def first(due, losses):
-    """The first evaluation, from 1, after which `due` of the losses so far."""
-    return next(n for n in range(1, len(losses) + 1) if due(losses[:n]))
-
-
-def never_better(losses, patience):
-    return len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
+    return Hook(EVERY, stop)
 
 
 class KilledError(Exception):
     """Ends a run like a kill: no checkpoint is written."""
 
 
-@pytest.fixture(scope="module")
-def whole(given, tmp_path_factory):
-    return run(given, tmp_path_factory.mktemp("whole"))[1]
-
-
-def test_a_run_ends_when_its_patience_does(given, whole, tmp_path):
-    """A run that was stopped meanwhile has not lost count."""
-    last = first(lambda so_far: never_better(so_far, 2), whole)
-    assert last < len(whole), "the losses of this run fall all the time; choose a higher rate"
-    stopped, found = run(given, tmp_path, stop_at=last - 1, train__patience=2)
-    assert not stopped.finished and found == whole[: last - 1]
-    outcome, found = run(given, tmp_path, train__patience=2)
-    assert outcome.finished and outcome.step == last * EVERY and found == whole[:last]
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["steps"] == last * EVERY and results["best_valid"]["loss"] == min(found)
-    # Given more patience it goes on.
-    longer, found = run(given, tmp_path, train__patience=None)
-    assert longer.step == 60 and found == whole
-
-
-def test_evaluations_that_are_made_again_after_a_kill_count_once(given, whole, tmp_path):
-    """The log has their losses already, from before the kill."""
-    last = first(lambda so_far: never_better(so_far, 2), whole)
-    config, corpus = given
-    patient = tiny.changed(config, train__patience=2)
+def kill_at(evaluation):
+    """A hook that ends the run at an evaluation like a kill."""
 
     def kill(context):
-        if context.step == (last - 1) * EVERY:
+        if context.step == evaluation * EVERY:
             raise KilledError
 
+    return Hook(EVERY, kill)
+
+
+def first_evaluation(losses, is_due):
+    """Returns the first evaluation, from 1, at which the losses so far are due."""
+    for evaluation in range(1, len(losses) + 1):
+        if is_due(losses[:evaluation]):
+            return evaluation
+    pytest.fail(f"it is never due for these losses, choose another rate: {losses}")
+
+
+def out_of_patience(losses, patience=2):
+    """Whether the last `patience` losses are all no better than the best before them."""
+    return len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
+
+
+def mean_is_due(losses):
+    """Whether the last loss is worse than the best, not counting the loss right before it."""
+    return len(losses) > 2 and losses[-1] > min(losses[:-2])
+
+
+def test_a_run_ends_when_its_patience_does(base, whole, tmp_path):
+    """A run that was stopped in between has not lost count, and with more patience it continues."""
+    last = first_evaluation(whole, out_of_patience)
+    assert last < len(whole), "it would have ended anyway"
+
+    stopped, losses = run(base, tmp_path, hooks=[stop_at(last - 1)], train__patience=2)
+    assert not stopped.finished
+    assert losses == whole[: last - 1]
+
+    outcome, losses = run(base, tmp_path, train__patience=2)
+    assert outcome.finished
+    assert outcome.step == last * EVERY
+    assert losses == whole[:last]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["steps"] == last * EVERY
+    assert results["best_valid"]["loss"] == min(losses)
+
+    longer, losses = run(base, tmp_path, train__patience=None)
+    assert longer.step == STEPS
+    assert losses == whole
+
+
+def test_evaluations_that_are_made_again_after_a_kill_count_once(base, whole, tmp_path):
+    """The log has their losses already, from before the kill."""
+    last = first_evaluation(whole, out_of_patience)
+    assert last > 3, "the losses before the kill would not use up the patience twice"
+
     with pytest.raises(KilledError):
-        runs.train(patient, corpus, tmp_path, hooks=[Hook(EVERY, kill)])
-    recorded = [record["loss"] for record in read_metrics(tmp_path) if record["kind"] == "valid"]
-    assert recorded == whole[: last - 1] and last > 3
-    outcome, found = run(given, tmp_path, train__patience=2)
-    assert outcome.finished and outcome.step == last * EVERY and found == whole[:last]
+        run(base, tmp_path, hooks=[kill_at(last - 1)], train__patience=2)
+    assert validation_losses(tmp_path) == whole[: last - 1]
+
+    outcome, losses = run(base, tmp_path, train__patience=2)
+    assert outcome.finished
+    assert outcome.step == last * EVERY
+    assert losses == whole[:last]
 
 
-def test_the_mean_begins_when_validation_stops_improving(given, tmp_path):
-    """A run that is stopped right after goes on with the same mean."""
-    # The same program, in which the mean never begins: its numbers are equal bit for bit, however
-    # it is compiled.
-    whole = run(given, tmp_path / "never", average__nt_asgd_patience=10**6)[1]
-    due = first(lambda so_far: len(so_far) > 2 and so_far[-1] > min(so_far[:-2]), whole)
-    stopped, found = run(given, tmp_path / "begins", stop_at=due + 1, average__nt_asgd_patience=1)
-    assert not stopped.finished and len(found) == due + 1
-    outcome, found = run(given, tmp_path / "begins", average__nt_asgd_patience=1)
-    _, state, _ = runs.state_of(tmp_path / "begins")
-    assert int(state.average.begun) == due * EVERY < 60
-    assert found[:due] == whole[:due], "before it begins, the mean is the parameters"
-    assert found[due + 1 :] != whole[due + 1 :]
-    mean, last = (jax.tree.leaves(tree)[0] for tree in (state.average.params, state.params))
-    assert np.abs(mean - last).max() > 1e-3
-    assert outcome.results["best_valid"]["loss"] == min(found)
+def test_the_mean_begins_when_validation_stops_improving(base, whole, tmp_path):
+    """A run that is stopped right after the mean has begun continues with the same mean."""
+    due = first_evaluation(whole, mean_is_due)
+    assert due * EVERY < STEPS
+
+    hooks = [stop_at(due + 1)]
+    stopped, losses = run(base, tmp_path, hooks=hooks, average__nt_asgd_patience=1)
+    assert not stopped.finished
+    assert len(losses) == due + 1
+    outcome, losses = run(base, tmp_path, average__nt_asgd_patience=1)
+
+    assert losses[:due] == whole[:due], "before it begins, the mean is the parameters"
+    assert losses[due + 1 :] != whole[due + 1 :]
+    assert outcome.results["best_valid"]["loss"] == min(losses)
+    _, state, _ = runs.state_of(tmp_path)
+    assert int(state.average.begun) == due * EVERY
     assert state.scored_params is state.average.params
+    mean = jax.tree.leaves(state.average.params)[0]
+    last = jax.tree.leaves(state.params)[0]
+    assert np.abs(mean - last).max() > 1e-3
 
 
-def test_the_mean_begins_in_an_evaluation_that_a_stop_cut_short(given, tmp_path):
+def test_the_mean_begins_in_an_evaluation_that_a_stop_cut_short(base, averaged, tmp_path):
     """The resumed run repeats the evaluation, and the mean begins as in a run that was never
     stopped.
     """
-    config, corpus = given
-    averaged = tiny.changed(config, average__nt_asgd_patience=1)
-    _, losses = run((averaged, corpus), tmp_path / "whole")
-    due = first(lambda so_far: len(so_far) > 2 and so_far[-1] > min(so_far[:-2]), losses)
+    undisturbed, expected_losses = averaged
+    due = first_evaluation(expected_losses, mean_is_due)
     questions = []
 
-    def count(context):
+    def note_last_update(context):
         if context.step == due * EVERY - 1:
             questions.append("the update before the evaluation is done")
 
@@ -135,36 +184,49 @@ def test_the_mean_begins_in_an_evaluation_that_a_stop_cut_short(given, tmp_path)
         if not questions:
             return False
         questions.append("asked")
-        # The first question comes before the next update, the others while the validation text is
-        # scored.
+        # The first question comes before the next update, the others while the validation split
+        # is scored.
         return len(questions) > 2
 
-    hooks = [Hook(1, count)]
-    stopped = runs.train(
-        averaged, corpus, tmp_path / "cut", stop_requested=stop_requested, hooks=hooks
+    stopped, _ = run(
+        base,
+        tmp_path,
+        average__nt_asgd_patience=1,
+        stop_requested=stop_requested,
+        hooks=[Hook(1, note_last_update)],
     )
-    assert not stopped.finished and stopped.step == due * EVERY
-    _, state, notes = runs.state_of(tmp_path / "cut")
+    assert not stopped.finished
+    assert stopped.step == due * EVERY
+    _, state, notes = runs.state_of(tmp_path)
     assert notes["evaluation_pending"]
-    assert int(state.average.begun) > config.train.steps, "it has not begun"
+    assert int(state.average.begun) > STEPS, "it has not begun"
 
-    outcome, found = run((averaged, corpus), tmp_path / "cut")
-    assert found == losses
-    resumed, undisturbed = (runs.state_of(tmp_path / name)[1] for name in ("cut", "whole"))
-    assert int(resumed.average.begun) == int(undisturbed.average.begun) == due * EVERY
-    tiny_run.assert_equal(resumed, undisturbed)
+    outcome, losses = run(base, tmp_path, average__nt_asgd_patience=1)
     assert outcome.finished
+    assert losses == expected_losses
+    _, resumed_state, _ = runs.state_of(tmp_path)
+    _, expected_state, _ = runs.state_of(undisturbed)
+    assert int(resumed_state.average.begun) == due * EVERY
+    tiny_run.assert_equal(resumed_state, expected_state)
 
 
 @pytest.mark.full
-def test_losses_of_other_settings_are_not_compared(given, tmp_path):
-    """Scored at another temperature they are worse than before, and so would end a run of little
-    patience at once.
+def test_losses_of_other_settings_are_not_compared(base, tmp_path):
+    """At another temperature losses are worse than before. Compared with them, they would end a run
+    of little patience at once.
     """
-    stopped, before = run(given, tmp_path, stop_requested=stop_after(31))
-    assert not stopped.finished and len(before) >= 2
-    outcome, found = run(given, tmp_path, eval__temperature=10.0, train__patience=1)
-    after = found[len(before) :]
+    stopped, before = run(base, tmp_path, hooks=[stop_at(3)])
+    assert not stopped.finished
+    assert len(before) == 3
+
+    outcome, losses = run(base, tmp_path, eval__temperature=10.0, train__patience=1)
+
+    after = losses[len(before) :]
     assert after[0] > min(before), "choose a temperature that scores worse"
-    ends = next((n for n in range(1, len(after) + 1) if never_better(after[:n], 1)), len(after))
-    assert len(after) == ends > 1 and outcome.finished
+    assert outcome.finished
+    assert len(after) > 1
+    # It has ended at the first loss that is no better than the others at this temperature, or with
+    # the last step.
+    for evaluation in range(1, len(after)):
+        assert not out_of_patience(after[:evaluation], patience=1), evaluation
+    assert out_of_patience(after, patience=1) or outcome.step == STEPS

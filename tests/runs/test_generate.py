@@ -23,6 +23,8 @@ from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.runs.generate import generate_text, read_prompt, read_stop
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 LENGTH = 40  # Blocks of 16, 16 and 8 without a stop.
 
 

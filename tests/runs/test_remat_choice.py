@@ -20,6 +20,8 @@ from txl_jax.runs.run import Run, check_same_remat
 from txl_jax.runtime import distributed
 from txl_jax.sharding.mesh import abstract_mesh
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 CONFIG = tiny_run.CONFIG
 STORED = Implementation("stored")
 FUSED = Implementation("fused", "mosaic_roll", Tile(512, 1024))

@@ -28,6 +28,8 @@ from txl_jax.runs.score_splits import evaluate_splits
 from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runs.trained import TrainedModel
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

@@ -41,6 +41,8 @@ from txl_jax.training.member_axis import Members
 from txl_jax.training.optimizer import learning_rate
 from txl_jax.training.step import make_train_step
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 STEPS = 24
 
 

@@ -17,6 +17,8 @@ from txl_jax.runtime.checkpoint import Checkpointer
 from txl_jax.runtime.log import METRICS
 from txl_jax.training.member_axis import Members
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 STEP = 2
 MEMBERS = [{"seed": 1}, {"seed": 2}]
 TOTALS = [{"nats": 3.0, "tokens": 2.0, "grad_norm": 0.5, "updates": 1}]

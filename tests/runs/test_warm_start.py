@@ -23,6 +23,8 @@ from txl_jax.runs.run import Run
 from txl_jax.runtime import distributed
 from txl_jax.training.hooks import Hook
 
+pytestmark = pytest.mark.usefixtures("traces_kept")
+
 TEXTS = {
     "old": b"the cat sat on the mat and the dog sat on the cat " * 40,
     "new": b"the dog ran and the owl sat under the mat with the cat " * 40,
