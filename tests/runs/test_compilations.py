@@ -11,6 +11,7 @@ from support import runs, tiny
 from support.runs import stop_after
 from txl_jax.cli import plans
 from txl_jax.cli.job import Job
+from txl_jax.config import AverageConfig, DropoutConfig
 from txl_jax.runs import time_budget
 from txl_jax.runs.run import Run
 
@@ -32,7 +33,7 @@ def empty_cache(tmp_path):
 
 
 def fit(minutes, config, corpus, run):
-    """The config and the compiled step that a plan with --minutes trains with."""
+    """Returns the config and the compiled step that a plan with --minutes trains with."""
     plan = plans.TimedPlan(minutes=minutes)
     return plan.fit_steps(config, corpus, Job(plan, config, [], {}, None), run)
 
@@ -41,6 +42,14 @@ def fit(minutes, config, corpus, run):
 def test_the_step_is_compiled_once_for_minutes_and_for_more_steps(
     config, corpus, tmp_path, caplog, monkeypatch
 ):
+    # Nothing here depends on the size of the program.
+    config = tiny.changed(
+        config,
+        model__n_layer=1,
+        model__dropout=DropoutConfig(),
+        average=AverageConfig(),
+        train__segments_per_call=1,
+    )
     monkeypatch.setattr(time_budget, "_SECONDS_TO_TIME", 0)
 
     def count(line):
@@ -49,13 +58,14 @@ def test_the_step_is_compiled_once_for_minutes_and_for_more_steps(
     with jax.log_compiles():
         run = Run(tmp_path / "run")
         fitted, timed_step = fit(10.0, config, corpus, run)
-        # Another warm-up and other steps than those of the program that was timed.
+        # The warm-up and the steps are not the ones that were timed.
         assert fitted.train.steps > MORE
         fitted = tiny.changed(fitted, optimizer__warmup_steps=1)
         outcome = runs.train(
             fitted, corpus, run, compiled_step=timed_step, stop_requested=stop_after(2)
         )
-        assert not outcome.finished and outcome.step > 0
+        assert not outcome.finished
+        assert outcome.step > 0
         assert (count(COMPILED), count(CACHE_HIT)) == (1, 0)
 
         # A start without the step of the timing, as in another process.
@@ -64,12 +74,14 @@ def test_the_step_is_compiled_once_for_minutes_and_for_more_steps(
         assert (count(COMPILED), count(CACHE_HIT)) == (2, 1)
 
 
-@pytest.mark.parametrize(("steps", "n_note"), [(20, 2), (30, 1)])
+@pytest.mark.parametrize(("steps", "n_note"), [(20, 2), (30, 1)], ids=["too few", "enough"])
 def test_few_steps_are_noted_before_training(config, corpus, tmp_path, monkeypatch, steps, n_note):
     fitting = time_budget.FittingSteps(steps, 0.25, 30, 7, compilation=None)
     monkeypatch.setattr(plans, "steps_in", lambda seconds, *rest: fitting)
     run = Run(tmp_path)
     fitted, _ = fit(0.5, config, corpus, run)
-    assert fitted.train.steps == steps and len(run.notes) == n_note
-    numbers = {"20 steps", "30 steps", "7 minutes", "--train.steps"}
-    assert all(text in run.notes[-1] for text in numbers) is (n_note == 2)
+    assert fitted.train.steps == steps
+    assert len(run.notes) == n_note
+    words = ("20 steps", "30 steps", "7 minutes", "--train.steps")
+    is_noted = all(word in run.notes[-1] for word in words)
+    assert is_noted is (n_note == 2)

@@ -1,5 +1,5 @@
-"""Tests the training job: its parts, signals, samples, a bucket, refusals, a finished run, more or
-fewer steps.
+"""Tests a training run: its parts, signals, samples, a bucket, mistakes, its end, and other
+numbers of steps.
 """
 
 import itertools
@@ -47,9 +47,9 @@ STEPS = 24
 
 
 def test_the_steps_of_a_time_are_those_that_a_clock_shows(config, corpus, monkeypatch):
-    """The first call takes a minute; then S updates take 3 s a call.
+    """The first call takes a minute, and every further call of S updates 3 s.
 
-    Evaluations cost what their FLOPs do.
+    Evaluations take the time of their FLOPs.
     """
     now = 0
     seconds = itertools.chain([60], itertools.repeat(3))
@@ -59,25 +59,27 @@ def test_the_steps_of_a_time_are_those_that_a_clock_shows(config, corpus, monkey
         now += next(seconds)
 
     monkeypatch.setattr(jax, "block_until_ready", finish_call)
+
     fitting = steps_in(1000, config, corpus, clock=lambda: now)
-    steps, each = fitting.steps, fitting.update_seconds
-    assert (
-        each == 3 / config.train.segments_per_call and steps % config.train.segments_per_call == 0
-    )
-    sizes = {"vocab_size": 256}
-    update, scored = (
-        flops.of_step(config, **sizes, n_device=1),
-        flops.of_inference(config.model, config.eval, **sizes),
-    )
-    token = each * scored / update.flops
-    valid, test = (
-        token * len(split) for split in (corpus.valid[: config.eval.valid_tokens], corpus.test)
-    )
-    spent = steps * each + (steps / config.train.eval_every + 1) * valid + test
+
+    update_seconds = 3 / config.train.segments_per_call
+    assert fitting.update_seconds == update_seconds
+    assert fitting.steps % config.train.segments_per_call == 0
+
+    update = flops.of_step(config, vocab_size=256, n_device=1).flops
+    token = flops.of_inference(config.model, config.eval, vocab_size=256)
+    token_seconds = update_seconds * token / update
+    valid = token_seconds * len(corpus.valid[: config.eval.valid_tokens])
+    test = token_seconds * len(corpus.test)
+    evaluations = fitting.steps / config.train.eval_every + 1
+    spent = fitting.steps * update_seconds + evaluations * valid + test
     assert 1000 - 3 - valid <= spent <= 1000
+
     # How long a hundred steps would take, for a note if fewer fit.
-    advised = 100 * (each + valid / config.train.eval_every) + valid + test
-    assert (fitting.advised_steps, fitting.advised_minutes) == (100, math.ceil(advised / 60))
+    advised = 100 * (update_seconds + valid / config.train.eval_every) + valid + test
+    assert fitting.advised_steps == 100
+    assert fitting.advised_minutes == math.ceil(advised / 60)
+
     with pytest.raises(UserError, match=r"\bminutes\b"):
         steps_in(test, config, corpus, clock=lambda: now)
 
@@ -92,6 +94,13 @@ def kill_after(step):
             raise Killed
 
     return Hook(2, kill)
+
+
+def assert_same_state(run, expected):
+    """The latest checkpoints of two runs must be equal bit for bit."""
+    _, state, _ = runs.state_of(run)
+    _, expected_state, _ = runs.state_of(expected)
+    tiny_run.assert_equal(state, expected_state)
 
 
 def saved_steps(monkeypatch):
@@ -118,22 +127,34 @@ def test_before_maintenance_a_run_saves_and_goes_on(
     for name in ("_save_requested", "_watching"):
         monkeypatch.setattr(stop, name, threading.Event())
     stop._watching.set()
-    maintain = Hook(
-        2, lambda context: stop.request_save("maintenance") if context.step == 2 else None
-    )
-    assert runs.train(config, corpus, tmp_path, hooks=[maintain]).results == outcome.results
-    assert numbers(tmp_path) == numbers(whole) and saved == [4, 6, 12, 18, 24]
+
+    def request_save(context):
+        if context.step == 2:
+            stop.request_save("maintenance")
+
+    results = runs.train(config, corpus, tmp_path, hooks=[Hook(2, request_save)]).results
+
+    assert results == outcome.results
+    assert numbers(tmp_path) == numbers(whole)
+    assert saved == [4, 6, 12, 18, 24]
     assert "note      checkpoint saved at step 4," in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.full
-def test_a_run_in_a_bucket_is_that_in_a_folder(run_once, config, corpus, bucket):
-    """An error ends it between two checkpoints; it resumes, and is scored once more."""
-    (local, outcome), remote = run_once, Run(bucket / "run")
+def test_a_run_in_a_bucket_has_the_numbers_of_a_run_in_a_directory(
+    run_once, config, corpus, bucket
+):
+    """An error ends it between two checkpoints. It resumes, and is scored once more."""
+    local, outcome = run_once
+    remote = Run(bucket / "run")
+
+    # The last checkpoint before it is of step 12.
     with pytest.raises(Killed):
-        runs.train(config, corpus, remote, hooks=[kill_after(16)])  # The last checkpoint is of 12.
-    assert read_metrics(remote.path)[-1]["step"] == 16  # Written again, and not twice.
+        runs.train(config, corpus, remote, hooks=[kill_after(16)])
+    assert read_metrics(remote.path)[-1]["step"] == 16
+
     assert runs.train(config, corpus, remote).results == outcome.results
+    # The records of steps 13 to 16 are written again, and not twice.
     assert numbers(remote) == numbers(local)
 
 
@@ -141,7 +162,9 @@ def test_a_run_in_a_bucket_is_that_in_a_folder(run_once, config, corpus, bucket)
 def default_handlers():
     """Python's own handlers, which test runners may have changed."""
     defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    before = {}
+    for number, handler in defaults.items():
+        before[number] = signal.signal(number, handler)
     yield defaults
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -150,93 +173,122 @@ def default_handlers():
 def test_a_signal_to_a_script_saves_the_run_and_then_ends_the_script(
     run_once, config, tmp_path, default_handlers
 ):
+    folder = tmp_path / "run"
+
     def start(number, step):
-        send = Hook(
-            2, lambda context: os.kill(os.getpid(), number) if context.step == step else None
-        )
-        return txl_jax.train(config, tmp_path / "run", hooks=[send], cache_dir=str(tmp_path))
+        """Starts the run, and sends this process a signal after a step."""
+
+        def send(context):
+            if context.step == step:
+                os.kill(os.getpid(), number)
+
+        return txl_jax.train(config, folder, hooks=[Hook(2, send)], cache_dir=str(tmp_path))
 
     def assert_saved(step):
-        assert runs.state_of(tmp_path / "run")[0] == step
-        assert {number: signal.getsignal(number) for number in default_handlers} == default_handlers
+        saved_step, _, _ = runs.state_of(folder)
+        assert saved_step == step
+        for number, handler in default_handlers.items():
+            assert signal.getsignal(number) == handler, number
 
     with pytest.raises(KeyboardInterrupt):
         start(signal.SIGINT, 2)
     assert_saved(2)
+
+    # Between two progress lines, and after averaging has begun.
     with pytest.raises(SystemExit) as ended:
-        start(signal.SIGTERM, 6)  # Between two progress lines, and after averaging has begun.
+        start(signal.SIGTERM, 6)
     assert ended.value.code == 143
     assert_saved(6)
+
+    whole, outcome = run_once
     arrived = []
     signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
-    assert start(signal.SIGTERM, 10) == run_once[1], "the script's own handler keeps its signal"
-    assert arrived == [signal.SIGTERM] and numbers(tmp_path / "run") == numbers(run_once[0])
+    assert start(signal.SIGTERM, 10) == outcome, "the script's own handler keeps its signal"
+    assert arrived == [signal.SIGTERM]
+    assert numbers(folder) == numbers(whole)
 
 
 def test_samples_are_written_at_evaluations_and_change_nothing_else(
     run_once, config, corpus, tmp_path, capsys, monkeypatch
 ):
-    """The first start is stopped in the middle of the first evaluation: the next one repeats it,
-    and samples.
+    """The first start is stopped in the middle of the first evaluation. The next one repeats the
+    evaluation, and then samples.
     """
+    whole, expected_outcome = run_once
+    folder = tmp_path / "run"
     values = {
         "train.sample_every": 8,
         "generate.length": 20,
         "generate.samples": 2,
         "generate.prompt": "one ",
     }
-    sampling, folder = config_tree.replace(config, values), tmp_path / "run"
+    sampling = config_tree.replace(config, values)
+
     assert not runs.train(sampling, corpus, folder, stop_requested=stop_after(5)).finished
     assert os.listdir(folder / "samples") == []
     saved = saved_steps(monkeypatch)
     outcome = runs.train(sampling, corpus, folder)
+
     assert saved == [8, 12, 18, 24], "a kill before step 12 repeats no evaluation"
-    assert numbers(folder) == numbers(run_once[0]) and outcome == run_once[1]
-    tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (folder, run_once[0])))
-    assert sorted(os.listdir(folder / "samples")) == [f"step-{step}.txt" for step in (16, 24, 8)]
+    assert numbers(folder) == numbers(whole)
+    assert outcome == expected_outcome
+    assert_same_state(folder, whole)
+
+    assert set(os.listdir(folder / "samples")) == {"step-8.txt", "step-16.txt", "step-24.txt"}
     printed = capsys.readouterr().out.splitlines()
     generate_text(sampling, Run.read(folder))
-    best = (folder / "samples" / f"step-{outcome.results['best_valid']['step']}.txt").read_bytes()
-    assert best == (folder / "sample-seed0.txt").read_bytes() and best.startswith(b"one ")
-    assert all(score_splits.printable(line) in printed for line in best.splitlines())
+    best_step = outcome.results["best_valid"]["step"]
+    best = (folder / "samples" / f"step-{best_step}.txt").read_bytes()
+    assert best == (folder / "sample-seed0.txt").read_bytes()
+    assert best.startswith(b"one ")
+    for line in best.splitlines():
+        assert score_splits.printable(line) in printed
+
+    # On one device these lines are only in log.txt, once for each start.
     logged = runs.log_lines(folder / "log.txt")
-    # On one device, in log.txt alone.
     for begins in ("command  ", "versions ", "attention", "remat "):
-        assert sum(line.startswith(begins) for line in logged) == 2 and begins not in "".join(
-            printed
-        )
+        assert sum(line.startswith(begins) for line in logged) == 2, begins
+        assert begins not in "".join(printed)
 
 
 def test_a_run_that_diverges_ends_with_results_that_json_can_hold(config, corpus, tmp_path):
     """A loss above 709 nats has no perplexity in float64."""
-    wild = {
-        "optimizer.learning_rate": 1e3,
-        "optimizer.warmup_steps": 0,
-        "train.steps": 4,
-        "train.eval_every": 4,
-    }
-    changed = config_tree.replace(config, wild)
-    assert runs.train(changed, corpus, tmp_path).finished
-    score_splits.evaluate_splits(changed, corpus, Run.read(tmp_path))
-    results, again = (
-        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("results", "evaluation")
-    )
-    for found in (results["best_valid"], results["test"], again["test"]):
-        assert found["loss"] > 709 and found["perplexity"] is None and "loss" in found["note"]
+    short = tiny.changed(config, train__steps=6, train__eval_every=6)
+
+    def enlarge(leaf):
+        return jax.device_put(300 * np.asarray(leaf), leaf.sharding)
+
+    def diverge(context):
+        if context.step == 2:
+            params = jax.tree.map(enlarge, context.state.params)
+            return context.state.replace(params=params)
+        return None
+
+    assert runs.train(short, corpus, tmp_path, hooks=[Hook(2, diverge)]).finished
+    score_splits.evaluate_splits(short, corpus, Run.read(tmp_path))
+
+    results = json.loads((tmp_path / "results.json").read_text())
+    evaluation = json.loads((tmp_path / "evaluation.json").read_text())
+    for scores in (results["best_valid"], results["test"], evaluation["test"]):
+        assert scores["loss"] > 709
+        assert scores["perplexity"] is None
+        assert "loss" in scores["note"]
 
 
-def test_a_workdir_that_cannot_be_made_and_a_text_too_short_for_the_batch_are_refused(
-    config, corpus, tmp_path
-):
+def test_mistakes_are_errors_before_anything_is_written(config, corpus, tmp_path):
     (tmp_path / "file").write_text("")
-    large = config_tree.replace(config, {"train.batch_size": 2000})
     with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}.*--workdir"):
         runs.train(config, corpus, tmp_path / "file" / "run")
+
+    large = config_tree.replace(config, {"train.batch_size": 2000})
     with pytest.raises(UserError, match=r"train\.batch_size"):
         runs.train(large, corpus, tmp_path / "run")
-    silent = config_tree.replace(config, {"train.sample_every": 8, "model.network": "lstm"})
+
+    without_samples = config_tree.replace(
+        config, {"train.sample_every": 8, "model.network": "lstm"}
+    )
     with pytest.raises(UserError, match=r"model\.network.*lstm"):
-        runs.train(silent, corpus, tmp_path / "run")
+        runs.train(without_samples, corpus, tmp_path / "run")
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -244,23 +296,27 @@ def test_a_workdir_that_cannot_be_made_and_a_text_too_short_for_the_batch_are_re
 
 
 @pytest.mark.full
-def test_results_that_are_damaged_of_an_earlier_end_or_of_other_lengths_are_made_again(
+def test_results_that_are_corrupted_of_an_earlier_end_or_of_other_lengths_are_made_again(
     finished, config, corpus
 ):
-    """A run that goes on from an end leaves its results behind, if it is killed before the test
-    scores.
+    """A run that continues after its end leaves its results behind, if it is killed before the test
+    split is scored.
     """
     workdir, outcome = finished
-    before, path = numbers(workdir), Path(workdir.path, "results.json")
-    earlier = json.dumps(outcome.results | {"steps": STEPS - 8, "test": {"loss": 0.0}}).encode()
-    for content in (earlier, b"", b'{"steps": 24, "eval": 7}', b"\xff"):
+    before = numbers(workdir)
+    path = Path(workdir.path, "results.json")
+    earlier = outcome.results | {"steps": STEPS - 8, "test": {"loss": 0.0}}
+
+    for content in (json.dumps(earlier).encode(), b"", b'{"steps": 24, "eval": 7}', b"\xff"):
         path.write_bytes(content)
-        assert runs.train(config, corpus, workdir) == outcome
-        assert json.loads(path.read_text()) == outcome.results and numbers(workdir) == before
-    again = runs.train(config_tree.replace(config, {"eval.mem_len": 3}), corpus, workdir).results
-    assert (
-        again["eval"]["mem_len"] == 3 and again["test"]["loss"] != outcome.results["test"]["loss"]
-    )
+        assert runs.train(config, corpus, workdir) == outcome, content
+        assert json.loads(path.read_text()) == outcome.results, content
+        assert numbers(workdir) == before, content
+
+    shorter = config_tree.replace(config, {"eval.mem_len": 3})
+    again = runs.train(shorter, corpus, workdir).results
+    assert again["eval"]["mem_len"] == 3
+    assert again["test"]["loss"] != outcome.results["test"]["loss"]
 
 
 def test_results_count_after_their_steps_and_at_their_evaluation_settings(finished, config, corpus):
@@ -274,18 +330,22 @@ def test_results_count_after_their_steps_and_at_their_evaluation_settings(finish
         return validation.Validation(built, corpus, workdir, checkpoints, log, lambda: False)
 
     same = validation_of(config)
-    assert same.results_after(STEPS) == outcome.results and same.results_after(STEPS - 8) is None
+    assert same.results_after(STEPS) == outcome.results
+    assert same.results_after(STEPS - 8) is None
     same.read_losses()
     records = read_metrics(workdir.path)
     recorded = [record["loss"] for record in records if record["kind"] == "valid"]
-    assert same.losses == [recorded] and len(recorded) == 3
+    assert same.losses == [recorded]
+    assert len(recorded) == 3
+
     other = validation_of(config_tree.replace(config, {"eval.mem_len": 3}))
     assert other.results_after(STEPS) is None
     other.read_losses()
     assert other.losses == [[]]
+
     for content in (b"", b'{"steps": 24, "eval": 7}', b"\xff"):
         Path(workdir.path, "results.json").write_bytes(content)
-        assert same.results_after(STEPS) is None
+        assert same.results_after(STEPS) is None, content
 
 
 def test_a_test_score_without_results_is_recorded_again(finished, config, corpus, monkeypatch):
@@ -318,53 +378,66 @@ def test_a_finished_run_is_neither_compiled_nor_scored_again(
 
 
 @pytest.mark.full
-def test_a_damaged_best_checkpoint_costs_only_the_best(finished, config, corpus, capsys):
+def test_a_corrupted_best_checkpoint_costs_only_the_best(finished, config, corpus, capsys):
     workdir, _ = finished
     Path(workdir.path, "results.json").unlink()
     for path in Path(workdir.best).rglob("*"):
         if path.is_file() and path.name != "digests.json":
             path.write_bytes(path.read_bytes()[:-1] + b"#")
+
     outcome = runs.train(config, corpus, workdir)
-    assert outcome.finished and outcome.results["best_valid"] is None
+
+    assert outcome.finished
+    assert outcome.results["best_valid"] is None
     assert workdir.best in capsys.readouterr().out
     assert generate_text(config, workdir)
 
 
 def test_the_best_parameters_are_loaded_where_later_ones_exist(finished, config, corpus):
-    (workdir, _), parts = finished, build(config, vocab_size=corpus.vocabulary.size)
-    params = jax.tree.map(
-        lambda leaf: np.full(leaf.shape, 7, leaf.dtype), parts.abstract_state.params
-    )
-    with Checkpointer(workdir.best, keep=1, log=print) as best:
-        best.save(STEPS - 18, {"params": params}, {})
-    step, found = load_parameters(parts, workdir, log=print)
-    assert step == STEPS - 18 and all((leaf == 7).all() for leaf in jax.tree.leaves(found))
-
-
-def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
     workdir, _ = finished
-    parts, averaged, more = (
-        build(
-            config_tree.replace(config, {"eval.average_checkpoints": count}),
-            vocab_size=corpus.vocabulary.size,
-        )
-        for count in (None, 2, 3)
-    )
-    each = []
+    built = build(config, vocab_size=corpus.vocabulary.size)
+
+    def sevens(leaf):
+        return np.full(leaf.shape, 7, leaf.dtype)
+
+    earlier = jax.tree.map(sevens, built.abstract_state.params)
+    with Checkpointer(workdir.best, keep=1, log=print) as best:
+        best.save(STEPS - 18, {"params": earlier}, {})
+
+    step, params = load_parameters(built, workdir, log=print)
+
+    assert step == STEPS - 18
+    tiny_run.assert_equal(jax.device_get(params), earlier)
+
+
+def test_the_mean_of_the_latest_checkpoints_is_scored(finished, config, corpus):
+    workdir, _ = finished
+
+    def build_to_average(count):
+        averaging = config_tree.replace(config, {"eval.average_checkpoints": count})
+        return build(averaging, vocab_size=corpus.vocabulary.size)
+
+    abstract_state = build_to_average(None).abstract_state
     with Checkpointer(workdir.latest, keep=2, log=print) as latest:
-        for before in (None, STEPS):
-            step, state, _ = latest.restore(parts.abstract_state, before=before)
-            each.append(state.scored_params)
-    assert step == STEPS - 6
+        last_step, last, _ = latest.restore(abstract_state)
+        earlier_step, earlier, _ = latest.restore(abstract_state, before=STEPS)
+    assert (earlier_step, last_step) == (STEPS - 6, STEPS)
+
     logged = []
-    step, found = load_parameters(averaged, workdir, log=logged.append)
-    assert step == STEPS and [re.findall(r"\d+", line) for line in logged] == [
-        [str(STEPS - 6), str(STEPS)]
-    ]
-    for a, b, mean in zip(*map(jax.tree.leaves, (*each, found)), strict=True):
-        np.testing.assert_allclose(mean, (np.asarray(a) + np.asarray(b)) / 2, rtol=1e-6)
+    step, params = load_parameters(build_to_average(2), workdir, log=logged.append)
+
+    assert step == STEPS
+    [line] = logged
+    assert re.findall(r"\d+", line) == [str(STEPS - 6), str(STEPS)]
+
+    def mean(a, b):
+        return (np.asarray(a) + np.asarray(b)) / 2
+
+    expected = jax.tree.map(mean, earlier.scored_params, last.scored_params)
+    tiny_run.assert_close(params, expected, rtol=1e-6)
+
     with pytest.raises(ValueError, match=r"average_checkpoints\D*\b2\b.*\bgot 3\b"):
-        load_parameters(more, workdir, log=logged.append)
+        load_parameters(build_to_average(3), workdir, log=logged.append)
 
 
 # The parts of a run
@@ -372,34 +445,37 @@ def test_the_mean_of_the_newest_checkpoints_is_scored(finished, config, corpus):
 
 def test_the_training_program_does_not_grow_with_the_layers():
     def lowered_size(n_layer):
-        made = tiny_run.parts(model__n_layer=n_layer)
-        step = make_train_step(made.model, made.optimizer, made.schedule, made.config)
-        return len(
-            jax.jit(step).lower(made.abstract_state, tiny_run.text().segments(0, 1)).as_text()
-        )
+        built = tiny_run.parts(model__n_layer=n_layer)
+        step = make_train_step(built.model, built.optimizer, built.schedule, built.config)
+        lowered = jax.jit(step).lower(built.abstract_state, tiny_run.text().segments(0, 1))
+        return len(lowered.as_text())
 
-    assert lowered_size(24) <= 1.01 * lowered_size(2)  # One per cent for longer numbers.
+    # One per cent for longer numbers.
+    assert lowered_size(24) <= 1.01 * lowered_size(2)
 
 
 def test_a_second_sample_compiles_nothing(caplog):
-    made = tiny_run.parts()
-    sample, params = (
-        make_sampler(made.config, tiny_model.VOCABULARY),
-        jax.device_put(tiny_run.params(made.model)),
-    )
-    first, negative = sample(made, params, lambda: False), jax.tree.map(jax.numpy.negative, params)
+    built = tiny_run.parts()
+    sample = make_sampler(built.config, tiny_model.VOCABULARY)
+    host_params = tiny_run.params(built.model)
+    params = jax.device_put(host_params)
+    negative_params = jax.device_put(jax.tree.map(np.negative, host_params))
+    first = sample(built, params, lambda: False)
     caplog.clear()
+
     with jax.log_compiles():
-        assert sample(made, negative, lambda: False) != first
+        second = sample(built, negative_params, lambda: False)
+
+    assert second != first
     assert not [line for line in caplog.messages if line.startswith("Compiling")]
 
 
-def test_cutoffs_that_do_not_fit_the_vocabulary_are_refused_with_both_numbers():
+def test_the_error_for_cutoffs_beyond_the_vocabulary_has_both_numbers():
     with pytest.raises(ValueError, match=r"model\.cutoffs\D*\b5,13\b\D*\b13\b"):
         tiny_run.parts(model__cutoffs=(5, 13))
 
 
-def loop(steps, hooks, events, *, bad_call=None):
+def run_loop(steps, hook_intervals, events, *, bad_call=None):
     """Runs the loop in calls of two updates, without a model, and adds what happens to `events`."""
 
     def add(first_step, metrics):
@@ -410,31 +486,41 @@ def loop(steps, hooks, events, *, bad_call=None):
     def hook(name, every):
         return Hook(every, lambda context: events.append(f"{name} {context.step}"))
 
-    progress, due = mock.Mock(add=add), [hook(*each) for each in hooks.items()]
-
     def train_step(state, segments):
         return state, events.append("call")
 
-    run_updates(0, train_step, lambda done: done, range(0, steps, 2), due, progress, lambda: False)
+    progress = mock.Mock(add=add)
+    hooks = [hook(name, every) for name, every in hook_intervals.items()]
+    calls = range(0, steps, 2)
+    run_updates(0, train_step, lambda done: done, calls, hooks, progress, lambda: False)
     return progress
 
 
-def test_metrics_come_one_call_late_or_before_a_hook_and_a_bad_number_stops_the_run_before_it():
+def test_metrics_come_one_call_late_or_right_before_a_hook():
+    """So that no hook saves or evaluates a state whose numbers are not known to be finite."""
     events = []
-    progress = loop(10, {"eval": 4, "save": 6}, events)
-    assert progress.exclude.call_count == 5 and progress.waited.call_count == 6, (
-        "the time of hooks, and for segments"
-    )
-    first = "call, call, metrics 0, metrics 2, eval 4, call, metrics 4, save 6"
-    assert (
-        ", ".join(events) == f"{first}, call, metrics 6, eval 8, call, metrics 8, eval 10, save 10"
-    )
+
+    progress = run_loop(10, {"eval": 4, "save": 6}, events)
+
+    assert events == [
+        *("call", "call", "metrics 0", "metrics 2", "eval 4"),
+        *("call", "metrics 4", "save 6"),
+        *("call", "metrics 6", "eval 8"),
+        *("call", "metrics 8", "eval 10", "save 10"),
+    ]
+    assert progress.exclude.call_count == 5, "the time of hooks is not the time of updates"
+    assert progress.waited.call_count == 6, "so is the time for segments"
+
+
+def test_a_number_that_is_not_finite_ends_the_run_before_a_hook():
     events = []
     with pytest.raises(NonFiniteError, match="call 2"):
-        loop(8, {"save": 2}, events, bad_call=2)
+        run_loop(8, {"save": 2}, events, bad_call=2)
     assert events == ["call", "metrics 0", "save 2", "call"]
-    with pytest.raises(NonFiniteError):  # Also in the last call, and without hooks.
-        loop(4, {}, [], bad_call=2)
+
+    # Also in the last call, and without hooks.
+    with pytest.raises(NonFiniteError):
+        run_loop(4, {}, [], bad_call=2)
 
 
 # More steps, or fewer
@@ -452,54 +538,70 @@ def longer(run_once, config, corpus, tmp_path_factory):
 
 
 def test_a_finished_run_trains_on_by_the_schedule_of_the_new_total(run_once, longer, config):
+    whole, earlier_outcome = run_once
     folder, outcome = longer
-    assert outcome.finished and outcome.step == outcome.results["steps"] == MORE
-    grown = {"step": STEPS, "name": "train.steps", "old": STEPS, "new": MORE}
-    assert outcome.results["changes"] == [grown] and "changes" not in run_once[1].results
+    assert outcome.finished
+    assert outcome.step == outcome.results["steps"] == MORE
+    change = {"step": STEPS, "name": "train.steps", "old": STEPS, "new": MORE}
+    assert outcome.results["changes"] == [change]
+    assert "changes" not in earlier_outcome.results
     assert json.loads((folder / "results.json").read_text()) == outcome.results
-    before, after = numbers(run_once[0]), numbers(folder)
+
+    before = numbers(whole)
+    after = numbers(folder)
     assert after[: len(before)] == before, "the test scores of the earlier end stay"
     assert [record["step"] for record in after if record["kind"] == "test"] == [STEPS, MORE]
-    rate = learning_rate(tiny.changed(config, train__steps=MORE))
-    rates = {each["step"]: each["learning_rate"] for each in after if each["kind"] == "train"}
-    assert rates[STEPS] < 1e-3 < rates[STEPS + 4] == pytest.approx(float(rate(STEPS + 3)))
-    peak = config.optimizer.learning_rate
-    [note] = [
-        line for line in (folder / "log.txt").read_text().splitlines() if "% of its peak" in line
-    ]
-    assert f"{float(rate(STEPS)) / peak:.1%} of its peak, not 0.0%" in note
+
+    expected_rate = learning_rate(tiny.changed(config, train__steps=MORE))
+    rates = {}
+    for record in after:
+        if record["kind"] == "train":
+            rates[record["step"]] = record["learning_rate"]
+    assert rates[STEPS] < 1e-3 < rates[STEPS + 4]
+    assert rates[STEPS + 4] == pytest.approx(float(expected_rate(STEPS + 3)))
+
+    share = float(expected_rate(STEPS)) / config.optimizer.learning_rate
+    logged = runs.log_lines(folder / "log.txt")
+    [note] = [line for line in logged if "% of its peak" in line]
+    assert f"{share:.1%} of its peak, not 0.0%" in note
 
 
 def test_it_equals_a_run_with_the_same_change_that_is_killed_and_stopped(
     longer, finished, config, corpus
 ):
-    (folder, outcome), (workdir, _) = longer, finished
+    folder, outcome = longer
+    workdir, _ = finished
     more = tiny.changed(config, train__steps=MORE)
-    # Before its first checkpoint: the record has the change, and the checkpoint not.
+
+    # Killed before its first checkpoint, the run has the change in its record, and not in a
+    # checkpoint.
     with pytest.raises(Killed):
         runs.train(more, corpus, workdir, hooks=[kill_after(STEPS + 2)])
     assert Run.read(workdir.path).config.train.steps == MORE
     [row] = read_runs([workdir.path])
-    assert row.results is None and "of 36 training steps" in row.row([])["state"], (
-        "the results are of the earlier end"
-    )
+    assert row.results is None, "the results are of the earlier end"
+    assert "of 36 training steps" in row.row([])["state"]
+
     assert not runs.train(more, corpus, workdir, stop_requested=stop_after(4)).finished
     assert runs.train(more, corpus, workdir) == outcome
     assert numbers(workdir) == numbers(folder)
-    tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (workdir, folder)))
+    assert_same_state(workdir, folder)
 
 
 def test_a_run_that_was_stopped_gets_fewer_steps_and_not_less_than_are_done(
     config, corpus, tmp_path
 ):
     assert not runs.train(config, corpus, tmp_path, stop_requested=stop_after(3)).finished
-    done = runs.state_of(tmp_path)[0]
-    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(
-        UserError, match=rf"train\.steps was 24 and is now {done - 2}, fewer than the {done} "
-    ):
+    done, _, _ = runs.state_of(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    fewer = rf"train\.steps was 24 and is now {done - 2}, fewer than the {done} "
+    with pytest.raises(UserError, match=fewer):
         runs.train(tiny.changed(config, train__steps=done - 2), corpus, tmp_path)
-    assert {path: path.read_bytes() for path in files} == files
+    for path, content in before.items():
+        assert path.read_bytes() == content, path
+
     outcome = runs.train(tiny.changed(config, train__steps=done + 2), corpus, tmp_path)
     change = {"step": done, "name": "train.steps", "old": STEPS, "new": done + 2}
-    assert outcome.results["steps"] == done + 2 and outcome.results["changes"] == [change]
+    assert outcome.results["steps"] == done + 2
+    assert outcome.results["changes"] == [change]

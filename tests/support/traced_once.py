@@ -7,6 +7,7 @@ tests/runs/test_compilations.py, and with real processes in tests/faults.
 """
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ _DECIDED_BY_THE_MODEL = {
     "Built.init_params.<locals>.<lambda>",
     "Built.init_state.<locals>.<lambda>",
     "Built.lower_step.<locals>.step",
+    "DocumentReader._step.<locals>.document_step",
     "DynamicModel._make_state.<locals>.make_state",
     "_of_recurrent.<locals>.init_memory",
     "init_cache",
@@ -31,9 +33,12 @@ _DECIDED_BY_THE_MODEL = {
     "make_eval_step.<locals>.eval_step",
     "prepare_params",
 }
-# Settings that decide when something is done, and are in no program
-# (tests/training/test_schedule_lengths.py).
+# Settings that decide when something is done, or where a text is from, and are in no program
+# (tests/training/test_schedule_lengths.py). What the text decides on, V and the end token, is in
+# the model.
 _IN_NO_PROGRAM = {
+    "init_from",
+    "init_vocabulary",
     "train.checkpoint_every",
     "train.eval_every",
     "train.log_every",
@@ -53,11 +58,14 @@ def kept() -> Iterator[None]:
 
     def jit_once(built: Built, function: Any, **options: Any) -> Any:
         # What `functools.partial` binds comes from the model and the settings too.
-        name = getattr(function, "func", function).__qualname__
+        named = getattr(function, "func", function)
+        name = named.__qualname__
         if name not in _DECIDED_BY_THE_MODEL:
             return _jit(built, function, **options)
+        # A reader of documents has a step for each kind of result.
+        kind = inspect.getclosurevars(named).nonlocals.get("kind")
         leaves, structure = jax.tree.flatten(options)
-        key = (*_facts(built, name), tuple(leaves), structure)
+        key = (*_facts(built, name), kind, tuple(leaves), structure)
         if key not in _kept:
             _kept[key] = _jit(built, function, **options)
         return _kept[key]
@@ -77,8 +85,9 @@ def kept() -> Iterator[None]:
 def _facts(built: Built, name: str) -> tuple[Any, ...]:
     """Returns all that a function of a model depends on, but for options of `jax.jit`."""
     settings = config_tree.to_dict(built.config)
-    for setting in _IN_NO_PROGRAM:
-        del settings[setting]
+    for setting in list(settings):
+        if setting in _IN_NO_PROGRAM or setting.startswith(("data.", "generate.")):
+            del settings[setting]
     # Validation decides when the mean begins. Whether there is a mean is in the program.
     settings["average.nt_asgd_patience"] = settings["average.nt_asgd_patience"] is None
     rule = None
