@@ -1,7 +1,7 @@
 """Tests documents that the model learns from while it reads them, in Python and from a file.
 
-`DynamicModel.score` of a single text is held equal to a plain loop in
-tests/evaluation/test_dynamic.py. Here it is what each document must equal.
+tests/evaluation/test_dynamic.py compares `DynamicModel.score` of a single text with a plain loop.
+Here each document is compared with `DynamicModel.score`.
 """
 
 import dataclasses
@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 
 import txl_jax
-from support import drawn_run, tiny_model
+from support import drawn_run, tiny_model, tiny_run
 from support.cases import full_but
 from txl_jax.config import DType, DynamicConfig, ExperimentConfig, config_tree
 from txl_jax.data.segments import evaluation_segments
 from txl_jax.errors import NonFiniteError, UserError
 from txl_jax.evaluation import dynamic
-from txl_jax.recurrence import Segments
 from txl_jax.runs import score_input
 from txl_jax.runs.build import build_for
 from txl_jax.runs.dynamic import DynamicModel, built_with_rule
@@ -62,18 +61,21 @@ def one_pass(model: DynamicModel, documents: list[np.ndarray]) -> list[np.ndarra
         if len(ids) > 1:
             reader = evaluation_segments(ids, batch_size=1, segment_len=segment_len)
             blocks.append(reader.segments(0, reader.n_segments))
-    segments = Segments(*map(np.concatenate, zip(*blocks, strict=True)))
-    assert segments.reset.sum() == len(blocks), "each begins with an empty memory"
+    segments = jax.tree.map(lambda *arrays: np.concatenate(arrays), *blocks)
+    assert segments.reset.sum() == len(blocks), "each document begins with an empty memory"
     _, losses = model.step(None, model.start(), model.built.place(segments))
 
     scored = np.asarray(losses.nll)[segments.weights > 0]
-    ends = np.cumsum([max(len(ids) - 1, 0) for ids in documents])
+    lengths = [max(len(ids) - 1, 0) for ids in documents]
+    ends = np.cumsum(lengths)
     return np.split(scored, ends[:-1])
 
 
-def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    for nats, expected_nats in zip(found, expected, strict=True):
-        np.testing.assert_allclose(nats, expected_nats, rtol=0, atol=1e-9)
+def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for number, (nats, expected_nats) in enumerate(zip(actual, expected, strict=True)):
+        np.testing.assert_allclose(
+            nats, expected_nats, rtol=0, atol=1e-9, err_msg=f"document {number}"
+        )
 
 
 @pytest.mark.parametrize("network", full_but(["transformer_xl"], ["transformer_xl", "lstm"]))
@@ -85,19 +87,19 @@ def test_each_document_is_learned_as_if_it_were_the_only_one(network):
     before = jax.tree.map(np.array, model.params)
     documents = tiny_model.documents(LENGTHS)
 
-    found = model.score(documents, per_token=True, dynamic=RULE)
+    nats_of = model.score(documents, per_token=True, dynamic=RULE)
 
     single = config_tree.replace(model.config, {"eval.batch_size": 1, "eval.warmup_tokens": 0})
     apart = learning(single, model.params, RULE)
-    assert_same(found, [alone(apart, ids) for ids in documents])
-    assert {nats.dtype for nats in found} == {np.dtype(np.float64)}
+    assert_same(nats_of, [alone(apart, ids) for ids in documents])
+    assert {nats.dtype for nats in nats_of} == {np.dtype(np.float64)}
 
-    # The order and the other documents are not seen, and nothing was learned for good.
+    # Order and other documents have no effect, and nothing was learned for good.
     again = model.score(documents[::-1], dynamic=RULE, batch_size=5)[::-1]
-    assert [total.nats for total in again] == [nats.sum() for nats in found]
-    assert [total.tokens for total in again] == [len(nats) for nats in found]
-    assert [total.bytes for total in again] == [len(nats) for nats in found]
-    jax.tree.map(np.testing.assert_array_equal, model.params, before)
+    assert [total.nats for total in again] == [nats.sum() for nats in nats_of]
+    assert [total.tokens for total in again] == [0, 6, 0, 1, 39, 5, 0, 22]
+    assert [total.bytes for total in again] == [0, 6, 0, 1, 39, 5, 0, 22]
+    tiny_run.assert_equal(jax.device_get(model.params), before)
 
 
 @pytest.mark.usefixtures("x64")
@@ -105,23 +107,23 @@ def test_documents_that_share_parameters_are_one_pass_with_an_empty_memory_for_e
     model = tiny_model.make(**FLOAT64)
     documents = tiny_model.documents(LENGTHS)
 
-    found = model.score(documents, per_token=True, dynamic=SHARED)
+    nats_of = model.score(documents, per_token=True, dynamic=SHARED)
 
     apart = learning(model.config, model.params, SHARED)
-    assert_same(found, one_pass(apart, documents))
+    assert_same(nats_of, one_pass(apart, documents))
     # A second call begins with the trained parameters.
     again = list(model.score_stream(documents, per_token=True, dynamic=SHARED))
-    assert_same(again, found)
-    assert np.abs(found[4] - alone(apart, documents[4])).max() > 1e-3
+    assert_same(again, nats_of)
+    assert np.abs(nats_of[4] - alone(apart, documents[4])).max() > 1e-3
 
 
 def test_a_token_before_each_document_is_learned_with_it():
     model = tiny_model.make()
 
-    [found, empty] = model.score(["abba cab", ""], per_token=True, first="\n", dynamic=RULE)
+    [nats, empty] = model.score(["abba cab", ""], per_token=True, first="\n", dynamic=RULE)
 
     [expected] = model.score(["\nabba cab"], per_token=True, dynamic=RULE)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(nats, expected)
     assert empty.shape == (0,)
 
 
@@ -171,6 +173,7 @@ def test_a_loss_that_is_not_finite_names_document_segment_and_rate():
             r"eval\.stride.*rule=rmsprop.*2",
         ),
     ],
+    ids=["weights in int8", "a cache in bfloat16", "a sliding window"],
 )
 def test_models_that_cannot_learn_are_refused_by_name(changes, words):
     model = tiny_model.make(**changes)
@@ -216,14 +219,18 @@ LINES = ["the cat sat on the mat", "", "t", "and the dog ran away", "the cat"]
 def run(tmp_path_factory):
     """A run whose recorded evaluations learn, with documents read in three rows."""
     folder = tmp_path_factory.mktemp("run")
-    changes = {"eval__dynamic": RULE, "eval__batch_size": 3}
+    changes = {"eval__dynamic": RULE, "eval__batch_size": 3, "model__n_layer": 1}
     config, corpus = drawn_run.on_text(folder, bytes(range(256)) * 5, **changes)
     return drawn_run.make(folder / "run", config, corpus)[0]
 
 
 def records(run, lines, rule: DynamicConfig, *, per_token=False, written=None):
-    """The records of documents, of which `written` gets those before a mistake too."""
-    written = [] if written is None else written
+    """The records of documents.
+
+    `written` gets the lines of records, also the ones before a mistake.
+    """
+    if written is None:
+        written = []
     config = config_tree.replace(run.config, {"eval.dynamic": rule})
     texts = ((number, line.encode()) for number, line in enumerate(lines, start=11))
     score_input.score_documents(
@@ -233,7 +240,7 @@ def records(run, lines, rule: DynamicConfig, *, per_token=False, written=None):
         per_token=per_token,
         write=written.append,
     )
-    return list(map(json.loads, "".join(written).splitlines()))
+    return [json.loads(line) for line in "".join(written).splitlines()]
 
 
 @pytest.mark.parametrize("rule", [RULE, SHARED], ids=["each", "shared"])
@@ -253,6 +260,7 @@ def test_the_documents_of_a_file_have_the_losses_of_score(run, rule):
 @pytest.mark.parametrize(
     ("lines", "shared", "is_noted"),
     [(["the", "cat"], False, True), (["the", "cat"], True, False), (LINES, False, False)],
+    ids=["one segment each", "shared", "more segments"],
 )
 def test_a_note_says_that_no_document_has_a_second_segment_to_learn_for(
     run, capsys, lines, shared, is_noted
@@ -267,8 +275,8 @@ def test_the_tokens_of_a_file_have_the_losses_before_they_are_learned(run):
     per_token = records(run, LINES, RULE, per_token=True)
 
     nats = txl_jax.load(run.path).score(LINES, per_token=True, dynamic=RULE)
-    found = np.array([record["nats"] for record in per_token], np.float32)
-    np.testing.assert_array_equal(found, np.concatenate(nats))
+    recorded = np.array([record["nats"] for record in per_token], np.float32)
+    np.testing.assert_array_equal(recorded, np.concatenate(nats))
     text = "".join(line[1:] for line in LINES)
     assert "".join(record["token"] for record in per_token) == text
 
@@ -291,13 +299,9 @@ def test_a_run_whose_evaluations_learn_is_quantized_and_generates_as_ever(run, t
 
     learns = txl_jax.load(run.path)
     assert learns.config.eval.dynamic == RULE
-    static = dataclasses.replace(
-        learns,
-        components=dataclasses.replace(
-            learns.components,
-            config=config_tree.replace(learns.config, {"eval.dynamic": DynamicConfig()}),
-        ),
-    )
+    static_config = config_tree.replace(learns.config, {"eval.dynamic": DynamicConfig()})
+    components = dataclasses.replace(learns.components, config=static_config)
+    static = dataclasses.replace(learns, components=components)
     settings = txl_jax.GenerateConfig(length=20, seed=3)
     assert learns.generate(["the "], settings) == static.generate(["the "], settings)
     pairs = [("the cat", " sat")]
