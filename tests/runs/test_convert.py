@@ -1,13 +1,15 @@
-"""Tests conversions: from and to each format, a bucket, refusals, and that an error leaves
-nothing.
+"""Tests conversions: from and to each format, in a bucket, of models that a format cannot hold, and
+that an error leaves nothing.
 """
 
 import functools
+import itertools
 import json
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -80,29 +82,31 @@ def folder(workdir, tmp_path_factory):
     return target
 
 
-def test_a_portable_folder_is_the_run(workdir, folder):
+def test_a_portable_checkpoint_is_the_run_without_its_paths(workdir, folder):
     assert sorted(os.listdir(folder)) == [
         "README.md",
         "config.json",
         "model.safetensors",
         "vocabulary.txt",
     ]
-    run, model = txl_jax.load(workdir.path), txl_jax.load(folder)
-    assert model.step == run.step == drawn_run.STEP and model.vocabulary == run.vocabulary
-    assert (model.config.model, model.config.eval) == (run.config.model, run.config.eval)
-    jax.tree.map(np.testing.assert_array_equal, model.params, run.params)
+    run = txl_jax.load(workdir.path)
+    model = txl_jax.load(folder)
+    assert model.step == run.step == drawn_run.STEP
+    assert model.vocabulary == run.vocabulary
+    assert model.config.model == run.config.model
+    assert model.config.eval == run.config.eval
+    tiny_run.assert_equal(jax.device_get(model.params), jax.device_get(run.params))
     assert model.score(TEXTS) == run.score(TEXTS)
+
     scores = json.loads((folder / "config.json").read_text())["scores"]
-    assert scores["best_valid"]["loss"] == 1.5 and scores["test"]["loss"] == 1.75
+    assert scores["best_valid"]["loss"] == 1.5
+    assert scores["test"]["loss"] == 1.75
     card = (folder / "README.md").read_text()
-    assert (
-        "| validation | 4.5000 | 1.5000 | 100 |" in card
-        and "| test | 4.5000 | 1.7500 | 100 |" in card
-    )
+    assert "| validation | 4.5000 | 1.5000 | 100 |" in card
+    assert "| test | 4.5000 | 1.7500 | 100 |" in card
+    private = str(Path(workdir.path).parent)
     for name in ("config.json", "README.md", "vocabulary.txt"):
-        assert str(Path(workdir.path).parent) not in (folder / name).read_text(), (
-            "no path of this machine"
-        )
+        assert private not in (folder / name).read_text(), name
 
 
 def test_scores_of_other_parameters_do_not_go_along(workdir, tmp_path):
@@ -114,17 +118,17 @@ def test_scores_of_other_parameters_do_not_go_along(workdir, tmp_path):
     assert json.loads((tmp_path / "model" / "config.json").read_text())["scores"] == {}
 
 
-# Settings of ours that other formats have no word for, unlike the presets of both.
+# Settings that other formats have no word for, and that the presets of both formats do not set.
 OWN = {
     "model.compat.memory_start": MemoryStart.MASKED,
     "data.reset_at": "<eos>",
     "eval.batch_size": 2,
-}
-OWN |= {
     "model.compat.same_length_window": AttentionWindow.MEM_LEN_PLUS_ONE,
     "eval.same_length": True,
+    "train.mem_len": 11,
+    "train.segment_len": 7,
+    "generate.top_k": 3,
 }
-OWN |= {"train.mem_len": 11, "train.segment_len": 7, "generate.top_k": 3}
 PRE_NORM = {
     "model.layer_norm": NormPlace.PRE,
     "model.compat.final_norm": False,
@@ -150,43 +154,50 @@ OF_THE_ORIGINAL = {
     "sinusoids": {"model.encoding": Encoding.VASWANI},
     "Al-Rfou's positions": {"model.encoding": Encoding.AL_RFOU} | LEARNED,
 }
-CASES = [
-    (name, to_format)
-    for name in EXPORTABLE
-    for to_format in (TargetFormat.HUGGINGFACE, TargetFormat.ORIGINAL)
-]
+CASES = [*itertools.product(EXPORTABLE, (TargetFormat.HUGGINGFACE, TargetFormat.ORIGINAL))]
 CASES += [(name, TargetFormat.ORIGINAL) for name in OF_THE_ORIGINAL]
 QUICK = [("adaptive words", TargetFormat.HUGGINGFACE), ("bytes, pre-norm", TargetFormat.ORIGINAL)]
 
 
 @pytest.mark.parametrize(("name", "to_format"), full_but(QUICK, CASES))
 def test_a_model_that_goes_to_another_format_comes_back_the_same(tmp_path, name, to_format):
-    """With the settings that the format has no word for, and so with the same nats."""
-    made = drawn_run.of_words(tmp_path / "run", **(EXPORTABLE | OF_THE_ORIGINAL)[name])
-    there, lines = tmp_path / "there", []
-    convert(made.path, there, to_format=to_format, log=lines.append)
+    """It has the same losses, also by settings that the format has no word for."""
+    changes = (EXPORTABLE | OF_THE_ORIGINAL)[name]
+    made = drawn_run.of_words(tmp_path / "run", **changes)
+    lines = []
+
+    convert(made.path, tmp_path / "there", to_format=to_format, log=lines.append)
+    convert(tmp_path / "there", tmp_path / "back")
+
     assert any(line.startswith("verified") for line in lines)
     if to_format is TargetFormat.HUGGINGFACE:
-        zeros = made.config.model.compat.memory_start is MemoryStart.ZEROS
-        assert any("model.compat.memory_start" in line for line in lines) is not zeros
-    convert(there, tmp_path / "back")
-    before, after = txl_jax.load(made.path), txl_jax.load(tmp_path / "back")
-    jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
-    assert after.vocabulary == before.vocabulary and after.step == before.step == drawn_run.STEP
-    stored = [portable.stored_settings(model.config) for model in (before, after)]
+        begins_with_zeros = made.config.model.compat.memory_start is MemoryStart.ZEROS
+        is_noted = any("model.compat.memory_start" in line for line in lines)
+        assert is_noted is not begins_with_zeros
+
+    before = txl_jax.load(made.path)
+    after = txl_jax.load(tmp_path / "back")
+    tiny_run.assert_equal(jax.device_get(after.params), jax.device_get(before.params))
+    assert after.vocabulary == before.vocabulary
+    assert after.step == before.step == drawn_run.STEP
+    settings = portable.stored_settings(after.config)
+    expected_settings = portable.stored_settings(before.config)
     # A table as wide as the model has two names.
-    assert {**stored[1], "model.d_embed": None} == {**stored[0], "model.d_embed": None}
+    for stored in (settings, expected_settings):
+        stored["model.d_embed"] = None
+    assert settings == expected_settings
     assert after.components.model.end_token == before.components.model.end_token
-    for nats, again in zip(
-        *(model.score(TEXTS, per_token=True) for model in (before, after)), strict=True
-    ):
-        np.testing.assert_allclose(again, nats, rtol=0, atol=1e-6)
+
+    scores = after.score(TEXTS, per_token=True)
+    expected_scores = before.score(TEXTS, per_token=True)
+    for nats, expected in zip(scores, expected_scores, strict=True):
+        np.testing.assert_allclose(nats, expected, rtol=0, atol=1e-6)
     if name == "adaptive words" and to_format is TargetFormat.HUGGINGFACE:
-        check_files_of_hugging_face(there, before)
+        check_files_of_hugging_face(tmp_path / "there", before)
 
 
-# The recipes that the README recommends for training. Only sizes and text are others here, and the
-# flag is added that README, docs and flagfiles name for a model that goes to other formats.
+# The recipes that the README recommends for training, with smaller sizes and another text, and with
+# the flag that README, docs and flagfiles name for a model that goes to other formats.
 RECIPES = {
     "own_bytes": preset("own_bytes"),
     "own_words": preset("own_words"),
@@ -215,13 +226,13 @@ def recipe_run(folder, recipe, **changes):
     return drawn_run.make(folder / "run", config, corpus)[0]
 
 
-WAYS_OUT = [(recipe, to_format) for recipe in RECIPES for to_format in PRESET_NAMES]
+WAYS_OUT = [*itertools.product(RECIPES, PRESET_NAMES)]
 QUICK_WAYS = [(recipe, TargetFormat.HUGGINGFACE) for recipe in RECIPES]
 
 
 @pytest.mark.parametrize(("recipe", "to_format"), full_but(QUICK_WAYS, WAYS_OUT))
 def test_a_recommended_recipe_goes_out_and_comes_back(recipe, to_format, tmp_path):
-    """With the same nats."""
+    """It has the same losses."""
     made = recipe_run(tmp_path / "made", RECIPES[recipe])
     convert(made.path, tmp_path / "there", to_format=to_format)
     convert(tmp_path / "there", tmp_path / "back")
@@ -230,9 +241,9 @@ def test_a_recommended_recipe_goes_out_and_comes_back(recipe, to_format, tmp_pat
     after = txl_jax.load(tmp_path / "back")
     assert portable.stored_settings(after.config) == portable.stored_settings(before.config)
     [expected] = before.score(TEXTS[:1], per_token=True)
-    [found] = after.score(TEXTS[:1], per_token=True)
+    [nats] = after.score(TEXTS[:1], per_token=True)
     assert len(expected) > 2 * before.config.eval.mem_len
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(nats, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("to_format", PRESET_NAMES)
@@ -249,57 +260,62 @@ def test_one_flag_makes_the_model_of_every_flagfile_one_that_other_formats_have(
 def check_files_of_hugging_face(folder, model):
     assert (folder / "vocab.txt").read_text().splitlines() == list(model.vocabulary.words)
     with safe_open(folder / "model.safetensors", "np") as file:
-        assert file.metadata() == {"format": "pt"}, "transformers refuses a file without it"
+        assert file.metadata() == {"format": "pt"}, "transformers rejects a file without it"
         assert file.get_tensor("transformer.word_emb.emb_layers.1.weight").shape == (3, 16)
-        assert "crit.out_layers.1.weight" not in set(file.keys()), "a shared tensor is there once"
+        assert "crit.out_layers.1.weight" not in set(file.keys()), "a shared tensor is stored once"
 
 
 @pytest.mark.full
-def test_documents_stay_apart_in_a_portable_folder(tmp_path):
+def test_documents_stay_apart_in_a_portable_checkpoint(tmp_path):
     made = drawn_run.of_words(tmp_path / "run", **{"data.reset_at": "<eos>"})
     convert(made.path, tmp_path / "model")
-    before, after = txl_jax.load(made.path), txl_jax.load(tmp_path / "model")
+    before = txl_jax.load(made.path)
+    after = txl_jax.load(tmp_path / "model")
     assert after.components.model.end_token == before.components.model.end_token == 0
     assert after.score(TEXTS) == before.score(TEXTS)
 
 
-# Models whose formula a format cannot hold, and the flags that the message names.
+class Refused(NamedTuple):
+    """A model whose formula a format cannot hold."""
+
+    changes: dict[str, Any]
+    flags: list[str]  # The error names them.
+    only: TargetFormat | None = None  # The format, or None for all formats.
+
+
 REFUSED = {
-    "final norm": (
-        {"model.layer_norm": NormPlace.PRE},
-        None,
-        ["--model.compat.final_norm=false"],
+    "final norm": Refused({"model.layer_norm": NormPlace.PRE}, ["--model.compat.final_norm=false"]),
+    "tied positions": Refused({"model.tie_positions": True}, ["--model.tie_positions=false"]),
+    "LSTM": Refused({"model.network": Network.LSTM}, ["--model.network=transformer_xl"]),
+    "QRNN": Refused({"model.network": Network.QRNN}, ["--model.network=transformer_xl"]),
+    "Shaw's positions": Refused(
+        changes=SHAW, flags=["--model.encoding=relative"], only=TargetFormat.HUGGINGFACE
     ),
-    "tied positions": ({"model.tie_positions": True}, None, ["--model.tie_positions=false"]),
-    "LSTM": ({"model.network": Network.LSTM}, None, ["--model.network=transformer_xl"]),
-    "QRNN": ({"model.network": Network.QRNN}, None, ["--model.network=transformer_xl"]),
-    "Shaw's positions": (SHAW, TargetFormat.HUGGINGFACE, ["--model.encoding=relative"]),
-    "sinusoids": (
-        {"model.encoding": Encoding.VASWANI},
-        TargetFormat.HUGGINGFACE,
-        ["--model.encoding=relative"],
+    "sinusoids": Refused(
+        changes={"model.encoding": Encoding.VASWANI},
+        flags=["--model.encoding=relative"],
+        only=TargetFormat.HUGGINGFACE,
     ),
-    "the paper's terms": (
-        SHAW | {"model.compat.shaw_terms": ShawTerms.PAPER},
-        TargetFormat.ORIGINAL,
-        ["--compat=PRESET"],
+    "the paper's terms": Refused(
+        changes=SHAW | {"model.compat.shaw_terms": ShawTerms.PAPER},
+        flags=["--compat=PRESET"],
+        only=TargetFormat.ORIGINAL,
     ),
 }
 
 
-@pytest.mark.parametrize(("changes", "only", "flags"), REFUSED.values(), ids=REFUSED)
-def test_a_formula_that_a_format_cannot_hold_is_refused_before_anything_is_written(
-    changes, only, flags
-):
-    config = tiny.changed(tiny_run.CONFIG, **changes)
-    for to_format in (only,) if only else PRESET_NAMES:
-        wanted = [flag.replace("PRESET", PRESET_NAMES[to_format]) for flag in flags]
+@pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED)
+def test_a_formula_that_a_format_cannot_hold_is_an_error_before_anything_is_written(refused):
+    config = tiny.changed(tiny_run.CONFIG, **refused.changes)
+    formats = PRESET_NAMES if refused.only is None else [refused.only]
+    for to_format in formats:
         with pytest.raises(UserError) as raised:
             original.check_exportable(config.model, Format(str(to_format)))
-        assert all(flag in str(raised.value) for flag in wanted), raised.value
-        # A model with these flags is not refused for the same reason.
-        for flag in wanted:
-            name, _, value = flag.removeprefix("--").partition("=")
+        # A model with one of the flags can be converted.
+        for flag in refused.flags:
+            typed = flag.replace("PRESET", PRESET_NAMES[to_format])
+            assert typed in str(raised.value)
+            name, _, value = typed.removeprefix("--").partition("=")
             if name == "compat":
                 mended = apply_preset(config, value)
             else:
@@ -325,7 +341,7 @@ def test_a_refused_model_leaves_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "there").exists()
 
 
-def test_a_folder_is_not_written_over(folder, tmp_path):
+def test_existing_files_are_not_overwritten(folder, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for target in (tmp_path / "full", tmp_path / "full" / "file", folder / "new"):
@@ -336,13 +352,15 @@ def test_a_folder_is_not_written_over(folder, tmp_path):
     assert txl_jax.load(tmp_path / "empty").step == drawn_run.STEP
 
 
-def test_a_folder_that_does_not_verify_gets_no_name(folder, tmp_path, monkeypatch):
+def test_a_checkpoint_that_does_not_verify_leaves_nothing(folder, tmp_path, monkeypatch):
     """A disk that changes a byte, and a writer that mixes up two arrays."""
     write = safetensors.write
 
     def swapped(path, leaves, **options):
-        inner = "stack.layers.attention.query", "stack.layers.attention.key"
-        write(path, {**leaves, inner[0]: leaves[inner[1]], inner[1]: leaves[inner[0]]}, **options)
+        query = leaves["stack.layers.attention.query"]
+        key = leaves["stack.layers.attention.key"]
+        exchanged = {"stack.layers.attention.query": key, "stack.layers.attention.key": query}
+        write(path, {**leaves, **exchanged}, **options)
 
     def flipped(path, leaves, **options):
         write(path, leaves, **options)
@@ -356,76 +374,78 @@ def test_a_folder_that_does_not_verify_gets_no_name(folder, tmp_path, monkeypatc
 
 
 def test_losses_that_differ_or_are_not_finite_are_refused():
-    one, nan = np.ones((2, 3), np.float32), np.full((2, 3), np.nan, np.float32)
-    assert convert_job.check_same_losses(one, one) == 0
-    for expected, found, message in (
-        (one, one * np.float32(1.001), r"\b0\.001\b"),
-        (nan, nan, "finite"),
-        (one, nan, "nan"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            convert_job.check_same_losses(expected, found)
+    ones = np.ones((2, 3), np.float32)
+    nans = np.full((2, 3), np.nan, np.float32)
+    assert convert_job.check_same_losses(ones, ones) == 0
+    with pytest.raises(CheckpointError, match=r"\b0\.001\b"):
+        convert_job.check_same_losses(ones, ones * np.float32(1.001))
+    with pytest.raises(CheckpointError, match="finite"):
+        convert_job.check_same_losses(nans, nans)
+    with pytest.raises(CheckpointError, match="nan"):
+        convert_job.check_same_losses(ones, nans)
 
 
-def resize(path, sizes):
-    rewrite(path, config=json.loads(path.read_text())["config"] | sizes)
+def add_word(path):
+    path.write_text(path.read_text() + "zebra\n")
 
 
-DAMAGE = {
+def misspell_setting(path):
+    rewrite(path, config={"model.n_layers": 2})
+
+
+def change_size(path):
+    config = json.loads(path.read_text())["config"]
+    rewrite(path, config=config | {"model.d_inner": 7})
+
+
+# A file, how it is corrupted, and what the error says.
+CORRUPTIONS = {
     "flipped bit": ("model.safetensors", flip, r"model\.safetensors"),
     "no weights": ("model.safetensors", os.unlink, r"model\.safetensors"),
-    "other words": (
-        "vocabulary.txt",
-        lambda path: path.write_text(path.read_text() + "zebra\n"),
-        r"vocabulary\.txt",
-    ),
+    "other words": ("vocabulary.txt", add_word, r"vocabulary\.txt"),
     "vocabulary of another size": (
         "config.json",
-        lambda path: rewrite(path, vocab_size=7),
-        r"vocab_size 7",
+        functools.partial(rewrite, vocab_size=7),
+        "vocab_size 7",
     ),
     "newer format": (
         "config.json",
-        lambda path: rewrite(path, txl_jax_model=99),
-        r"version 1, got 99",
+        functools.partial(rewrite, txl_jax_model=99),
+        "version 1, got 99",
     ),
-    "unknown setting": (
-        "config.json",
-        lambda path: rewrite(path, config={"model.n_layers": 2}),
-        r"Did you mean",
-    ),
-    "contradicting sizes": (
-        "config.json",
-        lambda path: resize(path, {"model.d_inner": 7}),
-        r"is float32\[.*\] there",
-    ),
+    "unknown setting": ("config.json", misspell_setting, "Did you mean"),
+    "contradicting sizes": ("config.json", change_size, r"is float32\[.*\] there"),
 }
 
 
-@pytest.mark.parametrize(("name", "damage", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_damage_is_named(folder, tmp_path, name, damage, message):
+@pytest.mark.parametrize(("name", "corrupt", "message"), CORRUPTIONS.values(), ids=CORRUPTIONS)
+def test_a_corrupted_file_is_named(folder, tmp_path, name, corrupt, message):
     copy = shutil.copytree(folder, tmp_path / "copy")
-    damage(copy / name)
+    corrupt(copy / name)
+
     with pytest.raises(UserError, match=message) as raised:
         txl_jax.load(copy)
+
     assert "\n" not in str(raised.value)
     with pytest.raises(UserError):
         convert(copy, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_of_models_names_some_of_them(tmp_path):
+def test_the_error_for_a_directory_of_models_names_some_of_them(tmp_path):
     for number in range(9):
         (tmp_path / f"run{number}").mkdir()
         if number:
             (tmp_path / f"run{number}" / "config.json").touch()
     with pytest.raises(UserError, match=r"contains no run") as raised:
         txl_jax.load(tmp_path)
-    named = [number for number in range(9) if f"run{number}" in str(raised.value)]
-    assert named == [1, 2, 3, 4, 5] and str(tmp_path / "run1") in str(raised.value)
+    message = str(raised.value)
+    named = [number for number in range(9) if f"run{number}" in message]
+    assert named == [1, 2, 3, 4, 5]
+    assert str(tmp_path / "run1") in message
 
 
-def test_other_folders_are_refused_with_what_to_do(folder, tmp_path):
+def test_errors_for_other_directories_say_what_to_do(folder, tmp_path):
     with pytest.raises(UserError, match=r"contains no run"):
         txl_jax.load(tmp_path)
     with pytest.raises(UserError, match=r"member is 'seed=2'"):
@@ -437,7 +457,7 @@ def test_other_folders_are_refused_with_what_to_do(folder, tmp_path):
         txl_jax.load(tmp_path)
 
 
-def test_a_portable_folder_of_subwords_has_the_tokenizer(tmp_path):
+def test_a_portable_checkpoint_of_subwords_has_the_tokenizer(tmp_path):
     made = drawn_run.of_words(
         tmp_path / "run", tokenizer=Tokenizer.SUBWORD, **{"data.tokenizer.vocab_size": 290}
     )
@@ -450,9 +470,12 @@ def test_a_portable_folder_of_subwords_has_the_tokenizer(tmp_path):
 @pytest.mark.full
 def test_a_run_and_its_conversion_are_loaded_from_a_bucket(bucket, tmp_path):
     text = drawn_run.on_text(tmp_path, drawn_run.letters())
-    remote, local = (drawn_run.make(place / "run", *text)[0] for place in (bucket, tmp_path))
+    remote, _ = drawn_run.make(bucket / "run", *text)
+    local, _ = drawn_run.make(tmp_path / "run", *text)
+
     expected = txl_jax.load(local.path).score(["the cat", "a hat"])
     assert txl_jax.load(str(remote.path)).score(["the cat", "a hat"]) == expected
+
     convert(str(remote.path), str(bucket / "portable"))
     assert txl_jax.load(str(bucket / "portable")).score(["the cat", "a hat"]) == expected
     convert(str(bucket / "portable"), tmp_path / "back")
@@ -463,7 +486,7 @@ def test_a_run_and_its_conversion_are_loaded_from_a_bucket(bucket, tmp_path):
 
 
 @pytest.mark.full
-def test_a_conversion_that_was_killed_is_no_portable_folder(workdir, bucket, storage):
+def test_a_conversion_that_was_killed_is_not_a_portable_checkpoint(workdir, bucket, storage):
     storage.refuse("POST", after=2)
     with pytest.raises(UserError, match="cannot write to gs://"):
         convert(workdir.path, str(bucket))
@@ -472,11 +495,11 @@ def test_a_conversion_that_was_killed_is_no_portable_folder(workdir, bucket, sto
     assert not portable.is_portable(bucket)
 
 
-# Beside transformers 4.35.2: logits, tensors, greedy tokens
+# Compared with transformers 4.35.2: logits, tensors, greedy tokens
 
 
 V = 61
-# wt103's structure, scaled down: three tails, div_val 4, projections shared but for the head's.
+# wt103's structure, scaled down: three tails, div_val 4, all projections but the head's shared.
 SIZES = {
     "vocab_size": V,
     "cutoffs": [7, 19, 40],
@@ -484,16 +507,16 @@ SIZES = {
     "d_embed": 64,
     "n_head": 4,
     "d_head": 16,
-}
-SIZES |= {
     "d_inner": 96,
     "div_val": 4,
     "n_layer": 3,
     "mem_len": 24,
     "clamp_len": 15,
     "same_length": True,
+    "eos_token_id": None,
+    "init_std": 0.15,
+    "proj_init_std": 0.15,
 }
-SIZES |= {"eos_token_id": None, "init_std": 0.15, "proj_init_std": 0.15}
 THEIR_WARNINGS = pytest.mark.filterwarnings(
     *(f"ignore::{kind}Warning" for kind in ("Future", "Deprecation", "User"))
 )
@@ -525,11 +548,14 @@ def test_a_model_of_transformers_there_and_back(library, tmp_path, untie_r, safe
             if "bias" in name or "layer_norm" in name:
                 value += 0.1 * torch.randn_like(value)
     peer.save_pretrained(tmp_path / "theirs", safe_serialization=safe)
+
     lines: list[str] = []
     convert(tmp_path / "theirs", tmp_path / "ours", log=lines.append)
     assert any(line.startswith("verified") for line in lines)
+
+    model = txl_jax.load(tmp_path / "ours")
     ids = np.random.default_rng(0).integers(V, size=20)
-    model, prompt = txl_jax.load(tmp_path / "ours"), ids[:5]
+    prompt = ids[:5]
     with torch.no_grad():
         written = peer.generate(
             torch.tensor(prompt[None]), max_new_tokens=200, do_sample=False, pad_token_id=0
@@ -538,18 +564,21 @@ def test_a_model_of_transformers_there_and_back(library, tmp_path, untie_r, safe
         [model.decode(prompt)], GenerateConfig(length=200, temperature=0.0, top_k=None)
     )
     assert model.encode(greedy).tolist() == written[0, len(prompt) :].tolist()
+
     convert(
         tmp_path / "ours", tmp_path / "back", to_format=TargetFormat.HUGGINGFACE, log=lines.append
     )
     again = transformers.TransfoXLLMHeadModel.from_pretrained(tmp_path / "back").eval()
-    expected, there = peer.state_dict(), again.state_dict()
-    assert expected.keys() == there.keys()
+    expected = peer.state_dict()
+    tensors = again.state_dict()
+    assert expected.keys() == tensors.keys()
     for name, value in expected.items():
-        assert torch.equal(value, there[name]), name
+        assert torch.equal(value, tensors[name]), name
+    segment = torch.tensor(ids[None])
     with torch.no_grad():
-        segment = torch.tensor(ids[None])
-        logits = [each(segment).prediction_scores for each in (peer, again)]
-    assert torch.equal(*logits)
+        expected_logits = peer(segment).prediction_scores
+        logits = again(segment).prediction_scores
+    assert torch.equal(logits, expected_logits)
 
 
 @pytest.mark.nightly(part="huggingface")
@@ -581,9 +610,9 @@ def nats_of_transformers(library, folder, model, text):
     for begin in range(0, len(tokens) - 1, length):
         segment = tokens[begin : begin + length + 1]
         with torch.no_grad():
-            found = peer(segment[None, :-1], mems=memory)
-        memory = found.mems
-        nats.append(-found.prediction_scores[0].gather(1, segment[1:, None])[:, 0].numpy())
+            output = peer(segment[None, :-1], mems=memory)
+        memory = output.mems
+        nats.append(-output.prediction_scores[0].gather(1, segment[1:, None])[:, 0].numpy())
     return np.concatenate(nats)
 
 

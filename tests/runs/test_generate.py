@@ -1,5 +1,5 @@
-"""Tests the generation job: prompts of words, what ends a sample, what is printed and saved, and
-what is no stop.
+"""Tests generation from a run: prompts of words, what ends a sample, what is printed and saved, and
+mistakes.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ from txl_jax.runs.generate import generate_text, read_prompt, read_stop
 
 pytestmark = pytest.mark.usefixtures("traces_kept")
 
-LENGTH = 40  # Blocks of 16, 16 and 8 without a stop.
+BLOCK = 16
+LENGTH = 40  # Without a stop, blocks of 16, 16 and 8.
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +41,10 @@ def run(tmp_path_factory):
 
 
 def write(run, *, stop_requested=lambda: False, **changes):
-    """(texts as strings, what was printed)."""
+    """Returns the texts as strings, and what was printed."""
     config, _, workdir = run
-    config = config_tree.replace(
-        config, {f"generate.{name}": value for name, value in changes.items()}
-    )
+    settings = dataclasses.replace(config.generate, **changes)
+    config = dataclasses.replace(config, generate=settings)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         texts = generate_text(config, workdir, stop_requested=stop_requested)
     return [text.decode() for text in texts], printed.getvalue()
@@ -52,71 +52,83 @@ def write(run, *, stop_requested=lambda: False, **changes):
 
 @pytest.fixture(scope="module")
 def whole(run):
+    """The three samples without a stop."""
     texts, printed = write(run)
-    assert [len(text) for text in texts] == [LENGTH] * 3 and re.search(rf"\b{LENGTH}\b", printed)
+    assert [len(text) for text in texts] == [LENGTH] * 3
+    assert re.search(rf"\b{LENGTH}\b", printed)
     return texts
 
 
+def letter_of_first_block(texts):
+    """Returns a letter that comes in the first block of the first text, but not of all texts."""
+    for letter in "the cas":
+        is_early = [letter in text[:BLOCK] for text in texts]
+        if is_early[0] and not all(is_early):
+            return letter
+    pytest.fail(f"no such letter: {texts}")
+
+
 def test_each_sample_ends_with_its_first_stop(run, whole):
-    """With a token, or with the text of several, here from one block to the next."""
+    """With a token, or with the text of several tokens, here from one block to the next."""
     config, _, workdir = run
-    # Blocks are of 16 tokens.
-    places = {letter: [text.find(letter) for text in whole] for letter in "the cas"}
-    stop = next(
-        letter
-        for letter, found in places.items()
-        if 0 <= found[0] < 16 and not set(found) <= set(range(16))
-    )
-    for each in (whole[0][13:17], stop):
-        texts, printed = write(run, stop=each)
+    for stop in (whole[0][13:17], letter_of_first_block(whole)):
+        texts, printed = write(run, stop=stop)
         for text, longer in zip(texts, whole, strict=True):
-            start, found, _ = longer.partition(each)
-            assert text == start + found
-        assert f" tokens ---\n{texts[0]}\n--- sample 2" in printed, (
-            "the first is streamed up to there"
-        )
-        own = dataclasses.replace(config.generate, stop=each)
-        assert txl_jax.load(workdir.path).generate([""], own) == [texts[0]], (
-            "Python's setting is the same"
-        )
-    assert len(texts[0]) < LENGTH and any(len(text) > 16 for text in texts), (
-        "blocks go on for the others"
-    )
+            before, matched, _ = longer.partition(stop)
+            assert text == before + matched
+        streamed = f" tokens ---\n{texts[0]}\n--- sample 2"
+        assert streamed in printed, "the first is streamed up to its stop"
+        settings = dataclasses.replace(config.generate, stop=stop)
+        [from_python] = txl_jax.load(workdir.path).generate([""], settings)
+        assert from_python == texts[0]
+
+    assert len(texts[0]) < LENGTH
+    assert any(len(text) > BLOCK for text in texts), "blocks continue for the others"
     path = Path(workdir.path, "sample-seed4.txt")
     assert f" {path}" in printed.splitlines()[-1], "the file is named"
-    saved = path.read_text()
-    assert re.split("\n\n---.*---\n\n", saved.removesuffix("\n")) == texts
+    saved = path.read_text().removesuffix("\n")
+    assert re.split("\n\n---.*---\n\n", saved) == texts
 
 
 @pytest.mark.full
 def test_keys_and_values_are_stored_as_the_evaluation_stores_them(run, monkeypatch):
     config, _, workdir = run
-    made, real = [], forward.init_cache
-    monkeypatch.setattr(
-        forward, "init_cache", lambda *args, **kwargs: made.append(kwargs) or real(*args, **kwargs)
-    )
+    init_cache = forward.init_cache
+    dtypes = []
+
+    def note_dtype(*arguments, **options):
+        dtypes.append(options["dtype"])
+        return init_cache(*arguments, **options)
+
+    monkeypatch.setattr(forward, "init_cache", note_dtype)
     config = config_tree.replace(
         config, {"eval.cache_dtype": CacheDType.BFLOAT16, "generate.length": 1}
     )
     generate_text(config, workdir)
-    assert [kwargs["dtype"] for kwargs in made] == [jnp.bfloat16]
+    assert dtypes == [jnp.bfloat16]
 
 
 def test_a_stop_ends_after_a_block_and_while_the_prompt_is_read(run):
     questions = iter([False, False])
     texts, _ = write(run, stop_requested=lambda: next(questions, True))
-    assert len(texts[0]) == 32  # Two blocks of 16, after as many questions.
-    config = config_tree.replace(run[0], {"generate.prompt": "the cat " * 20})
-    assert generate_text(config, run[2], stop_requested=lambda: True) == []
+    assert len(texts[0]) == 2 * BLOCK, "a question after each block"
+
+    texts, _ = write(run, prompt="the cat " * 20, stop_requested=lambda: True)
+    assert texts == []
 
 
-def test_models_that_cannot_generate_are_refused(run):
-    for changes, named in (
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"model.encoding": Encoding.VASWANI}, r"model\.encoding.*\bvaswani\b"),
         ({"eval.mem_len": 0, "eval.same_length": False}, r"eval\.mem_len\D*\b0\b"),
-    ):
-        with pytest.raises(UserError, match=named):
-            generate_text(config_tree.replace(run[0], changes), run[2])
+    ],
+    ids=["sinusoids", "no memory"],
+)
+def test_models_that_cannot_generate_are_an_error(run, changes, message):
+    config, _, workdir = run
+    with pytest.raises(UserError, match=message):
+        generate_text(config_tree.replace(config, changes), workdir)
 
 
 words = functools.partial(WordVocabulary, ("<eos>", "the", "<unk>", "cat", "<S>", "<s>"))
@@ -140,10 +152,10 @@ def test_a_stop_is_a_token_or_the_text_of_several():
         (words(LineMark.EOS), "the\\n", b"the \n"),
         (SubwordVocabulary(hf_tokenizers.byte_level()), "a", b"a"),  # It may be inside of a token.
     ):
-        assert read_stop(GenerateConfig(stop=stop), vocabulary) == token
+        assert read_stop(GenerateConfig(stop=stop), vocabulary) == token, (vocabulary, stop)
 
 
-def test_what_has_no_known_token_is_refused_by_what_it_became():
+def test_the_error_for_a_stop_without_a_known_token_names_its_tokens():
     for vocabulary, stop, pattern in (
         (words(LineMark.EOS), "the zebra", r"\b2\b.*'the', '<unk>'"),
         (ByteVocabulary.all_bytes(Newlines.DROP), "\\n", r"'\\\\n'.*\b0\b"),
@@ -173,15 +185,12 @@ def test_unknown_tokens_of_a_prompt_are_noted(run):
 
 
 def test_escapes_mean_the_same_in_prompt_and_stop_and_at_documents_ends():
-    typed, meant = r"a\n\tb\\n", "a\n\tb\\n"
+    typed = r"a\n\tb\\n"
+    meant = b"a\n\tb\\n"
     vocabulary = ByteVocabulary(bytes(range(256)))
-    assert read_prompt(GenerateConfig(prompt=typed)) == read_stop(
-        GenerateConfig(stop=typed), vocabulary
-    )
-    assert read_prompt(GenerateConfig(prompt=typed)) == meant.encode()
-    assert [find_tokens(vocabulary, end, name="data.reset_at") for end in (r"\t", r"\\")] == [
-        [9],
-        [92],
-    ]
+    assert read_prompt(GenerateConfig(prompt=typed)) == meant
+    assert read_stop(GenerateConfig(stop=typed), vocabulary) == meant
+    assert find_tokens(vocabulary, r"\t", name="data.reset_at") == [9]
+    assert find_tokens(vocabulary, r"\\", name="data.reset_at") == [92]
     with pytest.raises(UserError, match=r"data\.reset_at.*'a a'.*\b3\b.*'a', ' ', 'a'"):
         find_tokens(vocabulary, "a a", name="data.reset_at")
