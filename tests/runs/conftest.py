@@ -37,27 +37,29 @@ def traces_kept():
 def _both(tmp_path_factory):
     """(config, corpus): 2,800 bytes. An epoch is 17 steps, so that it ends inside a call of two."""
     words = np.random.default_rng(0).choice(["one", "two", "three", "four"], 800)
-    every = {"log_every": 4, "eval_every": 8, "checkpoint_every": 6}
-    changes = {
-        "model": ModelConfig(
+    content = " ".join(words).encode()[:2800]
+    return drawn_run.on_text(
+        tmp_path_factory.mktemp("text"),
+        content,
+        model=ModelConfig(
             n_layer=2, d_model=12, n_head=3, d_head=5, d_inner=14, dropout=DropoutConfig(rate=0.1)
         ),
-        "optimizer": OptimizerConfig(learning_rate=0.01, warmup_steps=4),
-        "train": TrainConfig(
+        optimizer=OptimizerConfig(learning_rate=0.01, warmup_steps=4),
+        train=TrainConfig(
             steps=24,
             batch_size=16,
             segment_len=9,
             mem_len=7,
             segments_per_call=2,
-            **every,
+            log_every=4,
+            eval_every=8,
+            checkpoint_every=6,
         ),
         # Until ten updates are averaged, the weight of each depends on their number.
-        "average": AverageConfig(start_step=3, ema_decay=0.9),
-        "data__roll": Roll.ROWS,
-        "eval": EvalConfig(batch_size=2, segment_len=4, mem_len=13, clamp_len=None),
-    }
-    content = " ".join(words).encode()[:2800]
-    return drawn_run.on_text(tmp_path_factory.mktemp("text"), content, **changes)
+        average=AverageConfig(start_step=3, ema_decay=0.9),
+        data__roll=Roll.ROWS,
+        eval=EvalConfig(batch_size=2, segment_len=4, mem_len=13, clamp_len=None),
+    )
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +99,8 @@ def run_once(_recorded):
 def events(_recorded):
     """What the run did to its files, in order, as `support.order` describes it.
 
-    Among it are calls: ("confirm", "") of the lock, ("seal", "") of the log, ("save", "latest/6").
+    These calls are among the events: ("confirm", "") of the lock, ("seal", "") of the log, and
+    ("save", "latest/6").
     """
     return _recorded[2]
 

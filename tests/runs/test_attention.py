@@ -1,9 +1,9 @@
 """Tests a run's implementations of attention: the record, which resumes keep, and the comparison
 before a run.
 
-In the first part tests choose what is there and what "auto" prefers; two tiles give other numbers
-in the last digits. In the second, wrong kernels are ours with a fault planted: a run names them,
-and is then the run of the reference to the last bit.
+In the first part tests choose which implementations exist and which one "auto" prefers. Two tiles
+give other numbers in the last digits. In the second part, wrong kernels are ours with a fault
+planted: a run names them, and is then the run of the reference to the last bit.
 """
 
 import dataclasses
@@ -30,57 +30,71 @@ from txl_jax.runtime import distributed
 
 pytestmark = pytest.mark.usefixtures("traces_kept")
 
-SMALL, LARGE = Tile(4, 8), Tile(8, 16)
+SMALL = Tile(4, 8)
+LARGE = Tile(8, 16)
 
 
 def test_a_start_with_other_settings_keeps_what_they_do_not_touch():
     run = Run("somewhere")
     assert run.attention_for(ExperimentConfig()) == AttentionPaths("auto", "auto"), "a new run"
-    run.is_new, run.config = False, ExperimentConfig()
+
+    run.is_new = False
+    run.config = ExperimentConfig()
     run.attention = {"training": "tiled 4x8", "evaluation": "reference"}
-    tiled, reference = Implementation("tiled", tile=SMALL), Implementation("reference")
-    for changes, kept in (
-        ({"train.log_every": 7}, (tiled, reference)),
-        ({"eval.mem_len": 12}, (tiled, "auto")),
-        ({"model.attention": "reference"}, ("reference", "reference")),
-    ):
-        assert run.attention_for(config_tree.replace(run.config, changes)) == AttentionPaths(*kept)
+
+    def kept(changes):
+        return run.attention_for(config_tree.replace(run.config, changes))
+
+    tiled = Implementation("tiled", tile=SMALL)
+    reference = Implementation("reference")
+    assert kept({"train.log_every": 7}) == AttentionPaths(tiled, reference)
+    assert kept({"eval.mem_len": 12}) == AttentionPaths(tiled, "auto")
+    asked = AttentionPaths("reference", "reference")
+    assert kept({"model.attention": "reference"}) == asked
 
 
-def test_hosts_that_choose_otherwise_are_refused(monkeypatch):
-    """That what they compare reaches all of them is tested in runtime/test_distributed.py."""
+def test_hosts_compare_their_choices(monkeypatch):
+    """tests/runtime/test_distributed.py tests that what they compare reaches all of them."""
     compared: list = []
     monkeypatch.setattr(
         distributed, "assert_same_on_all", lambda facts, advice: compared.append(facts)
     )
     for training in ("tiled 4x8", "tiled 4x8", "fused mosaic_roll 64x128"):
-        check_same_attention(
-            AttentionPaths(*[ChosenPath(Implementation.parse(training), "a reason")] * 2)
-        )
+        chosen = ChosenPath(Implementation.parse(training), "a reason")
+        check_same_attention(AttentionPaths(chosen, chosen))
     first, same, other = compared
-    assert first == same != other and other["attention in training"] == "fused mosaic_roll 64x128"
+    assert first == same != other
+    assert other["attention in training"] == "fused mosaic_roll 64x128"
 
 
-SIZES = dict.fromkeys(
-    ("train.batch_size", "train.steps", "train.eval_every", "train.checkpoint_every"), 4
-)
-SIZES |= {"train.segments_per_call": 2, "train.log_every": 2, "eval.valid_tokens": 200}
+SIZES = {
+    "train.batch_size": 4,
+    "train.steps": 4,
+    "train.eval_every": 4,
+    "train.checkpoint_every": 4,
+    "train.segments_per_call": 2,
+    "train.log_every": 2,
+    "eval.valid_tokens": 200,
+}
 MODEL = ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=8, init_std=0.5)
 DATA = DataConfig(corpus=CorpusName.TEXT, file="words.txt")
 CONFIG = config_tree.replace(tiny_run.CONFIG, SIZES | {"data": DATA, "model": MODEL})
 
 
 def choose_tiles(monkeypatch):
-    """Returns what a test may change: the tile that is chosen now, and why tiles cannot serve."""
-    given, real = types.SimpleNamespace(tile=SMALL, refusal=None), choose.refusal
-    monkeypatch.setattr(
-        choose,
-        "refusal",
-        lambda path, *rest: given.refusal if path == "tiled" else real(path, *rest),
-    )
-    monkeypatch.setattr(choose, "tiles_are_faster", lambda problem: given.refusal is None)
-    monkeypatch.setattr(choose, "default_tile", lambda problem: given.tile)
-    return given
+    """Returns what a test may change: the tile that is chosen, and why tiles cannot serve."""
+    choice = types.SimpleNamespace(tile=SMALL, refusal=None)
+    refusal = choose.refusal
+
+    def refusal_of(path, *rest):
+        if path == "tiled":
+            return choice.refusal
+        return refusal(path, *rest)
+
+    monkeypatch.setattr(choose, "refusal", refusal_of)
+    monkeypatch.setattr(choose, "tiles_are_faster", lambda problem: choice.refusal is None)
+    monkeypatch.setattr(choose, "default_tile", lambda problem: choice.tile)
+    return choice
 
 
 @pytest.fixture
@@ -91,7 +105,8 @@ def tiles(monkeypatch):
 @pytest.fixture(scope="module")
 def both(corpus, tmp_path_factory):
     """The run with small tiles when it has ended, and stopped in the middle."""
-    whole, stopped = (Run(tmp_path_factory.mktemp(name)) for name in ("whole", "stopped"))
+    whole = Run(tmp_path_factory.mktemp("whole"))
+    stopped = Run(tmp_path_factory.mktemp("stopped"))
     with pytest.MonkeyPatch.context() as monkeypatch:
         choose_tiles(monkeypatch)
         assert runs.train(CONFIG, corpus, whole).finished
@@ -118,17 +133,12 @@ def test_a_resumed_run_keeps_its_tiles_and_equals_the_undisturbed_one(both, stop
     tiles.tile = LARGE
     assert runs.train(CONFIG, corpus, stopped).finished
     assert runs.numbers(stopped) == runs.numbers(both[0])
-    assert (
-        recorded(stopped)
-        == recorded(both[0])
-        == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
-    )
-    logged = [
-        line
-        for line in Path(stopped.path, "log.txt").read_text().splitlines()
-        if "attention training" in line
-    ]
-    assert ["as in earlier starts" in line for line in logged] == [False, True]
+    small_tiles = {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
+    assert recorded(stopped) == recorded(both[0]) == small_tiles
+    logged = runs.log_lines(Path(stopped.path, "log.txt"))
+    first_start, second_start = [line for line in logged if "attention training" in line]
+    assert "as in earlier starts" not in first_start
+    assert "as in earlier starts" in second_start
 
 
 def start_again(workdir, config, corpus):
@@ -147,11 +157,10 @@ def start_again(workdir, config, corpus):
 def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, tiles):
     rewrite(stopped, {"training": "fused mosaic_roll 128x256", "evaluation": "tiled 4x8"})
     [line] = start_again(stopped, CONFIG, corpus)
-    assert (
-        "training was fused mosaic_roll 128x256 and is now tiled 4x8 " in line
-        and "evaluation" not in line
-    )
+    assert "training was fused mosaic_roll 128x256 and is now tiled 4x8 " in line
+    assert "evaluation" not in line
     assert recorded(stopped) == {"training": "tiled 4x8", "evaluation": "tiled 4x8"}
+
     tiles.refusal = "the head width is 4, below 8"
     [line] = start_again(stopped, CONFIG, corpus)
     assert "training was tiled 4x8 and is now reference, " in line
@@ -160,10 +169,12 @@ def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, t
     assert start_again(stopped, CONFIG, corpus) == []
     components = TrainedModel.of(Run.read(stopped.path), CONFIG).build(log=pytest.fail)
     assert str(components.model.attention.cached) == "reference"
+
     rewrite(stopped, {"training": "reference", "evaluation": "tiled 4x8"})
     lines = []
     TrainedModel.of(Run.read(stopped.path), CONFIG).build(log=lines.append)
-    assert len(lines) == 1 and "evaluation was tiled 4x8 and is now reference (" in lines[0]
+    [line] = lines
+    assert "evaluation was tiled 4x8 and is now reference (" in line
 
 
 # First contact: a path is compared with the reference before a run uses it, with interpreted TPU
@@ -177,13 +188,13 @@ OVER_A_CACHE = dataclasses.replace(SHORT, segment_len=5, n_keys=15, capacity=10)
 
 @pytest.fixture(autouse=True)
 def unknown(monkeypatch):
-    """Nothing was compared in this process yet."""
+    """Nothing has been compared in this process yet."""
     monkeypatch.setattr(attention_check, "_findings", {})
 
 
 @pytest.fixture
 def on_tpu(monkeypatch):
-    """In training, auto and fused are interpreted kernels, as on a TPU; evaluation is the CPU's."""
+    """In training, auto and fused are interpreted kernels, as on a TPU. Evaluation is the CPU's."""
     real = choose.choose
 
     def choose_fused(path, problem, without=()):
@@ -195,22 +206,22 @@ def on_tpu(monkeypatch):
 
 
 def wrong_mask(monkeypatch):
-    """The newest of the slots that are not filled is visible."""
+    """The last slot that is not filled is visible."""
     real = geometry.Geometry.visible
-    monkeypatch.setattr(
-        geometry.Geometry,
-        "visible",
-        lambda self, q, k, start, stop: real(self, q, k, start - 1, stop),
-    )
+
+    def one_more_visible(self, q, k, start, stop):
+        return real(self, q, k, start - 1, stop)
+
+    monkeypatch.setattr(geometry.Geometry, "visible", one_more_visible)
 
 
 def wrong_gradient(monkeypatch):
     real = kernels._score_gradient
 
     def doubled(step, operands, residuals, scratch):
-        found = real(step, operands, residuals, scratch)
+        gradient = real(step, operands, residuals, scratch)
         scratch.value_gradient[...] = 2 * scratch.value_gradient[...]
-        return found
+        return gradient
 
     monkeypatch.setattr(kernels, "_score_gradient", doubled)
 
@@ -246,23 +257,21 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_kernel_is_named_and_replaced_or_refused_where_it_was_asked_for(
+def test_a_wrong_kernel_is_named_and_replaced_or_an_error_if_it_was_asked_for(
     on_tpu, monkeypatch, fault
 ):
     plant, words = FAULTS[fault]
     plant(monkeypatch)
     training, evaluation = tiny_run.parts().attention
-    assert (str(training.implementation), training.replaces_failed, evaluation.replaces_failed) == (
-        "reference",
-        True,
-        False,
-    )
-    assert (
-        training.reason.startswith(f"{FUSED} on cpu")
-        and words in training.reason
-        and "\n" not in training.reason
-    )
-    monkeypatch.setattr(attention_check, "largest_difference", pytest.fail)  # It is known already.
+    assert str(training.implementation) == "reference"
+    assert training.replaces_failed
+    assert not evaluation.replaces_failed
+    assert training.reason.startswith(f"{FUSED} on cpu")
+    assert words in training.reason
+    assert "\n" not in training.reason
+
+    # The difference is known already.
+    monkeypatch.setattr(attention_check, "largest_difference", pytest.fail)
     with pytest.raises(UserError, match=r"fused .*--model.attention"):
         tiny_run.parts(model__attention="fused")
 
@@ -275,40 +284,47 @@ def test_a_run_with_a_wrong_kernel_is_the_references(
     with pytest.raises(UserError, match="gradient of value"):
         runs.train(asked, corpus, tmp_path / "asked")
     assert not (tmp_path / "asked").exists()
+
     outcome = runs.train(config, corpus, tmp_path / "run")
-    assert outcome == run_once[1] and runs.numbers(tmp_path / "run") == runs.numbers(run_once[0])
-    tiny_run.assert_equal(*(runs.state_of(run)[1] for run in (tmp_path / "run", run_once[0])))
-    [line] = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("attention ")
-    ]
+
+    whole, expected_outcome = run_once
+    assert outcome == expected_outcome
+    assert runs.numbers(tmp_path / "run") == runs.numbers(whole)
+    _, state, _ = runs.state_of(tmp_path / "run")
+    _, expected_state, _ = runs.state_of(whole)
+    tiny_run.assert_equal(state, expected_state)
+    printed = capsys.readouterr().out.splitlines()
+    [line] = [line for line in printed if line.startswith("attention ")]
     assert "training reference (fused mosaic_gather 16x128 interpreted on cpu is wrong: " in line
 
 
 def test_sound_kernels_are_used_and_compared_once(on_tpu, monkeypatch):
     training, _ = tiny_run.parts().attention
-    assert (training.implementation, training.replaces_failed) == (FUSED, False)
+    assert training.implementation == FUSED
+    assert not training.replaces_failed
     assert training.reason.startswith("kernels for a TPU; within ")
     monkeypatch.setattr(attention_check, "largest_difference", pytest.fail)
     assert tiny_run.parts().attention.training == training
     attention_check._findings.clear()
     not_compared = build(tiny_run.CONFIG, vocab_size=tiny.V, uses=["evaluation"])
     assert not_compared.attention.training[0] == FUSED
-    # Of CPUs only interpreted kernels.
+    # On a CPU, only interpreted kernels are compared.
     assert attention_check.compare(Implementation("stored"), SHORT).sentence == ""
 
 
 def test_what_fails_on_one_host_is_used_on_none(on_tpu, monkeypatch):
-    """The other one is made up. It has found the kernel wrong that is sound here."""
+    """The other host is made up. There the kernel is wrong that is sound here."""
     tiny_run.parts()
     [key] = attention_check._findings
     other = json.dumps({key: "the kernel of process 1 is wrong"})
-    for name, act in {"is_multiprocess": lambda: True, "run_on_all": lambda act: act()}.items():
-        monkeypatch.setattr(attention_check.distributed, name, act)
-    monkeypatch.setattr(attention_check.distributed, "gather_texts", lambda own: [own, other])
+    monkeypatch.setattr(attention_check.distributed, "is_multiprocess", lambda: True)
+    monkeypatch.setattr(attention_check.distributed, "run_on_all", lambda act: act())
+    monkeypatch.setattr(attention_check.distributed, "gather_texts", lambda text: [text, other])
+
     training, _ = attention_check.build_on_all(tiny_run.parts).attention
-    assert (
-        str(training.implementation) == "reference" and "of process 1 is wrong" in training.reason
-    )
+
+    assert str(training.implementation) == "reference"
+    assert "of process 1 is wrong" in training.reason
 
 
 def test_the_kernel_over_a_cache_is_compared_too(monkeypatch):
@@ -334,47 +350,43 @@ ONE_KEY = {"segment_len": 1, "n_keys": 1, "n_positions": 1}  # Gradients of scor
     ids=["narrow", "one key", "cache"],
 )
 def test_sound_paths_of_xla_are_within_the_tolerance(problem):
-    """A path that were found wrong by mistake would be replaced, or end the run."""
+    """Otherwise a run would replace such a path, or end."""
     inputs = attention_check.make_inputs(problem, [1, 0, 2])
     for path in (Implementation("stored"), Implementation("tiled", tile=SMALL)):
-        assert (
-            attention_check.describe_error(
-                *attention_check.largest_difference(path, problem, inputs), problem
-            )
-            == ""
-        )
+        difference = attention_check.largest_difference(path, problem, inputs)
+        assert attention_check.describe_error(*difference, problem) == "", path
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite"])
 def test_what_is_compared_is_the_kernel_of_the_run(kind, monkeypatch):
-    """At the sizes of published models, with fewer rows, heads and queries: the choice serves them
-    as it is.
+    """Published models are compared with fewer rows, heads and queries. The kernel that is chosen
+    serves these sizes too, unchanged.
     """
     compared = []
-    monkeypatch.setattr(
-        attention_check, "default_device", lambda: dataclasses.replace(PROBLEM, device_kind=kind)
-    )
-    monkeypatch.setattr(
-        attention_check,
-        "_compare",
-        lambda *given: compared.append(given) or attention_check.Finding(False, ""),
-    )
+
+    def note(implementation, problem):
+        compared.append((implementation, problem))
+        return attention_check.Finding(False, "")
+
+    device = dataclasses.replace(PROBLEM, device_kind=kind)
+    monkeypatch.setattr(attention_check, "default_device", lambda: device)
+    monkeypatch.setattr(attention_check, "_compare", note)
     problems = [resized(PROBLEM, sizes, device_kind=kind) for sizes in TRAINING.values()]
-    problems += [
-        resized(CACHED, sizes, device_kind=kind, capacity=slots)
-        for sizes, slots, _ in EVALUATION.values()
-    ]
+    for sizes, slots, _ in EVALUATION.values():
+        problems.append(resized(CACHED, sizes, device_kind=kind, capacity=slots))
     problems += [dataclasses.replace(problem, dtype="float32") for problem in problems]
     assert problems
+
     for problem in problems:
         chosen, _ = choose.choose("auto", problem)
         attention_check._findings.clear()
         compared.clear()
         attention_check.compare(chosen, problem)
+
         [(implementation, small)] = compared
-        assert chosen.path == "fused" and choose.resolve(chosen, small) == implementation == chosen
-        assert (small.n_head % 2, small.segment_len % 2 or small.segment_len < 511) == (
-            problem.n_head % 2,
-            True,
-        )
+        assert chosen.path == "fused", problem
+        assert implementation == chosen, problem
+        assert choose.resolve(chosen, small) == chosen, problem
+        assert small.n_head % 2 == problem.n_head % 2, problem
+        assert small.segment_len % 2 or small.segment_len < 511, problem
         assert small.n_keys - small.segment_len == problem.n_keys - problem.segment_len

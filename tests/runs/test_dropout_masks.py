@@ -36,7 +36,7 @@ def record_of(folder: Path) -> dict:
 
 
 def rewrite(folder: Path, version: int) -> None:
-    """Changes the version in a record. Version 1 has none."""
+    """Changes the version in a record. Records of version 1 do not name it."""
     record = record_of(folder)
     del record["dropout_masks"]
     if version != 1:
@@ -57,10 +57,10 @@ def make(folder: Path, config=WITH, *, version=1, done=DONE, members=()) -> Path
 
 def contents(folder: Path) -> dict[str, bytes | None]:
     """Returns the bytes of each file below a directory, and None for each directory."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-        for path in folder.rglob("*")
-    }
+    by_name: dict[str, bytes | None] = {}
+    for path in folder.rglob("*"):
+        by_name[str(path.relative_to(folder))] = path.read_bytes() if path.is_file() else None
+    return by_name
 
 
 def start(folder: Path, config=WITH, members=()) -> int:
@@ -73,7 +73,7 @@ def start(folder: Path, config=WITH, members=()) -> int:
 
 
 @contextlib.contextmanager
-def refused(folder: Path, version: int, *words: str):
+def raises_without_writing(folder: Path, version: int, *words: str):
     """The block must raise an error that names the run and the versions, and write nothing."""
     before = contents(folder)
     with pytest.raises(UserError) as caught:
@@ -93,14 +93,16 @@ def test_a_new_run_records_the_version_of_its_masks(tmp_path):
 def test_a_run_with_other_masks_is_not_trained_further(tmp_path, name, version):
     config = config_tree.replace(CONFIG, {f"model.dropout.{name}": 0.1})
     folder = make(tmp_path / "run", config, version=version)
-    with refused(folder, version, f"--init_from={folder}"), Run.open(folder) as run:
+    with raises_without_writing(folder, version, f"--init_from={folder}"), Run.open(folder) as run:
         run.compare(config)
     # It can be read, for everything else.
     assert Run.read(folder).dropout_masks == version
 
 
 @pytest.mark.parametrize("version", OTHERS)
-@pytest.mark.parametrize(("config", "done"), [(CONFIG, DONE), (WITH, 0)])
+@pytest.mark.parametrize(
+    ("config", "done"), [(CONFIG, DONE), (WITH, 0)], ids=["without dropout", "without steps"]
+)
 def test_a_run_that_has_drawn_no_masks_gets_those_of_this_version(tmp_path, version, config, done):
     folder = make(tmp_path / "run", config, version=version, done=done)
     assert start(folder, config) == MASKS_VERSION
@@ -114,7 +116,7 @@ def test_a_run_without_updates_left_keeps_its_version(tmp_path, version):
     folder = make(tmp_path / "run", config, version=version)
     assert start(folder, config) == version
     assert record_of(folder).get("dropout_masks", 1) == version
-    with refused(folder, version), Run.open(folder) as run:
+    with raises_without_writing(folder, version), Run.open(folder) as run:
         run.compare(WITH)
     # A run that was stopped may end where it is.
     assert start(make(tmp_path / "stopped", version=version), config) == version
@@ -123,24 +125,25 @@ def test_a_run_without_updates_left_keeps_its_version(tmp_path, version):
 def test_with_patience_a_run_may_have_ended_before(tmp_path):
     config = config_tree.replace(WITH, {"train.patience": 2})
     folder = make(tmp_path / "run", config)
-    with refused(folder, 1), Run.open(folder) as run:
+    with raises_without_writing(folder, 1), Run.open(folder) as run:
         run.compare(config)
     results = {"steps": DONE, "eval": config_tree.to_dict(config.eval)}
     (folder / RESULTS).write_text(json.dumps(results))
     assert start(folder, config) == 1
     for changes in ({"train.patience": 3}, {"train.patience": None}, {"eval.mem_len": 7}):
-        with refused(folder, 1), Run.open(folder) as run:
+        with raises_without_writing(folder, 1), Run.open(folder) as run:
             run.compare(config_tree.replace(config, changes))
     (folder / RESULTS).write_text(json.dumps(results | {"steps": DONE - 1}))
-    with refused(folder, 1), Run.open(folder) as run:
+    with raises_without_writing(folder, 1), Run.open(folder) as run:
         run.compare(config)
 
 
 def test_the_rates_of_members_decide_not_those_of_their_base(tmp_path):
     some = [{"seed": 1}, {"model.dropout.output": 0.5}]
     folder = make(tmp_path / "some", CONFIG, members=some)
-    with refused(folder, 1, "--mode=split"), Run.open(folder) as run:
+    with raises_without_writing(folder, 1, "--mode=split"), Run.open(folder) as run:
         run.compare(CONFIG, some)
+
     none = [{"seed": 1, "model.dropout.rate": 0.0}, {"seed": 2, "model.dropout.rate": 0.0}]
     assert start(make(tmp_path / "none", members=none), WITH, none) == MASKS_VERSION
 

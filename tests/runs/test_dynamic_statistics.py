@@ -1,4 +1,4 @@
-"""Tests the statistics of the rule RMS: their numbers, their file, and when it is used again."""
+"""Tests the statistics of the rule RMS: their values, their file, and when it is used again."""
 
 import dataclasses
 import re
@@ -102,7 +102,8 @@ def opened(folder, **changes) -> TrainedModel:
 def model_of(trained, *, factor=1.0, **options) -> DynamicModel:
     """Loads the model with its statistics, and perhaps with other weights."""
     _, params = trained.params(trained.build())
-    params = jax.tree.map(lambda leaf: factor * leaf, params)
+    if factor != 1.0:
+        params = jax.tree.map(lambda leaf: jax.device_put(factor * np.asarray(leaf)), params)
     return learning_model(trained, params, **options)
 
 
@@ -148,8 +149,8 @@ def test_their_number_is_a_five_thousandth_of_the_segments_of_a_row(text, monkey
     object.__setattr__(model, "built", built)
 
     # Of enwik8's 90 million bytes, 140 segments of 128.
-    for tokens, expected in ((90_000_001, 3600), (5000 * L * 2 + 1, 2), (5000 * L * 2, 1), (9, 1)):
-        assert dynamic_statistics._count_segments(model, range(tokens)) == expected
+    for n_token, expected in ((90_000_001, 3600), (5000 * L * 2 + 1, 2), (5000 * L * 2, 1), (9, 1)):
+        assert dynamic_statistics._count_segments(model, range(n_token)) == expected, n_token
 
     built.config = config
     n_token = ROWS * SEGMENTS * L + 1
@@ -236,8 +237,8 @@ def test_without_file_and_training_text_the_error_has_the_command_that_makes_it(
     # Another text, as with --data.file.
     other = dataclasses.replace(text[1], digest="0" * 64)
 
-    for more in ({"eval__segment_len": 3, "eval__average_checkpoints": 2}, {}):
-        trained = opened(folder, **more)
+    for changes in ({"eval__segment_len": 3, "eval__average_checkpoints": 2}, {}):
+        trained = opened(folder, **changes)
         with pytest.raises(UserError) as raised:
             dynamic_statistics.find_or_make(
                 unevaluated(trained), trained, corpus=other, folder=str(folder)
@@ -249,7 +250,7 @@ def test_without_file_and_training_text_the_error_has_the_command_that_makes_it(
         config = precedence.config_of_words(
             ExperimentConfig(), words[2:], without=("mode", "workdir"), recorded=run.config
         )
-        assert config.eval == trained.config.eval
+        assert config.eval == trained.config.eval, changes
     assert not (folder / NAME).exists()
 
 
@@ -263,7 +264,7 @@ def unevaluated(trained) -> DynamicModel:
     return DynamicModel(dataclasses.replace(built, config=config), params)
 
 
-def test_a_member_has_a_file_and_a_command_of_its_own(evaluated):
+def test_a_member_has_its_own_file_and_command(evaluated):
     run = Run.read(evaluated)
     run.member = "seed=1"
     trained = dataclasses.replace(TrainedModel.of_run(run), out="/elsewhere/b")
@@ -271,7 +272,8 @@ def test_a_member_has_a_file_and_a_command_of_its_own(evaluated):
     assert dynamic_statistics.path_of(trained) == str(evaluated / "members" / "seed=1" / NAME)
     assert not (evaluated / "members").exists()
     command = dynamic_statistics._command(trained)
-    assert "--ensemble_member=seed=1" in command and "--out=/elsewhere/b" in command
+    assert "--ensemble_member=seed=1" in command
+    assert "--out=/elsewhere/b" in command
 
 
 def test_a_read_only_run_has_its_file_in_out(text, made, evaluated, tmp_path, monkeypatch, capsys):
@@ -295,7 +297,8 @@ def test_a_read_only_run_has_its_file_in_out(text, made, evaluated, tmp_path, mo
     out = tmp_path / "out"
     trained = dataclasses.replace(TrainedModel.of_run(run), out=str(out))
     evaluate_splits(config, corpus, trained)
-    assert (out / NAME).exists() and not (evaluated / NAME).exists()
+    assert (out / NAME).exists()
+    assert not (evaluated / NAME).exists()
     monkeypatch.delattr(dynamic_statistics, "_sum_over_text")
     evaluate_splits(config, corpus, trained)
 
@@ -373,7 +376,7 @@ def test_a_portable_checkpoint_without_the_file_is_one_error(text, evaluated, tm
 def rewrite(folder, *, metadata=None, **arrays):
     """Writes the file again with other metadata or arrays. None removes an array.
 
-    The digest of the arrays is the one of what is written.
+    The metadata has the digest of the arrays that are written.
     """
     path = folder / NAME
     file = dynamic_statistics._read(str(path))
@@ -394,42 +397,62 @@ def flip(folder):
     (folder / NAME).write_bytes(content)
 
 
+def read(folder):
+    file = dynamic_statistics._read(str(folder / NAME))
+    return file.sums[QUERY.replace("__", "/")].read()
+
+
+def replace_header(folder):
+    (folder / NAME).write_bytes(b"\xff" * 100)
+
+
+def truncate(folder):
+    (folder / NAME).write_bytes((folder / NAME).read_bytes()[:-4])
+
+
+def remove_array(folder):
+    rewrite(folder, **{QUERY: None})
+
+
+def change_shape(folder):
+    rewrite(folder, **{QUERY: read(folder)[:, :-1].copy()})
+
+
+def change_dtype(folder):
+    rewrite(folder, **{QUERY: read(folder).astype(np.int32)})
+
+
 def put(value):
-    """Returns a change of one element of an array."""
+    """Returns a function that changes one element of an array."""
 
     def change(folder):
         array = read(folder).copy()
         array.flat[3] = value
-        rewrite(folder, **{BIAS: array})
+        rewrite(folder, **{QUERY: array})
 
     return change
 
 
-def read(folder):
-    file = dynamic_statistics._read(str(folder / NAME))
-    return file.sums[BIAS.replace("__", "/")].read()
-
-
-BIAS = "stack__layers__attention__query"
-DAMAGE = {
-    "no header": lambda folder: (folder / NAME).write_bytes(b"\xff" * 100),
-    "truncated": lambda folder: (folder / NAME).write_bytes((folder / NAME).read_bytes()[:-4]),
+QUERY = "stack__layers__attention__query"
+CORRUPTIONS = {
+    "no header": replace_header,
+    "truncated": truncate,
     "a bit": flip,
-    "a missing array": lambda folder: rewrite(folder, **{BIAS: None}),
-    "another shape": lambda folder: rewrite(folder, **{BIAS: read(folder)[:, :-1].copy()}),
-    "another dtype": lambda folder: rewrite(folder, **{BIAS: read(folder).astype(np.int32)}),
+    "a missing array": remove_array,
+    "another shape": change_shape,
+    "another dtype": change_dtype,
     "negative": put(-1e-3),
     "nan": put(np.nan),
     "infinite": put(np.inf),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_corrupted_file_is_one_error(damage, evaluated):
+@pytest.mark.parametrize("corrupt", CORRUPTIONS.values(), ids=CORRUPTIONS)
+def test_a_corrupted_file_is_one_error(corrupt, evaluated):
     path = str(evaluated / NAME)
     shapes = {name: leaf.shape for name, leaf in dynamic_statistics._read(path).sums.items()}
     dynamic_statistics._check(dynamic_statistics._read(path), shapes)
-    DAMAGE[damage](evaluated)
+    corrupt(evaluated)
 
     with pytest.raises(CheckpointError, match=re.escape(path)) as raised:
         dynamic_statistics._check(dynamic_statistics._read(path), shapes)
@@ -438,7 +461,7 @@ def test_a_corrupted_file_is_one_error(damage, evaluated):
 
 def test_a_corrupted_file_is_an_error_also_where_it_could_be_made_again(text, evaluated):
     trained = opened(evaluated)
-    DAMAGE["negative"](evaluated)
+    put(-1e-3)(evaluated)
 
     with pytest.raises(CheckpointError, match=re.escape(str(evaluated / NAME))):
         model_of(trained, corpus=text[1], folder=str(evaluated))
@@ -447,7 +470,7 @@ def test_a_corrupted_file_is_an_error_also_where_it_could_be_made_again(text, ev
     assert not evaluated.with_name("portable").exists()
 
 
-def test_what_a_strangers_metadata_says_is_shortened(evaluated):
+def test_metadata_is_shortened_and_printable_in_errors(evaluated):
     file = dynamic_statistics._read(str(evaluated / NAME))
     rewrite(evaluated, metadata=file.metadata | {"eval.segment_len": "\x1b[2J" * 100_000})
     with pytest.raises(UserError, match=r"segment_len is .{1,100} instead of 5") as raised:

@@ -22,32 +22,38 @@ def calls(events):
     return [event for event in events if event[0] in ("confirm", "seal", "save")]
 
 
+def renamed_files(events):
+    """The names that files got, in order."""
+    return [name for what, name in events if what == "rename"]
+
+
 def test_the_record_is_written_first_and_the_vocabulary_before_its_config(events):
-    renamed = [name for what, name in events if what == "rename"]
-    assert renamed[:2] == ["vocabulary.txt", "config.json"]
+    assert renamed_files(events)[:2] == ["vocabulary.txt", "config.json"]
     order.assert_in_order(events, ("rename", "config.json"), ("save", "latest/6"))
 
 
 def test_before_each_checkpoint_the_log_is_sealed_and_then_the_lock_confirmed(events):
     """Records up to there are not made again. Without its lock it would write into another run."""
     made = calls(events)
-    saves = [place for place, event in enumerate(made) if event[0] == "save"]
-    assert [made[place][1] for place in saves] == [
-        *("latest/6", "best/8", "latest/12", "best/16", "latest/18", "best/24", "latest/24"),
+    saved = []
+    for place, (call, checkpoint) in enumerate(made):
+        if call != "save":
+            continue
+        saved.append(checkpoint)
+        assert made[place - 1] == ("confirm", ""), checkpoint
+        if checkpoint.startswith("latest"):
+            # Sealing confirms too.
+            assert made[place - 3 : place - 1] == [("seal", ""), ("confirm", "")], checkpoint
+    assert saved == [
+        *("latest/6", "best/8", "latest/12", "best/16", "latest/18", "best/24", "latest/24")
     ]
-    for place in saves:
-        if made[place][1].startswith("latest"):
-            before = [what for what, _ in made[place - 3 : place]]
-            assert before == ["seal", "confirm", "confirm"], made[place]  # Sealing confirms too.
-        else:
-            assert made[place - 1] == ("confirm", ""), made[place]
 
 
 @pytest.mark.parametrize("step", SAVED)
 def test_the_best_parameters_last_before_a_checkpoint_that_counts_on_them(events, step):
     for evaluated in EVALUATED:
         if evaluated <= step:
-            best_lasts = "sync", f"checkpoints/best/{evaluated}"
+            best_lasts = ("sync", f"checkpoints/best/{evaluated}")
             order.assert_in_order(events, best_lasts, ("save", f"latest/{step}"))
 
 
@@ -69,13 +75,13 @@ def test_the_results_come_last_and_after_the_lock_is_confirmed(events):
     """With them the run counts as finished, so its checkpoints are whole by then."""
     place = events.index(("rename", "results.json"))
     assert calls(events[:place])[-2:] == [("seal", ""), ("confirm", "")]
-    assert [name for what, name in events if what == "rename"][-1] == "results.json"
+    assert renamed_files(events)[-1] == "results.json"
     for folder in ("checkpoints/latest/24", "checkpoints/best/24"):
         order.assert_in_order(events, ("sync", folder), ("sync", ".results.json.tmp"))
 
 
 def test_a_run_that_has_lost_its_lock_saves_nothing(tmp_path, monkeypatch):
-    """It finds out before the write, not only between two updates."""
+    """It notices before the write, not only between two updates."""
 
     def lost(run):
         raise UserError("the lock was lost")

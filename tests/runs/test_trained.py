@@ -21,14 +21,17 @@ pytestmark = pytest.mark.usefixtures("traces_kept")
 
 STEP = 2
 MEMBERS = [{"seed": 1}, {"seed": 2}]
-TOTALS = [{"nats": 3.0, "tokens": 2.0, "grad_norm": 0.5, "updates": 1}]
-TOTALS += [{"nats": 5.0, "tokens": 4.0, "grad_norm": 1.5, "updates": 1}]
-# Notes of a checkpoint, one of them of a later version.
+# The running totals of each member.
+TOTALS = [
+    {"nats": 3.0, "tokens": 2.0, "grad_norm": 0.5, "updates": 1},
+    {"nats": 5.0, "tokens": 4.0, "grad_norm": 1.5, "updates": 1},
+]
+# Notes of a checkpoint. "unknown" is from a later version.
 NOTES = {"evaluation_pending": False, "steps": 10, "changes": [], "unknown": 1}
 
 
 def drawn_state(built, factor):
-    """A state whose leaves are neither zero nor another state's. Its mean is not its parameters."""
+    """A state without zeros, unlike the state of another factor. Its mean is not its parameters."""
     count = iter(range(1, 1000))
 
     def draw(leaf):
@@ -69,12 +72,15 @@ def save(folder, text, built, members=()):
     notes = NOTES | {"running_totals": names.to_json(TOTALS[: len(names)])}
     with Checkpointer(run.latest, keep=1, log=print) as latest:
         latest.save(STEP, jax.device_put(names.stack(states)), notes)
-    return run, states if members else states[0]
+    if members:
+        return run, states
+    return run, states[0]
 
 
 def test_before_its_first_evaluation_a_run_is_loaded_with_its_mean(run, text):
     workdir, state = run
-    last, mean = (jax.tree.leaves(tree)[0] for tree in (state.params, state.average.params))
+    last = jax.tree.leaves(state.params)[0]
+    mean = jax.tree.leaves(state.average.params)[0]
     assert np.abs(last - mean).max() > 0.1
     # Every other mode, and conversions, load it by the same function.
     model = txl_jax.load(workdir.path)
@@ -92,10 +98,11 @@ def test_a_member_is_loaded_with_its_own_mean(ensemble, built):
 
 def test_a_member_that_is_split_off_takes_its_state_along(ensemble, built, tmp_path, monkeypatch):
     workdir, states = ensemble
-    name, target = workdir.member_names[1], tmp_path / "alone"
+    name = workdir.member_names[1]
+    target = tmp_path / "alone"
     events = order.record(monkeypatch, target)
     # To build it again would take a second.
-    monkeypatch.setattr(ensemble_job, "build_for", lambda *given, **options: built)
+    monkeypatch.setattr(ensemble_job, "build_for", lambda *arguments, **options: built)
     ensemble_job.split_off(workdir.path, name, target)
     step, state, notes = load_state(built, Run.read(target), log=print)
     assert step == STEP
