@@ -72,9 +72,13 @@ def _drawn(model: TransformerXL, x64: bool) -> dict:
     rng = np.random.default_rng(1)
 
     def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        numbers = rng.normal(size=leaf.shape)
         if path[-1].key == "scale":  # A layer norm's.
-            return jnp.asarray(1 + 0.1 * rng.normal(size=leaf.shape), leaf.dtype)
-        return jnp.asarray(CONFIG.init_std * rng.normal(size=leaf.shape), leaf.dtype)
+            numbers = 1 + 0.1 * numbers
+        else:
+            numbers = CONFIG.init_std * numbers
+        # Converted by numpy, because JAX would compile a conversion for each shape.
+        return jnp.asarray(numbers.astype(leaf.dtype))
 
     # What is kept are arrays also where this is called in a traced function.
     with jax.ensure_compile_time_eval():
