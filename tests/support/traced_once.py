@@ -21,10 +21,10 @@ from txl_jax.runs.dynamic import BuiltToLearn
 # Functions that nothing but the built model decides on. Others, such as the transfer of a warm
 # start, also close over other values.
 _DECIDED_BY_THE_MODEL = {
-    "Built.first_state",
     "Built.init_params.<locals>.<lambda>",
     "Built.init_state.<locals>.<lambda>",
     "Built.lower_step.<locals>.step",
+    "Built.traced_state",
     "DocumentReader._step.<locals>.document_step",
     "DynamicModel._make_state.<locals>.make_state",
     "_of_recurrent.<locals>.init_memory",
@@ -33,6 +33,11 @@ _DECIDED_BY_THE_MODEL = {
     "make_eval_step.<locals>.eval_step",
     "prepare_params",
 }
+for _name in _DECIDED_BY_THE_MODEL:
+    # A method with another name would be traced again for each start, unnoticed but slowly.
+    if _name.startswith("Built."):
+        assert hasattr(Built, _name.split(".")[1]), f"Built has no {_name} any more"
+
 # Settings that decide when something is done, or where a text is from, and are in no program
 # (tests/training/test_schedule_lengths.py). What the text decides on, V and the end token, is in
 # the model.
