@@ -43,12 +43,16 @@ LEAVES = {leaf.name: leaf for leaf in config_tree.leaves(ExperimentConfig)}
 
 
 def parsed(group, words):
-    """Values by the names of settings in a group, of words that are written like flags."""
-    pairs = (
-        (f"{group}.{name}".removeprefix("-."), value)
-        for name, value in (word.split("=") for word in words)
-    )
-    return {name: SettingParser(LEAVES[name].type).parse(value) for name, value in pairs}
+    """Returns values by setting, from words like "n_layer=2" for the settings of a group.
+
+    The group of the settings at the top of the config is "-".
+    """
+    values = {}
+    for word in words:
+        short_name, value = word.split("=")
+        name = f"{group}.{short_name}".removeprefix("-.")
+        values[name] = SettingParser(LEAVES[name].type).parse(value)
+    return values
 
 
 # Chosen so that every setting matters: clusters, pre layer norm, same_length, a clamp, a warm-up.
@@ -63,7 +67,8 @@ eval batch_size=2 segment_len=6 mem_len=9 clamp_len=4
 generate length=4 top_k=10
 """
 BASE = ExperimentConfig()
-for group, *words in map(str.split, BASE_VALUES.strip().splitlines()):
+for line in BASE_VALUES.strip().splitlines():
+    group, *words = line.split()
     BASE = config_tree.replace(BASE, parsed(group, words))
 
 
@@ -72,15 +77,24 @@ def parts_of(config):
     return build(config, vocab_size=256)
 
 
-def readers(config):
-    made = ((training_segments, config.train), (evaluation_segments, config.eval))
-    return [
-        read(np.arange(200), batch_size=c.batch_size, segment_len=c.segment_len) for read, c in made
-    ]
+def training_reader_of(config):
+    """Reads 200 tokens as training does."""
+    lengths = config.train
+    return training_segments(
+        np.arange(200), batch_size=lengths.batch_size, segment_len=lengths.segment_len
+    )
+
+
+def evaluation_reader_of(config):
+    """Reads 200 tokens as evaluation does."""
+    lengths = config.eval
+    return evaluation_segments(
+        np.arange(200), batch_size=lengths.batch_size, segment_len=lengths.segment_len
+    )
 
 
 def init(config):
-    """The lowered initialisation: seeds and deviations."""
+    """Shows the lowered initialization: seeds and deviations."""
     parts = parts_of(config)
 
     def init():
@@ -91,8 +105,9 @@ def init(config):
 
 
 def first_weights(config):
-    """The vocabulary, and what is recorded of the weights that a run begins with; a trained run is
-    made if need be.
+    """Shows the vocabulary, and the record of the weights that a run begins with.
+
+    If the config begins with weights, a trained run is made first.
     """
     if config.init_from:
         plain = {
@@ -105,54 +120,60 @@ def first_weights(config):
     workdir = Run(Path("new-run"))
     read = warm_start.read_corpus(config, workdir, ".", None)
     parts = build(config, vocab_size=read.vocabulary.size)
-    weights = warm_start.load(parts, read.vocabulary, workdir) if config.init_from else None
-    return dumps(read.vocabulary), weights and weights.record
+    if not config.init_from:
+        return dumps(read.vocabulary), None
+    weights = warm_start.load(parts, read.vocabulary, workdir)
+    return dumps(read.vocabulary), weights.record
 
 
 def train_step(config):
-    """The lowered update: shapes, losses, gradients and what the optimizer makes of them."""
+    """Shows the lowered update: shapes, losses, gradients, and what the optimizer makes of them."""
     parts = parts_of(config)
     step = make_train_step(parts.model, parts.optimizer, parts.schedule, config)
-    return jax.jit(step).lower(parts.abstract_state, readers(config)[0].segments(0, 1)).as_text()
+    segments = training_reader_of(config).segments(0, 1)
+    return jax.jit(step).lower(parts.abstract_state, segments).as_text()
 
 
 def eval_step(config):
+    """Shows the lowered step of evaluation."""
     parts = parts_of(config)
     weights = jax.eval_shape(parts.prepare_params, parts.abstract_state.params)
-    memory, segments = jax.eval_shape(parts.init_memory, weights), readers(config)[1].segments(0, 1)
+    memory = jax.eval_shape(parts.init_memory, weights)
+    segments = evaluation_reader_of(config).segments(0, 1)
     return parts.eval_step.lower(weights, memory, segments).as_text()
 
 
 def batch(config):
-    training, evaluation = readers(config)
-    calls = (training.segments(0, config.train.segments_per_call), evaluation.segments(0, 2))
-    return jax.tree.map(np.ndarray.tolist, calls)
+    """Shows the segments of a call in training and in evaluation."""
+    training = training_reader_of(config).segments(0, config.train.segments_per_call)
+    evaluation = evaluation_reader_of(config).segments(0, 2)
+    return jax.tree.map(np.ndarray.tolist, (training, evaluation))
 
 
 def corpus(config):
+    """Shows digest, vocabulary and splits of the text, or the error of reading it."""
     try:
         read = read_corpus(config.data, ".")
     except (ValueError, OSError) as error:
         return str(error)
-    return (
-        read.digest,
-        dumps(read.vocabulary),
-        [split.tolist() for split in (read.train, read.valid, read.test)],
-    )
+    splits = [read.train.tolist(), read.valid.tolist(), read.test.tolist()]
+    return read.digest, dumps(read.vocabulary), splits
 
 
 def end_token(config):
+    """Shows the token behind which the model starts anew."""
     return build_for(config, read_corpus(config.data, ".").vocabulary).model.end_token
 
 
 def epochs(config):
+    """Shows two epochs of segments."""
     read = read_corpus(config.data, ".")
     reader = training_reader(parts_of(config), read, config.seed)
     return jax.tree.map(np.ndarray.tolist, reader.segments(0, 2 * reader.n_segments))
 
 
 def devices(config):
-    """The mesh, or, on one device, why there is none."""
+    """Shows the mesh, or the error if one device is too few for it."""
     try:
         return parts_of(config).mesh.shape
     except ValueError as error:
@@ -160,24 +181,29 @@ def devices(config):
 
 
 def files(config):
+    """Shows the metrics of a training run, and the names of its files."""
     workdir = Run(Path(f"run-{hash(config)}"))
     runs.train(config, read_corpus(config.data, "."), workdir)
-    records = read_metrics(workdir.path)
-    made = [sorted(os.listdir(folder)) for folder in (workdir.latest, workdir.path)]
-    return [
-        [record.get(name) for name in ("kind", "step", "loss", "tokens")] for record in records
-    ], made
+
+    records = []
+    for record in read_metrics(workdir.path):
+        records.append(
+            [record.get("kind"), record.get("step"), record.get("loss"), record.get("tokens")]
+        )
+    return records, sorted(os.listdir(workdir.latest)), sorted(os.listdir(workdir.path))
 
 
 def scored(config):
+    """Shows the test score of a trained run."""
     trained = config_tree.replace(config, {"eval.average_checkpoints": None})
-    corpus, folder = read_corpus(config.data, "."), f"scored-{hash(config)}"
+    corpus = read_corpus(config.data, ".")
+    folder = f"scored-{hash(config)}"
     runs.train(trained, corpus, folder)
     return score_splits.evaluate_splits(config, corpus, Run.read(folder))["test"]
 
 
 def learned(config):
-    """The test score of a model that learns while it reads, or does not."""
+    """Shows the test score of a model that learns while it is scored, or does not."""
     folder = f"learned-{hash(config)}"
     corpus = _train_without_dynamic(config, folder)
     results = score_splits.evaluate_splits(config, corpus, Run.read(folder))
@@ -185,7 +211,7 @@ def learned(config):
 
 
 def documents(config):
-    """The scores of two documents."""
+    """Shows the scores of two documents."""
     folder = f"documents-{hash(config)}"
     _train_without_dynamic(config, folder)
     trained = TrainedModel.of(Run.read(folder), config)
@@ -203,11 +229,12 @@ def _train_without_dynamic(config, folder):
 
 
 def prompt(config):
+    """Shows the prompt of generation."""
     return read_prompt(config.generate)
 
 
 def text(config):
-    """Generated text, by random weights that are large enough for peaked distributions."""
+    """Shows generated text, by random weights that are large enough for peaked distributions."""
     parts = parts_of(config)
     shapes = parts.abstract_state.params
     params = jax.tree.map(
@@ -219,8 +246,7 @@ def text(config):
     return np.concatenate(list(blocks), axis=1).tolist()
 
 
-# Each runs once per config: many settings are compared with the same first one.
-PROBES = (
+FUNCTIONS = (
     init,
     first_weights,
     train_step,
@@ -234,8 +260,11 @@ PROBES = (
     scored,
     learned,
     documents,
+    prompt,
+    text,
 )
-PROBES = {probe.__name__: functools.cache(probe) for probe in (*PROBES, prompt, text)}
+# Each probe runs once per config, because many settings are compared with the same first config.
+PROBES = {function.__name__: functools.cache(function) for function in FUNCTIONS}
 
 
 # Lines of a probe, a group, and second values of its settings, written like flags, that must show
@@ -283,8 +312,10 @@ prompt generate prompt=one prompt_file=prompt.txt
 text generate length=5 stop=Q samples=3 temperature=0.1 top_k=2 top_p=0.05 seed=3
 """
 SECOND = {}  # Probe and second value by the name of a setting. "Q" is the second token of the text.
-for probe_name, group, *words in map(str.split, VALUES.strip().splitlines()):
-    SECOND |= {name: (probe_name, value) for name, value in parsed(group, words).items()}
+for line in VALUES.strip().splitlines():
+    probe_name, group, *words = line.split()
+    for name, value in parsed(group, words).items():
+        SECOND[name] = (probe_name, value)
 
 # A rate at which the loss of a tiny run rises.
 RISING = {"train.steps": 20, "train.eval_every": 2, "optimizer.learning_rate": 1.0}
@@ -294,41 +325,50 @@ FULL_SOFTMAX = {
     "model.tie_projs": (),
     "model.d_embed": None,
 }
-WORDS, IDS = {"data.tokenizer.kind": "word"}, {"data.tokenizer.kind": "id", "data.file": "ids.bin"}
+WORDS = {"data.tokenizer.kind": "word"}
+IDS = {"data.tokenizer.kind": "id", "data.file": "ids.bin"}
 SPLITS = dict.fromkeys(("data.train", "data.valid", "data.test"), ("words.txt",))
-# Settings that go with the second value, so that it is legal.
+LEARNING = {"eval.dynamic.rule": DynamicRule.SGD}
+
+# Settings that go with the second value of a setting, so that it is legal.
 BESIDE = {
     "init_vocabulary": FULL_SOFTMAX | WORDS | {"init_from": "weights"},
-    "train.patience": RISING,
-    "average.nt_asgd_patience": RISING | {"average.nt_asgd_patience": 10**6},
-    **{f"average.{name}": {"average.start_step": 0} for name in ("lr_scale", "ema_decay")},
-    **{
-        f"{group}.stride": {f"{group}.mem_len": 0, f"{group}.same_length": False}
-        for group in ("train", "eval")
-    },
-    "eval.temperature": FULL_SOFTMAX,
-    "optimizer.weight_decay": {"optimizer.name": "lion"},
     "model.num_positions": {"model.encoding": "al_rfou"},
     "model.compat.shaw_terms": {"model.encoding": "shaw", "model.num_positions": 12},
-    "data.corpus": {"data.file": None},
-    **{f"data.tokenizer.{name}": WORDS for name in ("line_mark", "min_count", "vocab_file")},
-    "data.tokenizer.hf_file": {"data.tokenizer.kind": "subword"},
-    "data.tokenizer.vocab_size": IDS,
-    "data.heldout": WORDS | {"data.file": None, "data.corpus": "lm1b"},
-    "data.order": WORDS,
+    "optimizer.weight_decay": {"optimizer.name": "lion"},
+    "train.patience": RISING,
+}
+BESIDE |= {
+    "average.nt_asgd_patience": RISING | {"average.nt_asgd_patience": 10**6},
+    "average.lr_scale": {"average.start_step": 0},
+    "average.ema_decay": {"average.start_step": 0},
+    "train.stride": {"train.mem_len": 0, "train.same_length": False},
+    "eval.stride": {"eval.mem_len": 0, "eval.same_length": False},
+    "eval.temperature": FULL_SOFTMAX,
     "eval.warmup_tokens": {"eval.valid_tokens": 20},
-    **{
-        f"eval.dynamic.{name}": {"eval.dynamic.rule": DynamicRule.SGD}
-        for name in ("learning_rate", "decay", "shared")
-    },
+}
+BESIDE |= {
+    "eval.dynamic.learning_rate": LEARNING,
+    "eval.dynamic.decay": LEARNING,
+    "eval.dynamic.shared": LEARNING,
     "eval.dynamic.epsilon": {"eval.dynamic.rule": DynamicRule.RMSPROP},
     "eval.dynamic.statistics_segments": {
         "eval.dynamic.rule": DynamicRule.RMS,
         "eval.dynamic.epsilon": 0.1,
     },
+}
+BESIDE |= {
+    "data.corpus": {"data.file": None},
+    "data.heldout": WORDS | {"data.file": None, "data.corpus": "lm1b"},
+    "data.order": WORDS,
+    "data.tokenizer.line_mark": WORDS,
+    "data.tokenizer.min_count": WORDS,
+    "data.tokenizer.vocab_file": WORDS,
+    "data.tokenizer.hf_file": {"data.tokenizer.kind": "subword"},
+    "data.tokenizer.vocab_size": IDS,
     **dict.fromkeys(SPLITS, SPLITS | {"data.file": None}),
 }
-# First values, where that of `BASE` is not legal beside the others.
+# First values for settings whose value in `BASE` is not legal with the others.
 FIRST = {
     "model.num_positions": 12,
     "average.nt_asgd_patience": 10**6,
@@ -339,6 +379,7 @@ FIRST = {
 
 @pytest.fixture(autouse=True)
 def texts(tmp_path, monkeypatch):
+    """Writes the texts, vocabularies and prompts that the values name, and works next to them."""
     rng = np.random.default_rng(0)
     for name in ("words.txt", "other.txt"):
         (tmp_path / name).write_text("\n".join(rng.choice(["one", "two", "Three"], 300)))
@@ -358,26 +399,30 @@ def test_the_table_names_every_setting():
     assert SECOND.keys() == LEAVES.keys()
 
 
-# Probes that take milliseconds run by default, but for settings whose text takes longer to make.
+# Probes that take milliseconds run by default, except for settings whose text takes longer to make.
 QUICK_PROBES = ("batch", "corpus", "devices", "end_token", "epochs", "prompt")
 LONGER = ("data.corpus", "data.heldout")
 # One setting stands for the others of each of these probes.
 ONE_EACH = ("train.loss", "eval.clamp_len")
-QUICK = [
-    name for name, (probe, _) in SECOND.items() if probe in QUICK_PROBES and name not in LONGER
-] + [*ONE_EACH]
+QUICK = [*ONE_EACH]
+for name, (probe_name, _) in SECOND.items():
+    if probe_name in QUICK_PROBES and name not in LONGER:
+        QUICK.append(name)
 
 
 @pytest.mark.parametrize("name", nightly_but(QUICK, SECOND))
 def test_a_second_value_changes_what_a_run_does(name):
-    probe, value = SECOND[name]
-    before = config_tree.replace(BASE, {k: v for k, v in BESIDE.get(name, {}).items() if k != name})
+    probe, second_value = SECOND[name]
+    first_values = dict(BESIDE.get(name, {}))
+    first_values.pop(name, None)
     if name in FIRST:
-        before = config_tree.replace(before, {name: FIRST[name]})
-    after = config_tree.replace(before, {name: value})
+        first_values[name] = FIRST[name]
+    before = config_tree.replace(BASE, first_values)
+    after = config_tree.replace(before, {name: second_value})
     if name == "data.corpus":  # Without a file, own text has no legal first value.
         before = BASE
-    assert PROBES[probe](before) != PROBES[probe](after)
+
+    assert PROBES[probe](before) != PROBES[probe](after), f"{name} does not show in {probe}"
 
 
 @pytest.mark.parametrize(
