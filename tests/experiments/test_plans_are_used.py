@@ -31,7 +31,7 @@ from txl_jax.compression.file_format import Coding
 from txl_jax.config import config_tree
 from txl_jax.runs.score_input import InputFormat
 
-GONE = "gone"  # In place of a call that is not made any more.
+GONE = "gone"  # Stands for an argument of a call that is not made any more.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,16 +39,19 @@ class Scene:
     """A plan that a program starts with, and second values of its settings with their effects."""
 
     program: str
+    # Starts the program as far as its first calls, and returns their arguments by name.
     start: Callable[..., dict]
     plan: cli.Plan
+    # By setting: its second value, and the arguments that then differ with their new values.
     rows: dict[str, tuple]
 
 
 def options_of_text(**recorded):
     """The rows of a plan's directories of text. Those of a recorded run go together."""
-    data_dir = {"read_corpus.data_dir": "/c"}
-    data_dir |= {f"read_corpus.{name}": value for name, value in recorded.items()}
-    return {"data_dir": ("/c", data_dir), "cache_dir": ("/c", {"read_corpus.cache_dir": "/c"})}
+    effect = {"read_corpus.data_dir": "/c"}
+    for name, value in recorded.items():
+        effect[f"read_corpus.{name}"] = value
+    return {"data_dir": ("/c", effect), "cache_dir": ("/c", {"read_corpus.cache_dir": "/c"})}
 
 
 OF_TRAINED_RUN = {
@@ -69,14 +72,12 @@ OF_WATCHING = {
     "verbose": (True, {"train_run.verbose": True}),
 }
 MINUTES = {"minutes": (0.5, {"train_run.config.train.steps": 30})}  # A step takes a second here.
-TRAIN = TrainPlan(workdir="/w")
-SPLIT = ensemble.Plan(workdir="/w", mode="split", ensemble_member=("seed=3",), to="/t")
-DEVICE = device.Plan(configs=("one",), tiles=(), paths=("reference",), out="/o")
+TRAIN_PLAN = TrainPlan(workdir="/w")
+DEVICE_PLAN = device.Plan(configs=("one",), tiles=(), paths=("reference",), out="/o")
 CASE = ("one", "training", 4, 7, "float32")
 VANILLA = "none-vaswani-half"
 
-COMPRESS = compress.Plan(model="/a", out="/b")
-# The memory is the model's.
+# How `compress.Plan` codes by default. The memory is the model's.
 CODING = Coding(
     streams=8,
     segment_len=32,
@@ -93,412 +94,463 @@ def coded_with(**values):
     return {"Predictor.coding": dataclasses.replace(CODING, **values)}
 
 
+COMPRESS = Scene(
+    program="compress",
+    start=plan_starts.start_compress,
+    plan=compress.Plan(model="/a", out="/b"),
+    rows={
+        "decompress": (
+            True,
+            {
+                "load.content": b"content",
+                "load.name": "/text",
+                "use_cpu.threads": plan_starts.CODING.threads,
+                "Predictor.coding": plan_starts.CODING,
+            },
+        ),
+        "model": ("/c", {"open_weights.path": "/c"}),
+        "ensemble_member": ("seed=2", {"open_weights.member": "seed=2"}),
+        "out": ("/c", {"check_new_file.path": "/c"}),
+        "streams": (3, coded_with(streams=3)),
+        "segment_len": (3, coded_with(segment_len=3)),
+        "learning_rate": (0.5, coded_with(learning_rate=0.5)),
+        "decay": (0.5, coded_with(decay=0.5)),
+        "epsilon": (0.5, coded_with(epsilon=0.5)),
+        "threads": (3, {"use_cpu.threads": 3} | coded_with(threads=3)),
+    },
+)
+CONVERT = Scene(
+    program="convert",
+    start=plan_starts.start_convert,
+    plan=convert.Plan(from_="/a", to="/b"),
+    rows={
+        "from_": ("/c", {"convert.source": "/c"}),
+        "to": ("/c", {"convert.target": "/c"}),
+        "to_format": ("huggingface", {"convert.to_format": "huggingface"}),
+        "ensemble_member": ("seed=2", {"convert.member": "seed=2"}),
+    },
+)
+EXPORT = Scene(
+    program="export",
+    start=plan_starts.start_export,
+    plan=export.Plan(from_="/a", to="/b"),
+    rows={
+        "from_": ("/c", {"open_weights.path": "/c"}),
+        "to": ("/c", {"check_new_folder.folder": "/c"}),
+        "rows": (3, {"build_for.config.eval.batch_size": 3}),
+        "weight_dtype": ("int8", {"open_weights.weight_dtype": "int8"}),
+        "cache_dtype": ("bfloat16", {"open_weights.cache_dtype": "bfloat16"}),
+        "ensemble_member": ("seed=2", {"open_weights.member": "seed=2"}),
+    },
+)
+REPORT = Scene(
+    program="report",
+    start=plan_starts.start_report,
+    plan=report.Plan(),
+    rows={"out": ("/c", {"make_folder.folder": "/c"})},
+)
+PREPARE = Scene(
+    program="prepare",
+    start=plan_starts.start_prepare,
+    plan=cli.TextPlan(),
+    rows=options_of_text(),
+)
+ENSEMBLE = Scene(
+    program="ensemble",
+    start=plan_starts.start_ensemble,
+    plan=ensemble.Plan(workdir="/w"),
+    rows={
+        "workdir": ("/c", {"open.path": "/c"}),
+        "ensemble_member": (
+            ("seed=3", "seed=4"),
+            {"train_run.members": [{"seed": 3}, {"seed": 4}]},
+        ),
+        **options_of_text(),
+        **OF_WATCHING,
+    },
+)
+SPLIT_ENSEMBLE = Scene(
+    program="ensemble",
+    start=plan_starts.start_split,
+    plan=ensemble.Plan(workdir="/w", mode="split", ensemble_member=("seed=3",), to="/t"),
+    rows={
+        "mode": (
+            "train",
+            {
+                "open.path": "/w",
+                "split_off.workdir": GONE,
+                "split_off.member": GONE,
+                "split_off.target": GONE,
+            },
+        ),
+        "workdir": ("/c", {"split_off.workdir": "/c"}),
+        "ensemble_member": (("seed=4",), {"split_off.member": "seed=4"}),
+        "to": ("/c", {"split_off.target": "/c"}),
+    },
+)
+QUICKSTART = Scene(
+    program="quickstart",
+    start=plan_starts.start_quickstart,
+    plan=quickstart.Plan(),
+    rows={
+        "workdir": (
+            "/c",
+            {
+                "open.path": "/c",
+                "read_corpus.cache_dir": "/c/prepared",
+            },
+        ),
+        **MINUTES,
+    },
+)
+TRAIN = Scene(
+    program="text",
+    start=plan_starts.start_training,
+    plan=TRAIN_PLAN,
+    rows={"workdir": ("/c", {"open.path": "/c"}), **options_of_text(), **OF_WATCHING, **MINUTES},
+)
+USE = Scene(
+    program="text",
+    start=plan_starts.start_use,
+    plan=dataclasses.replace(TRAIN_PLAN, mode="eval"),
+    rows={
+        "mode": ("score", {"function": "score_tokens"}),
+        "workdir": ("/c", {"open_weights.path": "/c"}),
+        "ensemble_member": ("seed=2", {"open_weights.member": "seed=2"}),
+        "out": ("/c", {"out": "/c"}),
+        **options_of_text(),
+    },
+)
+DOCUMENTS = Scene(
+    program="text",
+    start=plan_starts.start_documents,
+    plan=dataclasses.replace(TRAIN_PLAN, mode="score", input="in"),
+    rows={
+        "workdir": ("/c", {"open_weights.path": "/c"}),
+        "ensemble_member": ("seed=2", {"open_weights.member": "seed=2"}),
+        "input": ("other", {"open_input.path": "other", "score_documents.name": "other"}),
+        "input_format": ("documents", {"documents.form": InputFormat.DOCUMENTS}),
+        "per_token": (True, {"score_documents.per_token": True}),
+    },
+)
+LM_EVAL = Scene(
+    program="lm_eval",
+    start=plan_starts.start_lm_eval,
+    plan=lm_eval.Plan(model_path="/w", tasks=("one",)),
+    rows={
+        "model_path": ("/c", {"model.path": "/c"}),
+        "ensemble_member": ("seed=2", {"model.member": "seed=2"}),
+        "batch_size": (2, {"model.batch_size": 2}),
+        "first": ("x", {"model.first": "x"}),
+        "tasks": (("two",), {"simple_evaluate.tasks": ["two"]}),
+        "include_path": ("/c", {"include_path": "/c"}),
+        "num_fewshot": (3, {"simple_evaluate.num_fewshot": 3}),
+        "limit": (0.5, {"simple_evaluate.limit": 0.5}),
+        "output": ("/c", {"write.path": "/c"}),
+    },
+)
+TUNE_DYNAMIC = Scene(
+    program="tune_dynamic",
+    start=plan_starts.start_tune_dynamic,
+    plan=tune_dynamic.Plan(workdir="/w", learning_rates=(1e-3, 2e-3, 4e-3), decays=(0.0,)),
+    rows={
+        **OF_TRAINED_RUN,
+        # The last score is the test split's.
+        "learning_rates": ((3e-3,), {"tried": [(3e-3, 0.0)] * 2}),
+        "decays": (
+            (0.5,),
+            {"tried": [(1e-3, 0.5), (2e-3, 0.5), (4e-3, 0.5), (2e-3, 0.5)]},
+        ),
+        "valid_tokens": (20, {"valid": 20}),
+        "test_tokens": (30, {"test": 30}),
+        "out": ("/c", {"write_json.path": "/c/tune_dynamic.json"}),
+    },
+)
+CONTEXT_LENGTH = Scene(
+    program="paper.context_length",
+    start=plan_starts.start_context_length,
+    plan=context_length.Plan(workdir="/w", lengths=(8,), stride=1),
+    rows={
+        **OF_TRAINED_RUN,
+        "lengths": (
+            (6,),
+            {
+                "build_for.config.eval.segment_len": 6,
+                "score_with_line.name": "valid at attention length 6",
+            },
+        ),
+        "split": (
+            "test",
+            {
+                "score_with_line.tokens": [160, 161],
+                "score_with_line.name": "test at attention length 8",
+            },
+        ),
+        "stride": (2, {"build_for.config.eval.stride": 2}),
+    },
+)
+CONTINUATION = Scene(
+    program="paper.continuation",
+    start=plan_starts.start_continuation,
+    plan=continuation.Plan(workdir="/w", context=3),
+    rows={
+        **OF_TRAINED_RUN,
+        "split": ("valid", {"contexts": [[100, 101, 102]]}),
+        "starts": ((4, 9), {"contexts": [[164, 165, 166], [169, 170, 171]]}),
+        "context": (2, {"contexts": [[160, 161]]}),
+        "out": ("/c", {"write.path": "/c"}),
+    },
+)
+ATTENTION = Scene(
+    program="paper.attention",
+    start=plan_starts.start_attention,
+    plan=attention.Plan(workdir="/w"),
+    rows={
+        **OF_TRAINED_RUN,
+        "split": (
+            "test",
+            {
+                "first": 160,
+                "count": 90,
+                "_read.positions": (89,),
+                "_write.facts": {"step": 7, "split": "test"},
+            },
+        ),
+        "tokens": (30, {"count": 30, "_read.positions": (29,)}),
+        "heads": (("0.1", "1.0"), {"_write.heads": [(0, 1), (1, 0)]}),
+        "positions": ((20, 25), {"_read.positions": (20, 25)}),
+        "out": ("/c", {"make_folder.folder": "/c", "_write.folder": "/c"}),
+    },
+)
+RECL = Scene(
+    program="paper.recl",
+    start=plan_starts.start_recl,
+    plan=recl.Plan(workdirs=("/w", "/v"), lengths=(4, 8, 2), out="/o"),
+    rows={
+        **options_of_text(read_only_cache=None),
+        "workdirs": (("/w", "/c"), {"read": ["/w", "/c"]}),
+        "names": (("x", "y"), {"make_folder.folder": "/o/losses/x"}),
+        "lengths": ((6, 9, 3), {"context_losses.scored": [9, 10], "context_losses.context": 6}),
+        "stride": (3, {"context_losses.scored": [8, 11]}),
+        "batch_size": (5, {"context_losses.batch_size": 5}),
+        "split": ("valid", {"context_losses.tokens": [100, 101]}),
+        "out": ("/c", {"make_folder.folder": "/c/losses/w"}),
+    },
+)
+ABLATION = Scene(
+    program="paper.ablation",
+    start=plan_starts.start_ablation,
+    plan=ablation.Plan(lengths=(4,), rows=(VANILLA,), out="/o"),
+    rows={
+        **options_of_text(),
+        "rows": (
+            ("none-al_rfou-half",),
+            {
+                "path": "/o/none-al_rfou-half-seed1111",
+                "lengths": [("al_rfou", 4, 1), ("al_rfou", 7, 1), ("al_rfou", 4, 1)],
+            },
+        ),
+        "seeds": ((5,), {"path": f"/o/{VANILLA}-seed5", "seed": 5}),
+        "lengths": (
+            (6,),
+            {"lengths": [("vaswani", 6, 1), ("vaswani", 7, 1), ("vaswani", 6, 1)]},
+        ),
+        "stride": (2, {"lengths": [("vaswani", 4, 2), ("vaswani", 7, 2), ("vaswani", 4, 2)]}),
+        "out": ("/c", {"path": f"/c/{VANILLA}-seed1111"}),
+    },
+)
+ABLATION_OF_A_TABLE = Scene(
+    program="paper.ablation",
+    start=plan_starts.start_ablation,
+    plan=ablation.Plan(lengths=(4,), out="/o"),
+    rows={
+        # Three rows instead of nine are checked, and then the first is scored.
+        "table": (
+            "7",
+            {
+                "lengths": [
+                    ("relative", 4, None),
+                    ("relative", 15, None),
+                    ("shaw", 4, None),
+                    ("shaw", 15, None),
+                    ("relative", 4, 1),
+                    ("relative", 7, 1),
+                    ("relative", 4, None),
+                ]
+            },
+        ),
+    },
+)
+TABLE9 = Scene(
+    program="paper.table9",
+    start=plan_starts.start_table9,
+    plan=table9.Plan(lengths=(30,)),
+    rows={"lengths": ((40,), {"measure.attention_len": 40}), "calls": (3, {"measure.calls": 3})},
+)
+DEVICE = Scene(
+    program="bench.device",
+    start=plan_starts.start_device,
+    plan=DEVICE_PLAN,
+    rows={
+        "configs": (("two",), {"case": ("two", *CASE[1:])}),
+        "tasks": (("evaluation",), {"case": ("one", "evaluation", 1, 5, "float32")}),
+        "batch_size": (5, {"case": (*CASE[:2], 5, *CASE[3:])}),
+        "shrink": (2, {"case": (*CASE[:3], 4, CASE[4])}),
+        "dtype": ("bfloat16", {"case": (*CASE[:4], "bfloat16")}),
+        "paths": (("tiled",), {"implementations": ["tiled 64x1024"]}),
+        "out": ("/c", {"make_folder.folder": "/c"}),
+    },
+)
+DEVICE_TILES = Scene(
+    program="bench.device",
+    start=plan_starts.start_device,
+    plan=dataclasses.replace(DEVICE_PLAN, paths=("tiled",)),
+    rows={"tiles": (("2x4",), {"implementations": ["tiled 64x1024", "tiled 2x4"]})},
+)
+DEVICE_TIMING = Scene(
+    program="bench.device",
+    start=plan_starts.start_device_timing,
+    plan=device.Plan(),
+    rows={"calls": (3, {"time_in_turns.calls": 3})},
+)
+ESTIMATE = Scene(
+    program="bench.estimate",
+    start=plan_starts.start_estimate,
+    plan=estimate.Plan(topology=("v5e:2x2",), configs=("small",)),
+    rows={
+        "topology": (("v4:2x2x1",), {"estimated": [("small", "v4:2x2x1", estimate.TASKS)]}),
+        "tasks": (("evaluation",), {"estimated": [("small", "v5e:2x2", ("evaluation",))]}),
+        "configs": (("ptb",), {"estimated": [("ptb", "v5e:2x2", estimate.TASKS)]}),
+    },
+)
+ESTIMATE_OF_FLAGS = Scene(
+    program="bench.estimate",
+    start=plan_starts.start_estimate,
+    plan=estimate.Plan(topology=("v5e:2x2",)),
+    rows={
+        "topology": (("v4:2x2x1",), {"estimated": [("the flags", "v4:2x2x1", estimate.TASKS)]}),
+        "tasks": (("evaluation",), {"estimated": [("the flags", "v5e:2x2", ("evaluation",))]}),
+        "programs": ("texts", {"programs": ["texts"]}),
+    },
+)
+SERVING = Scene(
+    program="bench.serving",
+    start=plan_starts.start_serving,
+    plan=serving.Plan(),
+    rows={"rows": (5, {"rows": [5, 1]}), "calls": (3, {"time_in_turns.calls": 3})},
+)
+SESSION = Scene(
+    program="bench.session",
+    start=plan_starts.start_session,
+    # The first part was measured, and the third one does not fit.
+    plan=session.Plan(parts=("peaks", "step_12l", "step"), minutes=80 / 60),
+    rows={
+        "minutes": (10.0, {"started": ["step", "step_12l"]}),
+        "parts": (("step_wt103", "attention"), {"started": [], "folders": set()}),
+        "miniature": (True, {"miniature": True, "folders": {"session/miniature"}}),
+        "again": (True, {"started": ["peaks", "step_12l"]}),
+        "out": ("other", {"folders": {"other"}}),
+        "inside": ("step", {"started": ["step itself"], "folders": set()}),
+    },
+)
+SPEED = Scene(
+    program="bench.speed",
+    start=plan_starts.start_speed,
+    plan=speed.Plan(),
+    rows={
+        "tasks": (("evaluation",), {"first": "evaluation"}),
+        "calls": (3, {"time_in_turns.calls": 3}),
+        "warmup": (4, {"time_in_turns.warmup": 4}),
+        "peer": ("hf", {"checked_peers.path": None, "compat": "hf"}),
+    },
+)
+SPEED_OF_THE_ORIGINAL = Scene(
+    program="bench.speed",
+    start=plan_starts.start_speed,
+    plan=speed.Plan(peer="original", peer_path="/a"),
+    rows={"peer_path": ("/c", {"checked_peers.path": "/c"})},
+)
+
 SCENES = [
-    Scene(
-        "compress",
-        plan_starts.start_compress,
-        COMPRESS,
-        {
-            "decompress": (
-                True,
-                {
-                    "load.content": b"content",
-                    "load.name": "/text",
-                    "use_cpu.threads": plan_starts.CODING.threads,
-                    "Predictor.coding": plan_starts.CODING,
-                },
-            ),
-            "model": ("/c", {"open_weights.path": "/c"}),
-            "ensemble_member": ("seed=2", {"open_weights.member": "seed=2"}),
-            "out": ("/c", {"check_new_file.path": "/c"}),
-            "streams": (3, coded_with(streams=3)),
-            "segment_len": (3, coded_with(segment_len=3)),
-            "learning_rate": (0.5, coded_with(learning_rate=0.5)),
-            "decay": (0.5, coded_with(decay=0.5)),
-            "epsilon": (0.5, coded_with(epsilon=0.5)),
-            "threads": (3, {"use_cpu.threads": 3} | coded_with(threads=3)),
-        },
-    ),
-    Scene(
-        "convert",
-        plan_starts.start_convert,
-        convert.Plan(from_="/a", to="/b"),
-        {
-            "from_": ("/c", {"convert.source": "/c"}),
-            "to": ("/c", {"convert.target": "/c"}),
-            "to_format": ("huggingface", {"convert.to_format": "huggingface"}),
-            "ensemble_member": ("seed=2", {"convert.member": "seed=2"}),
-        },
-    ),
-    Scene(
-        "export",
-        plan_starts.start_export,
-        export.Plan(from_="/a", to="/b"),
-        {
-            "from_": ("/c", {"open_weights.path": "/c"}),
-            "to": ("/c", {"check_new_folder.folder": "/c"}),
-            "rows": (3, {"build_for.config.eval.batch_size": 3}),
-            "weight_dtype": ("int8", {"open_weights.weight_dtype": "int8"}),
-            "cache_dtype": ("bfloat16", {"open_weights.cache_dtype": "bfloat16"}),
-            "ensemble_member": ("seed=2", {"open_weights.member": "seed=2"}),
-        },
-    ),
-    Scene(
-        "report",
-        plan_starts.start_report,
-        report.Plan(),
-        {"out": ("/c", {"make_folder.folder": "/c"})},
-    ),
-    Scene("prepare", plan_starts.start_prepare, cli.TextPlan(), options_of_text()),
-    Scene(
-        "ensemble",
-        plan_starts.start_ensemble,
-        ensemble.Plan(workdir="/w"),
-        {
-            "workdir": ("/c", {"open.path": "/c"}),
-            "ensemble_member": (
-                ("seed=3", "seed=4"),
-                {"train_run.members": [{"seed": 3}, {"seed": 4}]},
-            ),
-            **options_of_text(),
-            **OF_WATCHING,
-        },
-    ),
-    Scene(
-        "ensemble",
-        plan_starts.start_split,
-        SPLIT,
-        {
-            "mode": (
-                "train",
-                {
-                    "open.path": "/w",
-                    "split_off.workdir": GONE,
-                    "split_off.member": GONE,
-                    "split_off.target": GONE,
-                },
-            ),
-            "workdir": ("/c", {"split_off.workdir": "/c"}),
-            "ensemble_member": (("seed=4",), {"split_off.member": "seed=4"}),
-            "to": ("/c", {"split_off.target": "/c"}),
-        },
-    ),
-    Scene(
-        "quickstart",
-        plan_starts.start_quickstart,
-        quickstart.Plan(),
-        {
-            "workdir": (
-                "/c",
-                {
-                    "open.path": "/c",
-                    "read_corpus.cache_dir": "/c/prepared",
-                },
-            ),
-            **MINUTES,
-        },
-    ),
-    Scene(
-        "text",
-        plan_starts.start_training,
-        TRAIN,
-        {"workdir": ("/c", {"open.path": "/c"}), **options_of_text(), **OF_WATCHING, **MINUTES},
-    ),
-    Scene(
-        "text",
-        plan_starts.start_use,
-        dataclasses.replace(TRAIN, mode="eval"),
-        {
-            "mode": ("score", {"function": "score_tokens"}),
-            "workdir": ("/c", {"open_weights.path": "/c"}),
-            "ensemble_member": ("seed=2", {"open_weights.member": "seed=2"}),
-            "out": ("/c", {"out": "/c"}),
-            **options_of_text(),
-        },
-    ),
-    Scene(
-        "text",
-        plan_starts.start_documents,
-        dataclasses.replace(TRAIN, mode="score", input="in"),
-        {
-            "workdir": ("/c", {"open_weights.path": "/c"}),
-            "ensemble_member": ("seed=2", {"open_weights.member": "seed=2"}),
-            "input": ("other", {"open_input.path": "other", "score_documents.name": "other"}),
-            "input_format": ("documents", {"documents.form": InputFormat.DOCUMENTS}),
-            "per_token": (True, {"score_documents.per_token": True}),
-        },
-    ),
-    Scene(
-        "lm_eval",
-        plan_starts.start_lm_eval,
-        lm_eval.Plan(model_path="/w", tasks=("one",)),
-        {
-            "model_path": ("/c", {"model.path": "/c"}),
-            "ensemble_member": ("seed=2", {"model.member": "seed=2"}),
-            "batch_size": (2, {"model.batch_size": 2}),
-            "first": ("x", {"model.first": "x"}),
-            "tasks": (("two",), {"simple_evaluate.tasks": ["two"]}),
-            "include_path": ("/c", {"include_path": "/c"}),
-            "num_fewshot": (3, {"simple_evaluate.num_fewshot": 3}),
-            "limit": (0.5, {"simple_evaluate.limit": 0.5}),
-            "output": ("/c", {"write.path": "/c"}),
-        },
-    ),
-    Scene(
-        "tune_dynamic",
-        plan_starts.start_tune_dynamic,
-        tune_dynamic.Plan(workdir="/w", learning_rates=(1e-3, 2e-3, 4e-3), decays=(0.0,)),
-        {
-            **OF_TRAINED_RUN,
-            # The last score is the test split's.
-            "learning_rates": ((3e-3,), {"tried": [(3e-3, 0.0)] * 2}),
-            "decays": (
-                (0.5,),
-                {"tried": [(1e-3, 0.5), (2e-3, 0.5), (4e-3, 0.5), (2e-3, 0.5)]},
-            ),
-            "valid_tokens": (20, {"valid": 20}),
-            "test_tokens": (30, {"test": 30}),
-            "out": ("/c", {"write_json.path": "/c/tune_dynamic.json"}),
-        },
-    ),
-    Scene(
-        "paper.context_length",
-        plan_starts.start_context_length,
-        context_length.Plan(workdir="/w", lengths=(8,), stride=1),
-        {
-            **OF_TRAINED_RUN,
-            "lengths": (
-                (6,),
-                {
-                    "build_for.config.eval.segment_len": 6,
-                    "score_with_line.name": "valid at attention length 6",
-                },
-            ),
-            "split": (
-                "test",
-                {
-                    "score_with_line.tokens": [160, 161],
-                    "score_with_line.name": "test at attention length 8",
-                },
-            ),
-            "stride": (2, {"build_for.config.eval.stride": 2}),
-        },
-    ),
-    Scene(
-        "paper.continuation",
-        plan_starts.start_continuation,
-        continuation.Plan(workdir="/w", context=3),
-        {
-            **OF_TRAINED_RUN,
-            "split": ("valid", {"contexts": [[100, 101, 102]]}),
-            "starts": ((4, 9), {"contexts": [[164, 165, 166], [169, 170, 171]]}),
-            "context": (2, {"contexts": [[160, 161]]}),
-            "out": ("/c", {"write.path": "/c"}),
-        },
-    ),
-    Scene(
-        "paper.attention",
-        plan_starts.start_attention,
-        attention.Plan(workdir="/w"),
-        {
-            **OF_TRAINED_RUN,
-            "split": (
-                "test",
-                {
-                    "first": 160,
-                    "count": 90,
-                    "_read.positions": (89,),
-                    "_write.facts": {"step": 7, "split": "test"},
-                },
-            ),
-            "tokens": (30, {"count": 30, "_read.positions": (29,)}),
-            "heads": (("0.1", "1.0"), {"_write.heads": [(0, 1), (1, 0)]}),
-            "positions": ((20, 25), {"_read.positions": (20, 25)}),
-            "out": ("/c", {"make_folder.folder": "/c", "_write.folder": "/c"}),
-        },
-    ),
-    Scene(
-        "paper.recl",
-        plan_starts.start_recl,
-        recl.Plan(workdirs=("/w", "/v"), lengths=(4, 8, 2), out="/o"),
-        {
-            **options_of_text(read_only_cache=None),
-            "workdirs": (("/w", "/c"), {"read": ["/w", "/c"]}),
-            "names": (("x", "y"), {"make_folder.folder": "/o/losses/x"}),
-            "lengths": ((6, 9, 3), {"context_losses.scored": [9, 10], "context_losses.context": 6}),
-            "stride": (3, {"context_losses.scored": [8, 11]}),
-            "batch_size": (5, {"context_losses.batch_size": 5}),
-            "split": ("valid", {"context_losses.tokens": [100, 101]}),
-            "out": ("/c", {"make_folder.folder": "/c/losses/w"}),
-        },
-    ),
-    Scene(
-        "paper.ablation",
-        plan_starts.start_ablation,
-        ablation.Plan(lengths=(4,), rows=(VANILLA,), out="/o"),
-        {
-            **options_of_text(),
-            "rows": (
-                ("none-al_rfou-half",),
-                {
-                    "path": "/o/none-al_rfou-half-seed1111",
-                    "lengths": [("al_rfou", 4, 1), ("al_rfou", 7, 1), ("al_rfou", 4, 1)],
-                },
-            ),
-            "seeds": ((5,), {"path": f"/o/{VANILLA}-seed5", "seed": 5}),
-            "lengths": (
-                (6,),
-                {"lengths": [("vaswani", 6, 1), ("vaswani", 7, 1), ("vaswani", 6, 1)]},
-            ),
-            "stride": (2, {"lengths": [("vaswani", 4, 2), ("vaswani", 7, 2), ("vaswani", 4, 2)]}),
-            "out": ("/c", {"path": f"/c/{VANILLA}-seed1111"}),
-        },
-    ),
-    Scene(
-        "paper.ablation",
-        plan_starts.start_ablation,
-        ablation.Plan(lengths=(4,), out="/o"),
-        {
-            # Three rows instead of nine are checked, and then the first is scored.
-            "table": (
-                "7",
-                {
-                    "lengths": [
-                        ("relative", 4, None),
-                        ("relative", 15, None),
-                        ("shaw", 4, None),
-                        ("shaw", 15, None),
-                        ("relative", 4, 1),
-                        ("relative", 7, 1),
-                        ("relative", 4, None),
-                    ]
-                },
-            ),
-        },
-    ),
-    Scene(
-        "paper.table9",
-        plan_starts.start_table9,
-        table9.Plan(lengths=(30,)),
-        {"lengths": ((40,), {"measure.attention_len": 40}), "calls": (3, {"measure.calls": 3})},
-    ),
-    Scene(
-        "bench.device",
-        plan_starts.start_device,
-        DEVICE,
-        {
-            "configs": (("two",), {"case": ("two", *CASE[1:])}),
-            "tasks": (("evaluation",), {"case": ("one", "evaluation", 1, 5, "float32")}),
-            "batch_size": (5, {"case": (*CASE[:2], 5, *CASE[3:])}),
-            "shrink": (2, {"case": (*CASE[:3], 4, CASE[4])}),
-            "dtype": ("bfloat16", {"case": (*CASE[:4], "bfloat16")}),
-            "paths": (("tiled",), {"implementations": ["tiled 64x1024"]}),
-            "out": ("/c", {"make_folder.folder": "/c"}),
-        },
-    ),
-    Scene(
-        "bench.device",
-        plan_starts.start_device,
-        dataclasses.replace(DEVICE, paths=("tiled",)),
-        {"tiles": (("2x4",), {"implementations": ["tiled 64x1024", "tiled 2x4"]})},
-    ),
-    Scene(
-        "bench.device",
-        plan_starts.start_device_timing,
-        device.Plan(),
-        {"calls": (3, {"time_in_turns.calls": 3})},
-    ),
-    Scene(
-        "bench.estimate",
-        plan_starts.start_estimate,
-        estimate.Plan(topology=("v5e:2x2",), configs=("small",)),
-        {
-            "topology": (("v4:2x2x1",), {"estimated": [("small", "v4:2x2x1", estimate.TASKS)]}),
-            "tasks": (("evaluation",), {"estimated": [("small", "v5e:2x2", ("evaluation",))]}),
-            "configs": (("ptb",), {"estimated": [("ptb", "v5e:2x2", estimate.TASKS)]}),
-        },
-    ),
-    Scene(
-        "bench.estimate",
-        plan_starts.start_estimate,
-        estimate.Plan(topology=("v5e:2x2",)),
-        {
-            "topology": (("v4:2x2x1",), {"estimated": [("the flags", "v4:2x2x1", estimate.TASKS)]}),
-            "tasks": (("evaluation",), {"estimated": [("the flags", "v5e:2x2", ("evaluation",))]}),
-            "programs": ("texts", {"programs": ["texts"]}),
-        },
-    ),
-    Scene(
-        "bench.serving",
-        plan_starts.start_serving,
-        serving.Plan(),
-        {"rows": (5, {"rows": [5, 1]}), "calls": (3, {"time_in_turns.calls": 3})},
-    ),
-    Scene(
-        "bench.session",
-        plan_starts.start_session,
-        # The first part was measured, and the third one does not fit.
-        session.Plan(parts=("peaks", "step_12l", "step"), minutes=80 / 60),
-        {
-            "minutes": (10.0, {"started": ["step", "step_12l"]}),
-            "parts": (("step_wt103", "attention"), {"started": [], "folders": set()}),
-            "miniature": (True, {"miniature": True, "folders": {"session/miniature"}}),
-            "again": (True, {"started": ["peaks", "step_12l"]}),
-            "out": ("other", {"folders": {"other"}}),
-            "inside": ("step", {"started": ["step itself"], "folders": set()}),
-        },
-    ),
-    Scene(
-        "bench.speed",
-        plan_starts.start_speed,
-        speed.Plan(),
-        {
-            "tasks": (("evaluation",), {"first": "evaluation"}),
-            "calls": (3, {"time_in_turns.calls": 3}),
-            "warmup": (4, {"time_in_turns.warmup": 4}),
-            "peer": ("hf", {"checked_peers.path": None, "compat": "hf"}),
-        },
-    ),
-    Scene(
-        "bench.speed",
-        plan_starts.start_speed,
-        speed.Plan(peer="original", peer_path="/a"),
-        {"peer_path": ("/c", {"checked_peers.path": "/c"})},
-    ),
+    COMPRESS,
+    CONVERT,
+    EXPORT,
+    REPORT,
+    PREPARE,
+    ENSEMBLE,
+    SPLIT_ENSEMBLE,
+    QUICKSTART,
+    TRAIN,
+    USE,
+    DOCUMENTS,
+    LM_EVAL,
+    TUNE_DYNAMIC,
+    CONTEXT_LENGTH,
+    CONTINUATION,
+    ATTENTION,
+    RECL,
+    ABLATION,
+    ABLATION_OF_A_TABLE,
+    TABLE9,
+    DEVICE,
+    DEVICE_TILES,
+    DEVICE_TIMING,
+    ESTIMATE,
+    ESTIMATE_OF_FLAGS,
+    SERVING,
+    SESSION,
+    SPEED,
+    SPEED_OF_THE_ORIGINAL,
 ]
-ROWS = [
-    pytest.param(scene, name, id=f"{scene.program}-{scene.start.__name__}-{name}")
-    for scene in SCENES
-    for name in scene.rows
-]
+ROWS = []
+for scene in SCENES:
+    for name in scene.rows:
+        row_id = f"{scene.program}-{scene.start.__name__}-{name}"
+        ROWS.append(pytest.param(scene, name, id=row_id))
 
 
 @pytest.mark.parametrize(("scene", "name"), ROWS)
 def test_a_second_value_changes_what_it_should_and_nothing_else(monkeypatch, scene, name):
     value, effect = scene.rows[name]
+    second_plan = dataclasses.replace(scene.plan, **{name: value})
+
     with monkeypatch.context() as patch:
         before = scene.start(Seen(patch), scene.plan, ())
     with monkeypatch.context() as patch:
-        after = scene.start(Seen(patch), dataclasses.replace(scene.plan, **{name: value}), (name,))
+        after = scene.start(Seen(patch), second_plan, (name,))
+
     changed = {}
-    for part in before.keys() | after.keys():
-        if before.get(part, GONE) != after.get(part, GONE):
-            changed[part] = after.get(part, GONE)
+    for argument in before.keys() | after.keys():
+        if before.get(argument, GONE) != after.get(argument, GONE):
+            changed[argument] = after.get(argument, GONE)
     assert changed == effect
 
 
-# Commands of a corpus share a plan, for which experiments.text stands. The server's plan has a test
-# of its own.
+# The commands of the published corpora share a plan, for which experiments.text stands. The
+# server's plan has a test of its own.
 OTHER_PROGRAMS = {"enwik8", "lm1b", "ptb", "text8", "wikitext103", "serve"}
 
 
+def programs_with_a_plan():
+    """Returns the names of the programs whose plans are tested here, without their package."""
+    names = set()
+    for folder in HEADINGS:
+        for module in programs_in(folder):
+            package, _, name = module.partition(".")
+            if package == "experiments":
+                names.add(name)
+    return names - OTHER_PROGRAMS
+
+
 def test_each_setting_of_each_plan_has_a_row():
-    """`compilation_cache` goes to `keep_compiled` in every program, before its `run`."""
-    listed = [name.partition(".") for folder in HEADINGS for name in programs_in(folder)]
-    expected = {name for package, _, name in listed if package == "experiments"} - OTHER_PROGRAMS
-    assert {scene.program for scene in SCENES} == expected
-    for name in expected:
-        scenes = [scene for scene in SCENES if scene.program == name]
-        settings = {leaf.name for leaf in config_tree.leaves(type(scenes[0].plan))}
-        rows = {row for scene in scenes for row in scene.rows}
-        assert rows | {"compilation_cache"} == settings, name
+    """Except `compilation_cache`, which goes to `keep_compiled` in every program before its
+    `run`.
+    """
+    tested = {}
+    for scene in SCENES:
+        tested.setdefault(scene.program, {"compilation_cache"}).update(scene.rows)
+    assert tested.keys() == programs_with_a_plan()
+
+    for scene in SCENES:
+        settings = {leaf.name for leaf in config_tree.leaves(type(scene.plan))}
+        assert tested[scene.program] == settings, scene.program
