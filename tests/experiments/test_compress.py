@@ -1,12 +1,15 @@
 """Tests of `python -m experiments.compress`: files come back, and nothing else is ever written."""
 
 import dataclasses
+import functools
 import hashlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+from unittest import mock
 
 import jax
 import numpy as np
@@ -14,18 +17,39 @@ import pytest
 
 from experiments import compress
 from support import ON_PATH, drawn_run, programs, tiny_run
-from txl_jax.compression import codec, file_format
+from txl_jax.compression import codec, file_format, predictor
+from txl_jax.compression.predictor import Predictor
 from txl_jax.runs.scoring_progress import Interrupted
+from txl_jax.runs.trained import open_weights
 from txl_jax.runtime import stop
 from txl_jax.runtime.checkpoint import Checkpointer
 
 TEXT = b"the cat sat on a mat, and the dog ran after it. " * 80
-SMALL = ("--streams=4", "--segment_len=16", "--learning_rate=0.01")
+SMALL = ("--streams=8", "--segment_len=16", "--learning_rate=0.02")
+
+
+@functools.cache
+def predictor_of(path, coding):
+    """Returns a predictor, which is compiled at its first use."""
+    return Predictor(open_weights(path), coding, log=print)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once():
+    """Gives commands with the same model and coding the same predictor instead of a new one each.
+
+    Compiling takes most of a command's time.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            predictor, "Predictor", lambda trained, coding, log: predictor_of(trained.path, coding)
+        )
+        yield
 
 
 def make_model(folder, **changes):
     """Returns the path of a run of bytes that predicts next to nothing before it learns."""
-    config, corpus = drawn_run.on_text(folder, drawn_run.letters(), **changes)
+    config, corpus = drawn_run.on_text(folder, drawn_run.letters(), model__n_layer=1, **changes)
     run, built = drawn_run.make(folder / "run", config, corpus)
     # Weights as they are drawn for other tests are sure of wrong bytes.
     weak = jax.tree.map(lambda leaf: 0.1 * leaf, tiny_run.params(built.model))
@@ -40,81 +64,101 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
 
 
+def compress_file(*words):
+    """Returns the exit code, the output and the errors of compressing with small settings."""
+    return programs.run("experiments.compress", *words, *SMALL)
+
+
 @pytest.fixture(scope="module")
 def compressed(model, tmp_path_factory):
     """(text file, compressed file)."""
     folder = tmp_path_factory.mktemp("files")
-    (folder / "text").write_bytes(TEXT)
-    code, out, err = programs.run(
-        "experiments.compress",
-        folder / "text",
-        f"--model={model}",
-        f"--out={folder / 'text.txl'}",
-        *SMALL,
-    )
+    text = folder / "text"
+    text.write_bytes(TEXT)
+    file = folder / "text.txl"
+    code, out, err = compress_file(text, f"--model={model}", f"--out={file}")
     assert (code, err) == (0, "")
     assert "result    3,840 bytes to" in out
-    return folder / "text", folder / "text.txl"
+    return text, file
 
 
 def decompress(file, model, out):
-    """Returns the exit code and the error."""
+    """Returns the exit code and the error of decompressing a file."""
     code, _, err = programs.run(
         "experiments.compress", "--decompress", file, f"--model={model}", f"--out={out}"
     )
     return code, err
 
 
-def rewritten(path, to, change):
-    """Writes a compressed file with another header and the SHA-256 that fits. Returns its path."""
-    header, payload = file_format.load(path.read_bytes(), name="")
-    to.write_bytes(file_format.dump(change(header), payload))
+def assert_one_error(result, message):
+    """Checks that `decompress` or a command failed with one line that matches a pattern."""
+    code, err = result
+    assert code == 1, err
+    assert re.search(message, err), err
+    assert err.count("\n") == 1, err
+
+
+def with_header(file, to, *, environment=(), coding=(), **values):
+    """Copies a compressed file with other values in its header and the SHA-256 that fits.
+
+    Returns the path of the copy.
+    """
+    header, payload = file_format.load(file.read_bytes(), name="")
+    header = dataclasses.replace(
+        header,
+        environment=dataclasses.replace(header.environment, **dict(environment)),
+        coding=dataclasses.replace(header.coding, **dict(coding)),
+        **values,
+    )
+    to.write_bytes(file_format.dump(header, payload))
     return to
 
 
 def test_a_file_comes_back(compressed, model, tmp_path):
     _, file = compressed
     out = tmp_path / "again"
+    # Another process has another predictor.
+    predictor_of.cache_clear()
+
     assert decompress(file, model, out) == (0, "")
     assert out.read_bytes() == TEXT
+
     header, payload = file_format.load(file.read_bytes(), name="")
     assert len(payload) < 0.85 * len(TEXT)
     assert header.text_sha256 == hashlib.sha256(TEXT).hexdigest()
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 2000])
-def test_what_does_not_shrink_is_stored(model, tmp_path, n_bytes):
-    """It needs no model to come back."""
+def test_a_text_that_does_not_shrink_is_stored_and_comes_back_without_a_model(
+    model, tmp_path, n_bytes
+):
     noise = np.random.default_rng(0).bytes(n_bytes)
     (tmp_path / "noise").write_bytes(noise)
-    flags = [f"--model={model}", f"--out={tmp_path / 'noise.txl'}", *SMALL]
-    code, out, _ = programs.run("experiments.compress", tmp_path / "noise", *flags)
-    assert code == 0
+    file = tmp_path / "noise.txl"
+
+    code, out, err = compress_file(tmp_path / "noise", f"--model={model}", f"--out={file}")
+    assert code == 0, err
     assert "stored as it is" in out
-    assert (tmp_path / "noise.txl").stat().st_size < n_bytes + 200
-    code, _, _ = programs.run(
-        "experiments.compress",
-        "--decompress",
-        tmp_path / "noise.txl",
-        f"--out={tmp_path / 'again'}",
-    )
-    assert code == 0
-    assert (tmp_path / "again").read_bytes() == noise
+    assert file.stat().st_size < n_bytes + 200
+
+    again = tmp_path / "again"
+    code, _, err = programs.run("experiments.compress", "--decompress", file, f"--out={again}")
+    assert code == 0, err
+    assert again.read_bytes() == noise
 
 
-def test_nothing_is_overwritten(compressed, model, tmp_path):
+def test_nothing_is_overwritten(compressed, model):
     text, file = compressed
     before = file.read_bytes()
-    code, _, err = programs.run(
-        "experiments.compress", text, f"--model={model}", f"--out={file}", *SMALL
-    )
+
+    code, _, err = compress_file(text, f"--model={model}", f"--out={file}")
+
     assert code == 1
     assert "nothing is overwritten" in err
     assert file.read_bytes() == before
 
 
-def test_a_name_that_is_taken_meanwhile(tmp_path):
-    """Another process may have made a file since the start."""
+def test_a_file_that_another_process_has_made_since_the_start_is_not_overwritten(tmp_path):
     (tmp_path / "out").write_bytes(b"theirs")
     with pytest.raises(Exception, match="nothing is overwritten"):
         compress.storage.write_new(str(tmp_path / "out"), b"ours")
@@ -122,59 +166,52 @@ def test_a_name_that_is_taken_meanwhile(tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
-# Changes of a header with a right SHA-256, and what the error says.
+# Other values of a header, whose SHA-256 fits, and the error.
 FORGED = {
-    "text_bytes": (lambda h: dataclasses.replace(h, text_bytes=3839), "another SHA-256"),
-    "text": (lambda h: dataclasses.replace(h, text_sha256="0" * 64), "another SHA-256"),
-    "weights": (lambda h: dataclasses.replace(h, weights_sha256="0" * 64), "another model"),
-    "probe": (lambda h: dataclasses.replace(h, probe_sha256="0" * 64), "computes other numbers"),
-    "threads": (
-        lambda h: dataclasses.replace(
-            h, coding=dataclasses.replace(h.coding, threads=h.coding.threads + 1)
-        ),
-        r"must compute with \d+ threads, but JAX has started \d+",
-    ),
-    "learning_rate": (
-        lambda h: dataclasses.replace(h, coding=dataclasses.replace(h.coding, learning_rate=1e-3)),
-        "computes other numbers",
-    ),
+    "text_bytes": ({"text_bytes": 3839}, "another SHA-256"),
+    "text": ({"text_sha256": "0" * 64}, "another SHA-256"),
+    "weights": ({"weights_sha256": "0" * 64}, "another model"),
+    "probe": ({"probe_sha256": "0" * 64}, "computes other numbers"),
+    "learning_rate": ({"coding": {"learning_rate": 1e-3}}, "computes other numbers"),
 }
 
 
-@pytest.mark.parametrize(("change", "message"), FORGED.values(), ids=FORGED.keys())
-def test_a_forged_header_is_one_error(compressed, model, tmp_path, change, message):
+@pytest.mark.parametrize(("values", "message"), FORGED.values(), ids=FORGED.keys())
+def test_a_forged_header_is_one_error(compressed, model, tmp_path, values, message):
     _, file = compressed
-    forged = rewritten(file, tmp_path / "forged.txl", change)
-    code, err = decompress(forged, model, tmp_path / "out")
-    assert code == 1
-    assert re.search(message, err), err
-    assert err.count("\n") == 1
+    forged = with_header(file, tmp_path / "forged.txl", **values)
+    assert_one_error(decompress(forged, model, tmp_path / "out"), message)
     assert not (tmp_path / "out").exists()
 
 
-def test_another_processor_is_named(compressed, model, tmp_path):
-    """If the numbers differ, the error says what else does."""
+def test_another_number_of_threads_is_one_error(compressed, model, tmp_path):
+    """XLA's threads were started with the first number, and cannot change."""
     _, file = compressed
+    header, _ = file_format.load(file.read_bytes(), name="")
+    coding = {"threads": header.coding.threads + 1}
+    forged = with_header(file, tmp_path / "forged.txl", coding=coding)
+    message = r"must compute with \d+ threads, but JAX has started \d+"
+    assert_one_error(decompress(forged, model, tmp_path / "out"), message)
+    assert not (tmp_path / "out").exists()
 
-    def change(header):
-        environment = dataclasses.replace(header.environment, processor="x86_64-other")
-        return dataclasses.replace(header, environment=environment, probe_sha256="0" * 64)
 
-    code, err = decompress(rewritten(file, tmp_path / "a.txl", change), model, tmp_path / "out")
+def test_if_the_numbers_differ_the_error_says_that_the_processor_does(compressed, model, tmp_path):
+    _, file = compressed
+    environment = {"processor": "x86_64-other"}
+    moved = with_header(file, tmp_path / "a.txl", environment=environment, probe_sha256="0" * 64)
+    code, err = decompress(moved, model, tmp_path / "out")
     assert code == 1
     assert "processor: x86_64-other there" in err
 
 
-def test_a_processor_of_another_name_with_the_same_numbers(compressed, model, tmp_path):
-    """Only the numbers decide: an update of the system may change the name."""
+def test_a_processor_of_another_name_with_the_same_numbers_decompresses(
+    compressed, model, tmp_path
+):
+    """Only the numbers decide, because an update of the system may change the name."""
     _, file = compressed
-
-    def change(header):
-        environment = dataclasses.replace(header.environment, processor="x86_64-other")
-        return dataclasses.replace(header, environment=environment)
-
+    moved = with_header(file, tmp_path / "a.txl", environment={"processor": "x86_64-other"})
     out = tmp_path / "out"
-    assert decompress(rewritten(file, tmp_path / "a.txl", change), model, out) == (0, "")
+    assert decompress(moved, model, out) == (0, "")
     assert out.read_bytes() == TEXT
 
 
@@ -203,15 +240,11 @@ def test_flags_of_the_coding_come_from_the_file(compressed, model, tmp_path):
 
 def test_lines_for_people_do_not_get_into_the_result(compressed, model, monkeypatch):
     """Not even the last one, if the command is stopped."""
-
-    def stopped(*_, **__):
-        raise Interrupted("compressing")
-
-    monkeypatch.setattr(codec, "compress", stopped)
     text, _ = compressed
-    code, out, err = programs.run(
-        "experiments.compress", text, f"--model={model}", "--out=-", *SMALL
-    )
+    monkeypatch.setattr(codec, "compress", mock.Mock(side_effect=Interrupted("compressing")))
+
+    code, out, err = compress_file(text, f"--model={model}", "--out=-")
+
     assert out == ""
     assert "stopped   on request in compressing, nothing was written" in err
     # No signal was the reason here.
@@ -219,17 +252,12 @@ def test_lines_for_people_do_not_get_into_the_result(compressed, model, monkeypa
 
 
 def test_too_little_memory_names_flags_that_help(compressed, model, tmp_path, monkeypatch):
-    def too_large(*_, **__):
-        raise MemoryError("10 TB")
-
-    monkeypatch.setattr(codec, "compress", too_large)
     text, _ = compressed
-    code, _, err = programs.run(
-        "experiments.compress", text, f"--model={model}", f"--out={tmp_path / 'out'}", *SMALL
-    )
-    assert code == 1
-    assert "Lower --streams or --segment_len" in err
-    assert err.count("\n") == 1
+    monkeypatch.setattr(codec, "compress", mock.Mock(side_effect=MemoryError("10 TB")))
+
+    code, _, err = compress_file(text, f"--model={model}", f"--out={tmp_path / 'out'}")
+
+    assert_one_error((code, err), "Lower --streams or --segment_len")
 
 
 WRONG = {
@@ -245,75 +273,82 @@ WRONG = {
 @pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG.keys())
 def test_wrong_commands_are_one_error(tmp_path, words, message):
     code, _, err = programs.run("experiments.compress", *words, f"--out={tmp_path / 'out'}")
-    assert code == 1
-    assert re.search(message, err), err
-    assert err.count("\n") == 1
+    assert_one_error((code, err), message)
 
 
-def test_an_output_in_a_directory_that_is_missing(tmp_path):
+def test_an_output_in_a_missing_directory_is_an_error(tmp_path):
     code, _, err = programs.run("experiments.compress", __file__, f"--out={tmp_path / 'no' / 'a'}")
     assert code == 1
     assert "must be in a directory that exists" in err
 
 
-def test_a_stop_before_the_first_byte(compressed, model, tmp_path):
-    """While a machine's numbers are compared, which takes minutes for long segments."""
+@pytest.mark.parametrize("direction", ["compress", "decompress"])
+def test_a_stop_before_the_first_byte_writes_nothing(
+    compressed, model, tmp_path, monkeypatch, direction
+):
+    """It comes while numbers are compared, which takes minutes for long segments."""
     text, file = compressed
-    for words in ((text, *SMALL), ("--decompress", file)):
-        stop.request_stop("test")
-        try:
-            code, out, _ = programs.run(
-                "experiments.compress", *words, f"--model={model}", f"--out={tmp_path / 'out'}"
-            )
-        finally:
-            stop._stop_requested.clear()
-        assert code == 128 + signal.SIGTERM
-        assert "in the probe of this machine's numbers, nothing was written" in out
-        assert os.listdir(tmp_path) == []
+    words = {"compress": [text, *SMALL], "decompress": ["--decompress", file]}[direction]
+    monkeypatch.setattr(stop, "_stop_requested", threading.Event())
+    stop.request_stop("test")
+
+    code, out, err = programs.run(
+        "experiments.compress", *words, f"--model={model}", f"--out={tmp_path / 'out'}"
+    )
+
+    assert code == 128 + signal.SIGTERM, err
+    assert "in the probe of this machine's numbers, nothing was written" in out
+    assert os.listdir(tmp_path) == []
 
 
-# With 200 damages in one process, and files of real size in another one.
+# Many corrupted files, and files from another process
+
+
+def corrupted(content, number, rng):
+    """Returns the content with a flipped bit, cut off, without a byte, or with its ends swapped."""
+    place = int(rng.integers(len(content)))
+    match number % 4:
+        case 0:
+            flipped = content[place] ^ (1 << int(rng.integers(8)))
+            return content[:place] + bytes([flipped]) + content[place + 1 :]
+        case 1:
+            return content[:place]
+        case 2:
+            return content[:place] + content[place + 1 :]
+        case _:
+            return content[place:] + content[:place]
 
 
 @pytest.mark.full
-def test_two_hundred_damages_are_one_error_each(model, tmp_path):
-    """Of what 10,000 bytes became: flipped bits, cuts, and pieces that moved."""
+def test_two_hundred_corrupted_files_are_one_error_each(model, tmp_path):
+    """They come from one file of 10,000 bytes."""
     rng = np.random.default_rng(0)
     text = (TEXT * 3)[:10_000]
     (tmp_path / "text").write_bytes(text)
     file = tmp_path / "text.txl"
-    code, _, _ = programs.run(
-        "experiments.compress", tmp_path / "text", f"--model={model}", f"--out={file}", *SMALL
-    )
-    assert code == 0
+    code, _, err = compress_file(tmp_path / "text", f"--model={model}", f"--out={file}")
+    assert code == 0, err
+
     content = file.read_bytes()
-    damaged = tmp_path / "damaged.txl"
+    corrupted_file = tmp_path / "corrupted.txl"
     for number in range(200):
-        place = int(rng.integers(len(content)))
-        match number % 4:
-            case 0:
-                flipped = content[place] ^ (1 << int(rng.integers(8)))
-                changed = content[:place] + bytes([flipped]) + content[place + 1 :]
-            case 1:
-                changed = content[:place]
-            case 2:
-                changed = content[:place] + content[place + 1 :]
-            case _:
-                changed = content[place:] + content[:place]
+        changed = corrupted(content, number, rng)
         if changed == content:
             continue
-        damaged.write_bytes(changed)
-        code, err = decompress(damaged, model, tmp_path / "out")
+        corrupted_file.write_bytes(changed)
+        code, err = decompress(corrupted_file, model, tmp_path / "out")
         assert code == 1, number
-        assert err.startswith("error: "), err
-        assert err.count("\n") == 1, err
-        assert not (tmp_path / "out").exists()
+        assert err.startswith("error: "), (number, err)
+        assert err.count("\n") == 1, (number, err)
+        assert not (tmp_path / "out").exists(), number
+
     # The file itself was not the reason.
     assert decompress(file, model, tmp_path / "out") == (0, "")
     assert (tmp_path / "out").read_bytes() == text
 
 
 def in_another_process(*words, content=None, **variables):
+    """Returns the completed process of a command, whose standard input is `content`."""
     return subprocess.run(
         [sys.executable, "-m", "experiments.compress", *map(str, words)],
         input=content,
@@ -325,12 +360,13 @@ def in_another_process(*words, content=None, **variables):
 
 @pytest.mark.full
 def test_a_file_comes_back_in_another_process(model):
-    """Which had another number of threads, and is connected by pipes."""
+    """The process would use another number of threads, and is connected by pipes."""
     flags = [f"--model={model}", "--out=-"]
     made = in_another_process("-", *flags, *SMALL, "--threads=1", content=TEXT)
     assert made.returncode == 0, made.stderr
     header, _ = file_format.load(made.stdout, name="")
     assert header.coding.threads == 1
+
     again = in_another_process("--decompress", "-", *flags, content=made.stdout, NPROC="3")
     assert again.returncode == 0, again.stderr
     assert again.stdout == TEXT
