@@ -1,6 +1,7 @@
 """Tests of the model's part: it predicts as scoring does, and learns as dynamic evaluation does."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import numpy as np
@@ -27,13 +28,14 @@ CODING = Coding(
     epsilon=1e-8,
     threads=2,
 )
-WITHOUT_LEARNING = dataclasses.replace(CODING, learning_rate=0.0, decay=0.0)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    config, corpus = drawn_run.on_text(folder, drawn_run.letters(), eval__same_length=True)
+    config, corpus = drawn_run.on_text(
+        folder, drawn_run.letters(), model__n_layer=1, eval__same_length=True
+    )
     run, _ = drawn_run.make(folder / "run", config, corpus)
     return open_weights(run.path)
 
@@ -45,7 +47,7 @@ def predictor(trained):
 
 @pytest.fixture(scope="module")
 def tokens(predictor):
-    """[R, 31], of the model's vocabulary."""
+    """Token ids [R, 31] of three streams."""
     return predictor.vocabulary.encode(drawn_run.letters()[:93]).reshape(3, 31)
 
 
@@ -54,7 +56,10 @@ def nats(log_probabilities, symbols):
 
 
 def read(predictor, tokens, *, learns):
-    """Returns the losses [R, T - 1] of all tokens but the first, and the last state."""
+    """Returns the losses [R, T - 1] of all tokens except the first, and the last state.
+
+    If it `learns`, an update follows each segment.
+    """
     segment_len = predictor.coding.segment_len
     state = predictor.start()
     losses = []
@@ -67,18 +72,19 @@ def read(predictor, tokens, *, learns):
     return np.stack(losses, axis=1), state
 
 
-def test_it_predicts_as_the_model_scores(trained, tokens):
-    """Token by token over its cache, each stream from an empty memory."""
-    predictor = Predictor(trained, WITHOUT_LEARNING, log=print)
+def test_it_predicts_as_the_model_scores(trained, predictor, tokens):
+    """It predicts token by token over its cache, each stream from an empty memory."""
     losses, _ = read(predictor, tokens, learns=False)
+
     model = trained_model.load(trained.path)
-    expected = [totals.nats for totals in model.score([row.tolist() for row in tokens])]
+    expected = [totals.nats for totals in model.score(tokens.tolist())]
     np.testing.assert_allclose(losses.sum(axis=1), expected, rtol=1e-5)
 
 
 def test_it_learns_as_dynamic_evaluation_does(predictor, tokens):
-    """After six segments: the same parameters, rule and memory, bit for bit."""
+    """After six segments, parameters, rule and memory are the same, bit for bit."""
     _, state = read(predictor, tokens, learns=True)
+
     learner = predictor._learner
     expected = learner.start()
     built = learner.built
@@ -96,61 +102,60 @@ def test_it_learns_as_dynamic_evaluation_does(predictor, tokens):
 
 
 def test_what_is_learned_changes_predictions(predictor, tokens):
-    """From the sixth place on, which is the first after an update, and not before."""
+    """They change from the sixth place on, which is the first after an update, and not before."""
     static, _ = read(predictor, tokens, learns=False)
     learning, _ = read(predictor, tokens, learns=True)
+
     np.testing.assert_array_equal(learning[:, :5], static[:, :5])
     assert (learning[:, 5] != static[:, 5]).all()
 
 
 def test_the_end_of_a_stream_teaches_nothing(predictor, tokens):
     """Tokens behind the end, which are zeros in the file's loop, do not reach the gradient."""
-    segment = tokens[:, :6].copy()
     is_known = np.ones((3, 6), bool)
     is_known[2, 3:] = False
-    after = []
-    for last in (0, 1):
-        segment[2, 3:] = last
+
+    def params_after(padding):
+        segment = tokens[:, :6].copy()
+        segment[2, 3:] = padding
         state = predictor.learn(predictor.start(), segment, is_known)
-        after.append(jax.device_get(state.learner.params))
-    # A wrong input may reach later positions only, none of which is scored.
-    assert_equal(after[0], after[1])
+        return jax.device_get(state.learner.params)
+
+    # An input behind the end may reach only later positions, none of which is scored.
+    assert_equal(params_after(padding=0), params_after(padding=1))
 
 
-def test_a_file_of_a_real_model_comes_back(trained, predictor):
-    """From another predictor of the same run, as in another process."""
+def test_a_text_comes_back_from_another_predictor_of_the_same_run(trained, predictor):
+    """Another process has another predictor."""
     text = drawn_run.letters()[:400]
     payload = codec.compress(text, predictor, progress=lambda done, totals: None)
+
     other = Predictor(trained, CODING, log=print)
     assert codec.decompress(payload, 400, other, progress=lambda done, totals: None) == text
 
 
-def test_the_probe_is_of_these_numbers(trained, predictor):
-    """It is the same for the same model, and another one for another learning rate."""
+def test_the_probe_depends_on_the_numbers(trained, predictor):
+    """It is the same for the same model and settings, and differs for another learning rate."""
     probe = predictor.probe()
     assert predictor.probe() == probe
+
     faster = dataclasses.replace(CODING, learning_rate=2e-3)
     assert Predictor(trained, faster, log=print).probe() != probe
 
 
 def test_the_probe_can_be_stopped(predictor):
-    """Long segments take minutes."""
-    asked = []
-
-    def stop_requested():
-        asked.append(None)
-        return len(asked) == 7
-
-    # Of ten tokens.
+    """It reads ten tokens here, but takes minutes for long segments."""
+    stop_requested = mock.Mock(side_effect=[False] * 6 + [True])
     with pytest.raises(Interrupted):
         predictor.probe(stop_requested=stop_requested)
-    assert len(asked) == 7
+    assert stop_requested.call_count == 7
 
 
 def test_a_probability_is_an_integer_of_the_same_bits(predictor, tokens):
-    """What the coder is given sums to one, for predictions of a real model."""
+    """The coder's integers sum to one, for predictions of a real model."""
     _, log_probabilities = predictor.predict(predictor.start(), tokens[:, 0])
-    assert (integer_probabilities(log_probabilities).sum(axis=1) == 1 << 24).all()
+    integers = integer_probabilities(log_probabilities)
+    assert (integers.sum(axis=1) == 1 << 24).all()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +167,7 @@ def test_a_probability_is_an_integer_of_the_same_bits(predictor, tokens):
     ],
     ids=["words", "characters", "without newlines"],
 )
-def test_vocabularies_that_lose_something(tmp_path, changes):
+def test_vocabularies_that_lose_something_are_an_error(tmp_path, changes):
     config, corpus = drawn_run.on_text(tmp_path, drawn_run.TEXT, **changes)
     run, _ = drawn_run.make(tmp_path / "run", config, corpus)
     with pytest.raises(UserError, match="compression needs a model of"):
