@@ -1,6 +1,7 @@
-"""Tests of the loop through the streams, with a predictor that writes down how it is called."""
+"""Tests of the loop through the streams, with a predictor that records its calls."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ V = 8
 
 
 class Recorder:
-    """In place of the model: predictions depend on everything that was read and learned before."""
+    """Replaces the model. Predictions depend on everything that was read and learned before."""
 
     vocabulary = VOCABULARY
 
@@ -40,14 +41,15 @@ def no_progress(done, totals):
     pass
 
 
-def test_what_is_read_and_learned():
-    """Three streams, a b c, d e f and g h, in segments of two."""
+def test_each_segment_is_read_and_then_learned():
+    """Three streams, a b c, d e f and g h, are read in segments of two."""
     predictor = Recorder(streams=3, segment_len=2)
+
     codec.compress(TEXT, predictor, progress=no_progress)
     assert predictor.calls == [
         ("read", [0, 3, 6]),
         ("read", [1, 4, 7]),
-        # The segment's last targets are the symbols of the next column, of which g h has none.
+        # The segment's last targets are the symbols of the next column, where g h has ended.
         (
             "learn",
             [[0, 1, 2], [3, 4, 5], [6, 7, 0]],
@@ -60,33 +62,36 @@ def test_what_is_read_and_learned():
 @pytest.mark.parametrize("streams", [1, 2, 3, 7, 8, 20])
 @pytest.mark.parametrize("n_bytes", [0, 1, 2, 6, 7, 8, 64, 101])
 def test_each_text_comes_back(streams, n_bytes):
-    """Of any length, with streams that are shorter, or empty, and the same calls both times."""
+    """It may have any length, with streams that are shorter, or empty. Both directions make the
+    same calls.
+    """
     symbols = np.random.default_rng(n_bytes).integers(V, size=n_bytes)
     text = VOCABULARY.decode(symbols)
     encoding = Recorder(streams=streams, segment_len=4)
     payload = codec.compress(text, encoding, progress=no_progress)
+
     decoding = Recorder(streams=streams, segment_len=4)
     assert codec.decompress(payload, n_bytes, decoding, progress=no_progress) == text
     assert decoding.calls == encoding.calls
 
 
 def test_progress_counts_bytes_and_their_bits():
-    """The last numbers are those of the whole text, of the size of the payload."""
+    """The last numbers describe the whole text, whose bits are the payload's."""
     text = VOCABULARY.decode(np.random.default_rng(0).integers(V, size=1000))
-    shown = []
-    payload = codec.compress(
-        text,
-        Recorder(streams=3, segment_len=10),
-        progress=lambda done, totals: shown.append((done, totals)),
-    )
-    assert [done for done, _ in shown][:2] == [30, 60]
-    done, totals = shown[-1]
-    assert done == totals.tokens == 1000
+    predictor = Recorder(streams=3, segment_len=10)
+    progress = mock.Mock()
+
+    payload = codec.compress(text, predictor, progress=progress)
+
+    (first, _), (second, _), *_, (last, totals) = (call.args for call in progress.call_args_list)
+    assert first == 30
+    assert second == 60
+    assert last == totals.tokens == 1000
     assert totals.bpc * 1000 / 8 == pytest.approx(len(payload), abs=8)
 
 
-def test_a_wrong_length_allocates_nothing():
-    """What a header says is not believed before it was decoded."""
+def test_a_forged_length_allocates_nothing():
+    """The length in a header is not trusted before the text was decoded."""
 
     class Full(Exception):  # noqa: N818 (an end, not an error)
         pass

@@ -1,4 +1,4 @@
-"""Tests of compressed files: what is written is read, and nothing else is."""
+"""Tests of the format of compressed files: written files are read, and all others are rejected."""
 
 import dataclasses
 import hashlib
@@ -34,37 +34,39 @@ PAYLOAD = bytes(range(40))
 def changed(content: bytes, change) -> bytes:
     """Returns a file whose header was changed, with the SHA-256 that fits."""
     length = int.from_bytes(content[8:12], "little")
+    payload = content[12 + length : -32]
     values = json.loads(content[12 : 12 + length])
     change(values)
     head = json.dumps(values).encode()
-    return signed(content[:8] + len(head).to_bytes(4, "little") + head + content[12 + length : -32])
+    return signed(content[:8] + len(head).to_bytes(4, "little") + head + payload)
 
 
 def signed(body: bytes) -> bytes:
+    """Returns a file's content with its SHA-256 at the end."""
     return body + hashlib.sha256(body).digest()
 
 
-def test_what_is_written_is_read():
+def test_a_file_that_was_written_is_read():
     assert load(dump(HEADER, PAYLOAD), name="a.txl") == (HEADER, PAYLOAD)
 
 
-def test_a_text_that_is_stored():
+def test_a_stored_text_is_read():
     header = Header.of_stored(b"some text")
     assert header.is_stored
     assert load(dump(header, b"some text"), name="a.txl") == (header, b"some text")
 
 
-def test_every_bit_counts():
+def test_a_file_with_a_flipped_bit_is_an_error():
     content = dump(HEADER, PAYLOAD)
     for place in range(len(content)):
         for bit in (0, 7):
-            damaged = bytearray(content)
-            damaged[place] ^= 1 << bit
+            corrupted = bytearray(content)
+            corrupted[place] ^= 1 << bit
             with pytest.raises(UserError, match=r"^a\.txl\b"):
-                load(bytes(damaged), name="a.txl")
+                load(bytes(corrupted), name="a.txl")
 
 
-def test_every_length_counts():
+def test_a_file_that_is_cut_or_continued_is_an_error():
     content = dump(HEADER, PAYLOAD)
     for length in range(len(content)):
         with pytest.raises(UserError, match=r"^a\.txl\b"):
@@ -82,10 +84,9 @@ STRANGE = {
     "a long segment": {"segment_len": 10**9},
     "a long memory": {"mem_len": 10**9},
     "no memory": {"mem_len": 0},
-    # Each by itself is within its limit.
-    "too many positions": {"streams": 1024, "segment_len": 1, "mem_len": 256},
-    "too many pairs": {"streams": 1, "segment_len": 8000, "mem_len": 500},
     "many threads": {"threads": 10**6},
+}
+STRANGE |= {
     "a text": {"learning_rate": "1e-3"},
     "not a number": {"decay": float("nan")},
     "below 0": {"epsilon": -1.0},
@@ -94,15 +95,21 @@ STRANGE = {
     "an integer beyond all floats": {"learning_rate": 10**400},
     "another key": {"seed": 1},
 }
+# Each number by itself is within its limit.
+STRANGE |= {
+    "too many positions": {"streams": 1024, "segment_len": 1, "mem_len": 256},
+    "too many pairs": {"streams": 1, "segment_len": 8000, "mem_len": 500},
+}
 
 
 @pytest.mark.parametrize("values", STRANGE.values(), ids=STRANGE.keys())
-def test_values_of_the_coding_are_checked(values):
+def test_a_strange_value_of_the_coding_is_an_error(values):
     content = changed(dump(HEADER, PAYLOAD), lambda header: header["coding"].update(values))
     with pytest.raises(UserError, match=r"a header that experiments\.compress does not write"):
         load(content, name="a.txl")
 
 
+# The same outside of the coding.
 OTHERS = {
     "text_bytes": {"text_bytes": -1},
     "a digest": {"text_sha256": 5},
@@ -113,7 +120,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("values", OTHERS.values(), ids=OTHERS.keys())
-def test_other_values_are_checked(values):
+def test_another_strange_value_of_the_header_is_an_error(values):
     content = changed(dump(HEADER, PAYLOAD), lambda header: header.update(values))
     with pytest.raises(UserError, match=r"a header that experiments\.compress does not write"):
         load(content, name="a.txl")
@@ -122,41 +129,42 @@ def test_other_values_are_checked(values):
 @pytest.mark.parametrize(
     "head", [b"[]", b"7", b"{}", b"{", b"\xff", b"[" * 9000], ids=lambda head: str(head[:4])
 )
-def test_a_header_that_is_not_an_object(head):
+def test_a_header_that_is_not_an_object_is_an_error(head):
     body = file_format.MAGIC + len(head).to_bytes(4, "little") + head
     with pytest.raises(UserError, match=r"a header that experiments\.compress does not write"):
         load(signed(body), name="a.txl")
 
 
-def test_a_length_beyond_the_file():
+def test_a_length_beyond_the_file_is_an_error():
     body = file_format.MAGIC + (2**32 - 1).to_bytes(4, "little") + b"{}"
     with pytest.raises(UserError, match="a header of 4294967295 bytes"):
         load(signed(body), name="a.txl")
 
 
-def test_a_text_longer_than_its_bits_allow():
-    """From 40 bytes no more than 4.5 billion symbols can come."""
+def test_a_text_that_is_longer_than_its_bits_allow_is_an_error():
+    """At most 4.5 billion symbols can come from 40 bytes."""
     content = dump(dataclasses.replace(HEADER, text_bytes=10**10), PAYLOAD)
     with pytest.raises(UserError, match="cannot be a text of 10,000,000,000 bytes"):
         load(content, name="a.txl")
 
 
-def test_of_more_symbols_each_takes_more_bits():
-    """Of 256 symbols no more than 17.5 million come from 40 bytes."""
+def test_a_larger_vocabulary_allows_fewer_symbols():
+    """At most 17.5 million symbols of 256 come from 40 bytes."""
     header = dataclasses.replace(HEADER, text_bytes=17_000_000)
     file_format.check_length(header, PAYLOAD, name="a.txl", vocab_size=256)
+
     header = dataclasses.replace(HEADER, text_bytes=18_000_000)
     file_format.check_length(header, PAYLOAD, name="a.txl")
     with pytest.raises(UserError, match="cannot be a text of 18,000,000 bytes"):
         file_format.check_length(header, PAYLOAD, name="a.txl", vocab_size=256)
 
 
-def test_bits_that_are_not_whole_words():
+def test_content_that_is_not_whole_words_is_an_error():
     with pytest.raises(UserError, match="39 bytes of content"):
         load(dump(HEADER, PAYLOAD[:39]), name="a.txl")
 
 
-def test_a_stored_text_of_another_length():
+def test_a_stored_text_of_another_length_is_an_error():
     with pytest.raises(UserError, match="8 bytes of content"):
         load(dump(Header.of_stored(b"some text"), b"some tex"), name="a.txl")
 
@@ -167,7 +175,7 @@ def test_another_version_is_named():
         load(content, name="a.txl")
 
 
-def test_differences_of_environments():
+def test_differences_of_environments_are_named_with_both_values():
     other = dataclasses.replace(ENVIRONMENT, versions="jax 2")
     assert ENVIRONMENT.differences(other) == ["versions: jax 2 there, jax 1 here"]
     assert ENVIRONMENT.differences(ENVIRONMENT) == []

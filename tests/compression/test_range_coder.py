@@ -1,4 +1,6 @@
-"""Tests of the range coder: integers that both directions share, and what they cost."""
+"""Tests of the range coder: integers that both directions share, and their number of bits."""
+
+import sys
 
 import numpy as np
 import pytest
@@ -9,13 +11,14 @@ from txl_jax.errors import MissingPackageError, NonFiniteError, UserError
 
 
 def log_softmax(logits):
+    """Returns log probabilities float32 [N, V]."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     return (shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))).astype(np.float32)
 
 
 @pytest.fixture
 def predictions():
-    """[600, 256]: 200 flat ones, 200 peaked ones, and 200 that are all but certain."""
+    """Log probabilities [600, 256]: 200 flat rows, 200 peaked ones, and 200 almost certain ones."""
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(600, 256))
     logits[200:400] *= 12
@@ -23,28 +26,29 @@ def predictions():
     return log_softmax(logits)
 
 
-def test_integers_sum_to_the_total_and_leave_out_no_symbol(predictions):
+def test_integers_sum_to_the_total_and_give_each_symbol_a_share(predictions):
     integers = integer_probabilities(predictions)
     assert integers.shape == (600, 256)
     assert (integers.sum(axis=1) == 1 << 24).all()
     assert integers.min() == 1
-    # A certain symbol has everything but the one unit of each other.
+    # A certain symbol has everything except one unit for each other symbol.
     assert integers.max() == (1 << 24) - 255
 
 
 def test_integers_follow_the_probabilities():
     integers = integer_probabilities(np.log(np.array([[0.5, 0.25, 0.125, 0.125]])))
-    # Shares of 2**24 - 4 units, and one each.
+    # They are shares of 2**24 - 4 units, plus one unit each.
     assert integers.tolist() == [[8388607, 4194304, 2097152, 2097153]]
 
 
 def test_the_coder_uses_exactly_these_integers(predictions):
-    """The content is as long as they say, to two words, and comes back with them alone."""
+    """The content is as long as they say, to two words, and comes back only with them."""
     rng = np.random.default_rng(1)
     integers = integer_probabilities(predictions)
     # Likely symbols and, at every tenth place, any.
     symbols = integers.argmax(axis=1)
     symbols[::10] = rng.integers(256, size=60)
+
     encoder = Encoder()
     encoder.encode(symbols[:1], integers[:1])
     encoder.encode(symbols[1:], integers[1:])
@@ -57,6 +61,7 @@ def test_the_coder_uses_exactly_these_integers(predictions):
     decoder = Decoder(content)
     np.testing.assert_array_equal(decoder.decode(integers[:599]), symbols[:599])
     np.testing.assert_array_equal(decoder.decode(integers[599:]), symbols[599:])
+
     # Other integers of one symbol, which shift the places of the others, give other symbols.
     others = integers.copy()
     others[0, 0] += 1000
@@ -64,7 +69,7 @@ def test_the_coder_uses_exactly_these_integers(predictions):
     assert (Decoder(content).decode(others) != symbols).any()
 
 
-def test_content_that_no_encoder_writes(predictions):
+def test_content_that_no_encoder_writes_is_an_error(predictions):
     """It may begin behind the end of the last symbol's share."""
     integers = integer_probabilities(predictions)
     with pytest.raises(UserError, match="do not fit"):
@@ -72,14 +77,14 @@ def test_content_that_no_encoder_writes(predictions):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=["nan", "inf", "all impossible"])
-def test_predictions_that_are_no_probabilities(value):
+def test_predictions_that_are_not_probabilities_are_an_error(value):
     with pytest.raises(NonFiniteError, match="learning_rate"):
         integer_probabilities(np.full((2, 5), value, np.float32))
 
 
 def test_a_missing_package_is_named(monkeypatch):
     range_coder.constriction.cache_clear()
-    monkeypatch.setitem(__import__("sys").modules, "constriction", None)
+    monkeypatch.setitem(sys.modules, "constriction", None)
     try:
         with pytest.raises(MissingPackageError, match=r"\.\[compress\]"):
             Encoder()
