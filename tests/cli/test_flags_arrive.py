@@ -41,39 +41,49 @@ def uses_cli(name):
     return "cli.main(" in text or "train_main(" in text
 
 
-PROGRAMS = [name for folder in HEADINGS for name in programs_in(folder) if uses_cli(name)]
+PROGRAMS = []
+for folder in HEADINGS:
+    PROGRAMS += filter(uses_cli, programs_in(folder))
 
-# Values for plans that check theirs, by program and setting: typed ones, and those of a flagfile.
-CHOSEN = {
-    "experiments.paper.attention": {"heads": ("0.1", "1.0")},
-    "experiments.paper.recl": {"lengths": (7, 29, 4)},
-    "experiments.bench.device": {
-        "tasks": ("evaluation",),
-        "paths": ("tiled",),
-        "tiles": ("8x16", "32x64"),
-    },
-    "experiments.bench.estimate": {
-        "topology": ("v4:2x2x2",),
-        "tasks": ("evaluation",),
-        "configs": ("small",),
-    },
-    "experiments.bench.session": {"parts": ("peaks",), "inside": "step"},
-    "experiments.bench.speed": {"tasks": ("evaluation",), "peer": "original"},
-    "experiments.tune_dynamic": {"learning_rates": (0.5, 0.25), "decays": (0.125,)},
-}
-IN_FILE = {
-    "experiments.paper.attention": {"heads": ("1.1",)},
-    "experiments.paper.recl": {"lengths": (5, 30, 5)},
-    "experiments.bench.device": {"tasks": ("training",), "paths": ("stored",), "tiles": ("4x4",)},
-    "experiments.bench.estimate": {
-        "topology": ("h200x8",),
-        "tasks": ("training",),
-        "configs": ("ptb", "small"),
-    },
-    "experiments.bench.session": {"parts": ("step", "step_12l"), "inside": "attention"},
-    "experiments.bench.speed": {"tasks": ("training",), "peer": "original"},
-    "experiments.tune_dynamic": {"learning_rates": (0.75,), "decays": (0.375, 0.5)},
-}
+# Values for plans that check theirs, by program and setting: typed values, and a flagfile's.
+CHOSEN = {}
+IN_FILE = {}
+
+
+def choose(name, *, typed, in_file):
+    """Chooses values of a program's settings whose derived values its plan would refuse."""
+    CHOSEN[f"experiments.{name}"] = typed
+    IN_FILE[f"experiments.{name}"] = in_file
+
+
+choose("paper.attention", typed={"heads": ("0.1", "1.0")}, in_file={"heads": ("1.1",)})
+choose("paper.recl", typed={"lengths": (7, 29, 4)}, in_file={"lengths": (5, 30, 5)})
+choose(
+    "bench.device",
+    typed={"tasks": ("evaluation",), "paths": ("tiled",), "tiles": ("8x16", "32x64")},
+    in_file={"tasks": ("training",), "paths": ("stored",), "tiles": ("4x4",)},
+)
+choose(
+    "bench.estimate",
+    typed={"topology": ("v4:2x2x2",), "tasks": ("evaluation",), "configs": ("small",)},
+    in_file={"topology": ("h200x8",), "tasks": ("training",), "configs": ("ptb", "small")},
+)
+choose(
+    "bench.session",
+    typed={"parts": ("peaks",), "inside": "step"},
+    in_file={"parts": ("step", "step_12l"), "inside": "attention"},
+)
+choose(
+    "bench.speed",
+    typed={"tasks": ("evaluation",), "peer": "original"},
+    in_file={"tasks": ("training",), "peer": "original"},
+)
+choose(
+    "tune_dynamic",
+    typed={"learning_rates": (0.5, 0.25), "decays": (0.125,)},
+    in_file={"learning_rates": (0.75,), "decays": (0.375, 0.5)},
+)
+
 # Settings that a plan requires by its own check.
 NOT_EMPTY = {"experiments.bench.estimate": ("topology",)}
 COMPAT = "nvidia"
@@ -88,7 +98,8 @@ ALIASES = {
     },
     "experiments.tune_dynamic": {"rule": "eval.dynamic.rule"},
 }
-HOSTS = {"coordinator": "a:1", "num_processes": 3, "process_id": 2}
+# The flags of programs that run in multiple processes.
+HOSTS = ("coordinator", "num_processes", "process_id")
 
 
 @pytest.fixture
@@ -96,16 +107,16 @@ def declare(monkeypatch):
     """Returns the class of a program's plan, and the arguments of its `cli.main`."""
 
     def declare(name):
-        found = []
+        calls = []
 
         def main(run, plan, **options):
-            found.append((plan, options))
+            calls.append((plan, options))
 
         with monkeypatch.context() as patch, programs.own_flags():
-            for module in (cli, train_command):
-                patch.setattr(module, "main", main)
+            patch.setattr(cli, "main", main)
+            patch.setattr(train_command, "main", main)
             runpy.run_path(str(file_of(name)), run_name="__main__")
-        [(plan, options)] = found
+        [(plan, options)] = calls
         return plan, options
 
     return declare
@@ -118,7 +129,7 @@ class Started:
     plan: cli.Plan
     job: cli.Job
     config: ExperimentConfig | None
-    flags: set[str]  # The project's own.
+    flags: set[str]  # The project's own flags, without absl's.
     compiled_in: dict[str, Any]  # The arguments of `keep_compiled`.
 
 
@@ -128,20 +139,20 @@ def compiled_in(monkeypatch, tmp_path):
 
     Returns the arguments of `keep_compiled`.
     """
-    found = {}
+    arguments = {}
 
     def keep_compiled(named, *, by_default):
-        found.update(named=named, by_default=by_default)
+        arguments.update(named=named, by_default=by_default)
 
     monkeypatch.setattr(app, "keep_compiled", keep_compiled)
     monkeypatch.setattr(precedence, "check_file", lambda data: None)
     monkeypatch.setattr(ExperimentConfig, "validate", lambda config: None)
     monkeypatch.chdir(tmp_path)
-    return found
+    return arguments
 
 
 def own_flags():
-    """Returns the project's own flags."""
+    """Returns the project's own flags, without absl's."""
     module_of = flags.FLAGS.find_module_defining_flag
     return {name for name in flags.FLAGS if "txl_jax.cli" in str(module_of(name))}
 
@@ -149,70 +160,85 @@ def own_flags():
 @pytest.fixture
 def start(monkeypatch, compiled_in):
     """Returns what a program makes of a command line."""
-    real = app.main
-    found = []
+    main_of_app = app.main
+    started = []
 
     def main(_run, plan_class, **options):
         def run(plan, job):
-            config = job.config() if options.get("config") else None
-            found.append(Started(plan, job, config, own_flags(), compiled_in))
+            config = None
+            if options.get("config"):
+                config = job.config()
+            started.append(Started(plan, job, config, own_flags(), compiled_in))
 
-        real(run, plan_class, **options)
+        main_of_app(run, plan_class, **options)
 
     def start(name, *words):
         code, _, errors = programs.run(name, *words)
-        assert code == 0, f"{errors}For a derived value choose another in CHOSEN and IN_FILE."
-        return found.pop()
+        assert code == 0, f"{errors}Replace a derived value with one in CHOSEN and IN_FILE."
+        return started.pop()
 
-    for module in (cli, train_command):
-        monkeypatch.setattr(module, "main", main)
+    monkeypatch.setattr(cli, "main", main)
+    monkeypatch.setattr(train_command, "main", main)
     return start
 
 
 def absolute(kind, values):
     """Returns the values as a plan or a config has them, with absolute paths."""
-    made = dict(values)
+    values = dict(values)
     for leaf in config_tree.leaves(kind):
-        value = made.get(leaf.name)
+        value = values.get(leaf.name)
         if not leaf.setting.path or not value:
             continue
         if isinstance(value, tuple):
-            made[leaf.name] = tuple(os.path.abspath(entry) for entry in value)
+            values[leaf.name] = tuple(map(os.path.abspath, value))
         else:
-            made[leaf.name] = os.path.abspath(value)
-    return made
+            values[leaf.name] = os.path.abspath(value)
+    return values
 
 
 def settings_of(config):
-    names = [leaf.name for leaf in config_tree.leaves(type(config))]
-    return {name: config_tree.get(config, name) for name in names}
+    """Returns the values of a plan or a config, by setting."""
+    return {
+        leaf.name: config_tree.get(config, leaf.name) for leaf in config_tree.leaves(type(config))
+    }
 
 
-def assert_same(found, expected):
-    """Names the settings of a plan or a config that differ from the expected ones."""
-    wanted = expected if isinstance(expected, dict) else settings_of(expected)
-    got = settings_of(found)
-    different = [name for name in got.keys() | wanted.keys() if got.get(name) != wanted.get(name)]
-    assert {name: (got.get(name), wanted.get(name)) for name in different} == {}
+def assert_same(config, expected):
+    """Names the settings of a plan or a config that differ from the expected values.
+
+    `expected` has the values by setting.
+    """
+    values = settings_of(config)
+    assert values.keys() == expected.keys()
+    different = {}
+    for name, value in values.items():
+        if value != expected[name]:
+            different[name] = f"is {value!r} instead of {expected[name]!r}"
+    assert different == {}
 
 
 def every_second(values):
     return dict(list(values.items())[::2])
 
 
-def unlike(kind, values, typed, defaults=None):
+def defaults_of(kind):
+    """Returns the defaults of a plan's class, by setting."""
+    return {leaf.name: leaf.default for leaf in config_tree.leaves(kind)}
+
+
+def unlike(values, typed, defaults):
     """Returns the values of a flagfile, with the default where the same value is typed."""
-    made = dict(values)
-    for leaf in config_tree.leaves(kind):
-        if leaf.name in typed and typed[leaf.name] == made[leaf.name]:
-            made[leaf.name] = config_tree.get(defaults, leaf.name) if defaults else leaf.default
-    return made
+    values = dict(values)
+    for name in values.keys() & typed.keys():
+        if values[name] == typed[name]:
+            values[name] = defaults[name]
+    return values
 
 
 def config_with(options, values):
-    """Returns the config of a command line that also has `--compat`."""
+    """Returns the settings of a command line that also has `--compat`."""
     base = apply_preset(options["config"], COMPAT)
-    return config_tree.replace(base, absolute(ExperimentConfig, values))
+    return settings_of(config_tree.replace(base, absolute(ExperimentConfig, values)))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -229,15 +255,16 @@ def test_each_typed_flag_arrives(declare, start, name):
     if options.get("hosts") == "join":
         known |= set(HOSTS)  # `test_processes_that_flags_announce_are_joined` has them.
 
-    found = start(name, *words)
-    assert_same(found.plan, absolute(kind, values))
-    assert all(place == "" for place in found.job.places.values())
+    started = start(name, *words)
+
+    assert_same(started.plan, absolute(kind, values))
+    assert set(started.job.places.values()) == {""}, "each flag was typed"
     if options.get("config"):
-        assert_same(found.config, config_with(options, settings))
-    assert found.flags == known, "each flag has a value here"
-    assert found.compiled_in == {
-        "named": found.plan.compilation_cache,
-        "by_default": hasattr(found.plan, "data_dir") or name == "experiments.quickstart",
+        assert_same(started.config, config_with(options, settings))
+    assert started.flags == known, "each flag has a value here"
+    assert started.compiled_in == {
+        "named": started.plan.compilation_cache,
+        "by_default": hasattr(started.plan, "data_dir") or name == "experiments.quickstart",
     }
 
 
@@ -245,50 +272,65 @@ def test_each_typed_flag_arrives(declare, start, name):
 def test_each_flag_of_a_file_arrives_unless_it_is_typed_behind_it(declare, start, tmp_path, name):
     """The file gives every flag a value, and every second flag is typed as well, with another."""
     kind, options = declare(name)
-    code = {leaf.name for leaf in config_tree.leaves(kind) if leaf.setting.loads_code}
+    # A file may not set the settings that load code.
+    not_in_files = {leaf.name for leaf in config_tree.leaves(kind) if leaf.setting.loads_code}
     values = second_values(kind, chosen=CHOSEN.get(name), start_at=100)
-    # A file may not set these.
-    typed = every_second(values) | {name: values[name] for name in code}
-    values = second_values(kind, chosen=IN_FILE.get(name), start_at=200)
-    values = unlike(kind, values, typed)
-    lines = as_flags(kind, {name: value for name, value in values.items() if name not in code})
+    typed = every_second(values)
+    for setting in not_in_files:
+        typed[setting] = values[setting]
+    in_file = second_values(kind, chosen=IN_FILE.get(name), start_at=200)
+    in_file = unlike(in_file, typed, defaults_of(kind))
+    for setting in not_in_files:
+        del in_file[setting]
+    lines = as_flags(kind, in_file)
     words = as_flags(kind, typed)
     if options.get("config"):
         typed_settings = every_second(second_values(ExperimentConfig, start_at=1000))
         settings = second_values(ExperimentConfig, start_at=2000)
-        settings = unlike(ExperimentConfig, settings, typed_settings, options["config"])
+        settings = unlike(settings, typed_settings, settings_of(options["config"]))
         lines += [*as_flags(ExperimentConfig, settings), f"--compat={COMPAT}"]
         words += as_flags(ExperimentConfig, typed_settings)
     (tmp_path / "mine.flags").write_text("\n".join(lines))
 
-    found = start(name, "--flagfile=mine.flags", *words)
+    started = start(name, "--flagfile=mine.flags", *words)
+
+    expected = in_file | typed
     for leaf in config_tree.leaves(kind):
-        if leaf.setting.repeated and leaf.name in typed:  # Each flag adds an entry.
-            typed[leaf.name] = values[leaf.name] + typed[leaf.name]
-    assert_same(found.plan, absolute(kind, values | typed))
-    assert found.job.flagfile == "mine"
+        # Each repeated flag adds an entry.
+        if leaf.setting.repeated and leaf.name in typed:
+            expected[leaf.name] = in_file[leaf.name] + typed[leaf.name]
+    assert_same(started.plan, absolute(kind, expected))
+    assert started.job.flagfile == "mine"
     if options.get("config"):
-        assert_same(found.config, config_with(options, settings | typed_settings))
+        assert_same(started.config, config_with(options, settings | typed_settings))
+
+
+def required(kind):
+    """Returns the names of the settings that a plan requires."""
+    return [leaf.name for leaf in config_tree.leaves(kind) if leaf.setting.required]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_is_not_passed_has_its_default(declare, start, name):
+def test_a_setting_that_is_not_passed_has_its_default(declare, start, name):
     kind, options = declare(name)
     values = second_values(kind, chosen=CHOSEN.get(name), start_at=100)
-    needed = [leaf.name for leaf in config_tree.leaves(kind) if leaf.setting.required]
-    needed += NOT_EMPTY.get(name, ())
-    defaults = {leaf.name: leaf.default for leaf in config_tree.leaves(kind)}
-    values = {name: values[name] for name in needed}
-    found = start(name, *as_flags(kind, values))
-    assert_same(found.plan, absolute(kind, defaults | values))
+    needed = [*required(kind), *NOT_EMPTY.get(name, ())]
+    passed = {setting: values[setting] for setting in needed}
+
+    started = start(name, *as_flags(kind, passed))
+
+    assert_same(started.plan, absolute(kind, defaults_of(kind) | passed))
     if options.get("config"):
         config = options["config"]
         if options.get("by_corpus"):
             config = dataclasses.replace(config, data=default_data(config.data.corpus))
-        assert_same(found.config, config)
+        assert_same(started.config, settings_of(config))
 
 
-EVERY_ALIAS = [(name, alias) for name in ALIASES for alias in ALIASES[name]]
+EVERY_ALIAS = []
+for program, aliases in ALIASES.items():
+    for alias in aliases:
+        EVERY_ALIAS.append((program, alias))
 
 
 @pytest.mark.parametrize(("name", "alias"), EVERY_ALIAS)
@@ -296,13 +338,15 @@ def test_an_alias_sets_its_own_setting_alone(declare, start, name, alias):
     kind, options = declare(name)
     setting = ALIASES[name][alias]
     value = second_values(ExperimentConfig, start_at=1000)[setting]
-    needed = [leaf.name for leaf in config_tree.leaves(kind) if leaf.setting.required]
-    words = [f"--{name}=run" for name in needed]
-    found = start(name, f"--{alias}={config_tree.format_value(value)}", *words)
-    [given] = absolute(ExperimentConfig, {setting: value}).values()
-    assert config_tree.get(found.config, setting) == given
+    words = [f"--{required_setting}=run" for required_setting in required(kind)]
+
+    started = start(name, f"--{alias}={config_tree.format_value(value)}", *words)
+
+    expected = absolute(ExperimentConfig, {setting: value})[setting]
+    assert config_tree.get(started.config, setting) == expected
     for other in set(ALIASES[name].values()) - {setting}:
-        assert config_tree.get(found.config, other) == config_tree.get(options["config"], other)
+        default = config_tree.get(options["config"], other)
+        assert config_tree.get(started.config, other) == default, other
 
 
 # Programs that take the usual settings of the corpus that their flags name. Others belong to a
@@ -324,8 +368,8 @@ def test_a_corpus_that_is_named_brings_its_usual_settings(start, name):
         "experiments.paper.ablation": ["--out=out"],
         "experiments.bench.estimate": ["--topology=h200"],
     }
-    found = start(name, "--data.corpus=lm1b", *needed.get(name, ()))
-    assert_same(found.config.data, default_data(CorpusName.LM1B))
+    started = start(name, "--data.corpus=lm1b", *needed.get(name, ()))
+    assert_same(started.config.data, settings_of(default_data(CorpusName.LM1B)))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -336,18 +380,23 @@ def test_a_word_that_is_not_a_flag_is_an_error_but_for_the_files_of_two_programs
     if name == "experiments.report":
         assert start(name, "runs/a", "runs/b").job.words == ["runs/a", "runs/b"]
         return
+
     code, _, errors = programs.run(name, "word")
-    assert code == 2 and "'word'" in errors
+    assert code == 2, errors
+    assert "'word'" in errors
 
 
 def test_processes_that_flags_announce_are_joined(start, monkeypatch):
     joined = []
     monkeypatch.setattr(other_hosts, "join", joined.append)
     monkeypatch.setattr(other_hosts, "check_same", lambda plan: None)
-    start("experiments.enwik8", *(f"--{name}={value}" for name, value in HOSTS.items()))
-    [several] = joined
-    expected = {"coordinator_address": "a:1", "num_processes": 3, "process_id": 2}
-    assert expected.items() <= several.arguments.items()
+
+    start("experiments.enwik8", "--coordinator=a:1", "--num_processes=3", "--process_id=2")
+
+    [processes] = joined
+    assert processes.arguments["coordinator_address"] == "a:1"
+    assert processes.arguments["num_processes"] == 3
+    assert processes.arguments["process_id"] == 2
 
 
 @pytest.mark.parametrize("value", ["", "none"])
@@ -371,10 +420,11 @@ def test_a_value_that_is_not_of_the_settings_type_is_refused(value):
 # A recorded run: typed settings win over its record, and the others are as recorded.
 
 
-FREE = [leaf for leaf in flag_tree.setting_leaves(ExperimentConfig) if leaf.setting.free_on_resume]
+SETTINGS = list(flag_tree.setting_leaves(ExperimentConfig))
+FREE = [leaf for leaf in SETTINGS if leaf.setting.free_on_resume]
 # A trained run is used with its own vocabulary, whose files are not free then.
 FREE_IN_USE = [leaf for leaf in FREE if not leaf.setting.shapes_tokens]
-MAY_GROW = [leaf for leaf in flag_tree.setting_leaves(ExperimentConfig) if leaf.setting.may_grow]
+MAY_GROW = [leaf for leaf in SETTINGS if leaf.setting.may_grow]
 
 
 @pytest.fixture
@@ -390,24 +440,24 @@ def recorded(compiled_in, tmp_path):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Replaces what a corpus's command calls. Returns the arguments by function."""
-    found = {}
+    """Replaces what a corpus's command calls. Returns the positional arguments by function."""
+    arguments_of = {}
 
     def replace(module, name, result=None):
-        def keep(*arguments, **named):
-            found[name] = (arguments, named)
+        def keep(*arguments, **_):
+            arguments_of[name] = arguments
             return result
 
         monkeypatch.setattr(module, name, keep)
 
-    for name in ("generate_text", "continue_prompts"):
-        replace(train_command, name)
+    replace(train_command, "generate_text")
+    replace(train_command, "continue_prompts")
     replace(score_splits, "evaluate_splits")
     replace(score_splits, "score_tokens")
     replace(score_input, "score_documents")
     replace(train_command, "train_run", Outcome(finished=False, step=1, results=None))
     monkeypatch.setattr(cli.Job, "corpus", lambda job, config, *rest: None)
-    return found
+    return arguments_of
 
 
 def run_text(*words):
@@ -427,21 +477,23 @@ MODES = {
 def test_typed_settings_win_over_the_record_of_a_run(recorded, calls, mode):
     function, leaves = MODES[mode]
     values = second_values(ExperimentConfig, start_at=4000)
-    # Of two choices the second was recorded, and the first is typed.
-    typed = {leaf.name: values[leaf.name] for leaf in leaves}
+    typed = {}
     for leaf in leaves:
+        typed[leaf.name] = values[leaf.name]
+        # Of two choices the second was recorded, and the first is typed.
         if config_tree.get(recorded, leaf.name) == typed[leaf.name]:
             typed[leaf.name] = leaf.default
+
     run_text(f"--mode={mode}", *as_flags(ExperimentConfig, typed))
-    (config, *_), _ = calls[function]
+    config, *_ = calls[function]
     expected = config_tree.replace(recorded, absolute(ExperimentConfig, typed))
-    assert_same(config, expected)
+    assert_same(config, settings_of(expected))
     changed = {leaf.name for leaf, *_ in config_tree.differences(recorded, config)}
     assert changed == typed.keys(), "each has another value than the record"
 
     run_text(f"--mode={mode}")
-    (config, *_), _ = calls[function]
-    assert_same(config, recorded)
+    config, *_ = calls[function]
+    assert_same(config, settings_of(recorded))
 
 
 OF_DOCUMENTS = [("score", "score_documents"), ("generate", "continue_prompts")]
@@ -450,13 +502,17 @@ OF_DOCUMENTS = [("score", "score_documents"), ("generate", "continue_prompts")]
 @pytest.mark.parametrize(("mode", "function"), OF_DOCUMENTS)
 def test_typed_settings_win_for_documents_of_a_file(recorded, calls, tmp_path, mode, function):
     values = second_values(ExperimentConfig, start_at=4000)
-    names = [leaf.name for leaf in FREE_IN_USE if leaf.name.startswith(("eval.", "generate."))]
-    typed = {name: values[name] for name in names}
+    typed = {}
+    for leaf in FREE_IN_USE:
+        if leaf.name.startswith(("eval.", "generate.")):
+            typed[leaf.name] = values[leaf.name]
     (tmp_path / "in").write_text("")
+
     run_text(f"--mode={mode}", "--input=in", *as_flags(ExperimentConfig, typed))
-    (weights, _), _ = calls[function]
+
+    weights, _ = calls[function]
     expected = config_tree.replace(recorded, absolute(ExperimentConfig, typed))
-    assert_same(weights.config, expected)
+    assert_same(weights.config, settings_of(expected))
 
 
 @pytest.fixture
@@ -468,28 +524,27 @@ def own_run(compiled_in, tmp_path):
     (tmp_path / "in").write_text("")
 
 
-LEARNING_NOTES = [
-    # Mode, typed flags, and those without effect.
-    ("train", {"rule": "sgd", "decay": "0.5"}, {"rule", "decay"}),
-    ("generate", {"rule": "sgd"}, {"rule"}),
-    ("generate --input=in", {"rule": "sgd"}, {"rule"}),
-    ("eval", {"rule": "sgd", "shared": "true"}, {"shared"}),
-    ("score", {"rule": "sgd", "shared": "true"}, {"shared"}),
-    # The default rate, so that it is no error.
-    ("eval", {"learning_rate": "0.001"}, {"learning_rate"}),
-    ("eval", {"rule": "none"}, set()),
-    ("score --input=in", {"rule": "sgd", "shared": "true"}, set()),
-]
+# Modes of a trained run with the flags of learning that are typed, without their group
+# "eval.dynamic.", and the flags among them that have no effect.
+LEARNING_NOTES = {
+    "--mode=train --rule=sgd --decay=0.5": {"rule", "decay"},
+    "--mode=generate --rule=sgd": {"rule"},
+    "--mode=generate --input=in --rule=sgd": {"rule"},
+    "--mode=eval --rule=sgd --shared=true": {"shared"},
+    "--mode=score --rule=sgd --shared=true": {"shared"},
+    # The default rate, so that it is not an error.
+    "--mode=eval --learning_rate=0.001": {"learning_rate"},
+    "--mode=eval --rule=none": set(),
+    "--mode=score --input=in --rule=sgd --shared=true": set(),
+}
 
 
-@pytest.mark.parametrize(("mode", "typed", "unread"), LEARNING_NOTES)
+@pytest.mark.parametrize(("flags_of_learning", "unread"), LEARNING_NOTES.items())
 @pytest.mark.usefixtures("own_run", "calls")
-def test_flags_of_learning_have_no_effect_where_nothing_is_scored(mode, typed, unread):
-    words = [f"--eval.dynamic.{name}={value}" for name, value in typed.items()]
+def test_flags_of_learning_have_no_effect_where_nothing_is_scored(flags_of_learning, unread):
+    words = re.sub(r"--(?!mode|input)", "--eval.dynamic.", flags_of_learning).split()
 
-    code, out, err = programs.run(
-        "experiments.text", "--workdir=run", *f"--mode={mode}".split(), *words
-    )
+    code, out, err = programs.run("experiments.text", "--workdir=run", *words)
 
     assert code == 0, err
     notes = re.findall(r"(?m)^note +no effect with .*", out + err)
