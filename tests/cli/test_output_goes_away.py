@@ -1,5 +1,5 @@
-"""Tests commands whose output or terminal goes away while they work: no step is lost, and results
-end with 141.
+"""Tests commands whose output or terminal goes away while they work: no step is lost, and commands
+whose results nobody reads exit with 141.
 """
 
 import json
@@ -36,8 +36,9 @@ def trained(text, tmp_path_factory):
 
 
 def start(module, *words, before=(), **how):
-    """Starts a command, with the words of another program `before` it that replaces itself by the
-    command.
+    """Starts a command.
+
+    `before` has the words of another program, which replaces itself by the command.
     """
     environment = os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu", "NO_GCE_CHECK": "true"}
     return subprocess.Popen(
@@ -53,14 +54,16 @@ def closed_pipe():
 
 
 def wait_for_steps(workdir, process):
+    """Waits for the first metrics of a run in another process."""
     until = time.monotonic() + SECONDS
     while not read_metrics(workdir):
-        assert process.poll() is None and time.monotonic() < until
+        assert process.poll() is None
+        assert time.monotonic() < until
         time.sleep(0.05)
 
 
 def assert_saved(workdir):
-    """The latest step is whole, and the last one of the records."""
+    """Checks that the latest step is complete, and the last one of the metrics and of the log."""
     step, folder = find_steps(workdir / "checkpoints" / "latest")[0]
     assert find_damage(folder) is None
     assert step >= read_metrics(workdir)[-1]["step"] > 0
@@ -68,9 +71,11 @@ def assert_saved(workdir):
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["output", "output and errors"])
-def test_a_run_goes_on_without_anybody_who_reads(text, tmp_path, both):
+def test_a_run_continues_if_nobody_reads_its_output(text, tmp_path, both):
     writer = closed_pipe()
-    errors = writer if both else subprocess.PIPE
+    errors = subprocess.PIPE
+    if both:
+        errors = writer
     flags = [
         *SHORT,
         *text,
@@ -99,8 +104,9 @@ def test_ctrl_c_with_tee_saves(text, tmp_path):
 
 
 def test_a_terminal_that_is_closed_stops_and_saves(text, tmp_path):
-    """The system sends SIGHUP to the session's first process, and every write to the terminal fails
-    from then on.
+    """The system sends SIGHUP to the session's first process.
+
+    From then on, every write to the terminal fails.
     """
     master, terminal = os.openpty()
     with processes.that_notice_hangups():
@@ -131,7 +137,7 @@ def test_nohup_lets_a_run_finish(text, tmp_path):
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_run_needs_neither_stream(text, tmp_path, stream):
-    """As after `>&-`: a file of the run must not get the number of standard output."""
+    """After `>&-`, a file of the run must not get the number of standard output."""
     closing = {"stdout": "exec 1>&-", "stderr": "exec 2>&-"}[stream]
     process = start(
         "experiments.text",
@@ -145,32 +151,35 @@ def test_a_run_needs_neither_stream(text, tmp_path, stream):
     assert process.returncode == 0, (out, err)
     assert (tmp_path / "results.json").exists()
     [(step, folder)] = find_steps(tmp_path / "checkpoints" / "latest")[:1]
-    assert step == 20 and find_damage(folder) is None
+    assert step == 20
+    assert find_damage(folder) is None
 
 
+# RUN is a trained run, and OUT an empty directory.
 COMMANDS = {
-    "generate": ("experiments.text", "--mode=generate", "--generate.length=30"),
-    "eval": ("experiments.text", "--mode=eval"),
-    "score": ("experiments.text", "--mode=score", "--input=INPUT"),
+    "generate": "experiments.text --mode=generate --generate.length=30 --workdir=RUN --out=OUT",
+    "eval": "experiments.text --mode=eval --workdir=RUN --out=OUT",
+    "score": "experiments.text --mode=score --input=OUT/input --workdir=RUN",
+    "report": "experiments.report RUN",
+    "sweep": "launch.sweep --table RUN",
 }
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, "report", "sweep"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_result_that_nobody_reads_ends_quietly_with_141(trained, tmp_path, name):
     (tmp_path / "input").write_text("one two three\n")
-    if name == "report":
-        words = ["experiments.report", trained]
-    elif name == "sweep":
-        words = ["launch.sweep", "--table", trained]
-    else:
-        words = [word.replace("INPUT", f"{tmp_path}/input") for word in COMMANDS[name]]
-        words += [f"--workdir={trained}"] + [f"--out={tmp_path}"] * (name != "score")
+    words = []
+    for word in COMMANDS[name].split():
+        words.append(word.replace("RUN", str(trained)).replace("OUT", str(tmp_path)))
+
     writer = closed_pipe()
     process = start(*words, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     _, err = process.communicate(timeout=SECONDS)
+
     assert process.returncode == 141
-    assert "roken" not in err and "Traceback" not in err, err
+    assert "roken" not in err, err
+    assert "Traceback" not in err, err
     if name == "eval":
         assert (tmp_path / "evaluation.json").exists()
     if name == "generate":
@@ -184,7 +193,9 @@ def test_a_full_disk_behind_standard_output_is_an_error(trained):
         )
         _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
-    assert err.startswith("error: ") and "No space left" in err and err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert "No space left" in err
+    assert err.count("\n") == 1
 
 
 def test_what_a_stranger_wrote_into_a_run_cannot_act_on_the_terminal(trained, tmp_path):
@@ -197,14 +208,17 @@ def test_what_a_stranger_wrote_into_a_run_cannot_act_on_the_terminal(trained, tm
         if name != "config.json":
             (run / name).symlink_to(trained / name)
     (run / "config.json").write_text(json.dumps(config))
-    found = ""
+
+    printed = ""
     for words in (
         ["experiments.convert", f"--from={run}", f"--to={tmp_path}/converted"],
         ["experiments.text", "--mode=eval", f"--workdir={run}", f"--out={tmp_path}"],
         ["experiments.report", run],
     ):
         code, out, err = programs.run(*words)
-        assert code == 0, err
-        found += out + err
-    assert r"a book\x1b[2J\nerror: none" in found
-    assert "\x1b" not in found and "\nerror: none" not in found
+        assert code == 0, (words, err)
+        printed += out + err
+
+    assert r"a book\x1b[2J\nerror: none" in printed
+    assert "\x1b" not in printed
+    assert "\nerror: none" not in printed
