@@ -25,10 +25,12 @@ LEARNING = {
 
 
 def reading(bits):
+    """Returns a reading of the test split whose curve ends at its bits."""
     return quickstart.Reading(bits, np.array([bits + 1, bits]))
 
 
 def comparison(*, learning=1.5, lzma_alone=2.0, lzma_after_training=1.75):
+    """Returns a comparison with some of its bits per byte."""
     return quickstart.Comparison(
         n_bytes=4321,
         mem_len=60,
@@ -43,46 +45,63 @@ def comparison(*, learning=1.5, lzma_alone=2.0, lzma_after_training=1.75):
 
 def test_curves_end_at_the_bits_of_the_whole_test_split(tmp_path, monkeypatch):
     monkeypatch.setattr(quickstart, "LEARNING", LEARNING)
-    changes = {"eval.batch_size": 2, "eval.segment_len": 4, "eval.mem_len": 7}
+    changes = {
+        "model.n_layer": 1,
+        "eval.batch_size": 2,
+        "eval.segment_len": 4,
+        "eval.mem_len": 7,
+    }
     config, corpus = drawn_run.on_text(tmp_path, drawn_run.letters(), **changes)
     assert len(corpus.test) == 56
     run, _ = drawn_run.make(tmp_path / "run", config, corpus)
-    scored = {}
 
-    def keeping(score_text, settings):
-        """A function that scores a text, and keeps the settings, the result and the nats."""
+    # What the comparison scores: settings, totals and nats, by name.
+    settings_of = {}
+    totals_of = {}
+    nats_of = {}
 
-        def score_and_keep(*text, name, token_nats, **how):
-            totals = score_text(*text, name=name, token_nats=token_nats, **how)
-            scored[name] = (settings(text[0]), totals, token_nats)
+    def keeping(score_text, get_config):
+        """Returns a function that scores a text, and keeps what goes into it and comes out."""
+
+        def score_and_keep(*text, name, token_nats, **options):
+            totals = score_text(*text, name=name, token_nats=token_nats, **options)
+            settings_of[name] = get_config(text[0]).eval
+            totals_of[name] = totals
+            nats_of[name] = token_nats
             return totals
 
         return score_and_keep
 
-    monkeypatch.setattr(quickstart, "score", keeping(score, lambda built: built.config.eval))
-    learning_score = keeping(DynamicModel.score, lambda model: model.built.config.eval)
+    monkeypatch.setattr(quickstart, "score", keeping(score, lambda built: built.config))
+    learning_score = keeping(DynamicModel.score, lambda model: model.built.config)
     monkeypatch.setattr(DynamicModel, "score", learning_score)
-    found = quickstart.compare(config, corpus, run)
 
-    assert {name: settings for name, (settings, _, _) in scored.items()} == {
+    comparison = quickstart.compare(config, corpus, run)
+
+    assert settings_of == {
         "without memory": dataclasses.replace(config.eval, mem_len=0, same_length=False),
         "with memory": config.eval,
         "learning": config_tree.replace(config, LEARNING).eval,
     }
     # Five rows of 11 targets are read in segments of 4, 4 and 3.
-    assert found.bytes_read == pytest.approx(56 * np.array([20, 40, 55]) / 55)
+    assert comparison.bytes_read == pytest.approx(56 * np.array([20, 40, 55]) / 55)
     readings = {
-        "without memory": found.without_memory,
-        "with memory": found.with_memory,
-        "learning": found.learning,
+        "without memory": comparison.without_memory,
+        "with memory": comparison.with_memory,
+        "learning": comparison.learning,
     }
-    for name, (_, totals, nats) in scored.items():
-        bits_of_rows = nats[1:].reshape(5, 11) / np.log(2)
-        by_hand = [bits_of_rows[:, :n_columns].mean() for n_columns in (4, 8, 11)]
-        assert readings[name].bits == pytest.approx(totals.bpc), name
-        assert readings[name].curve == pytest.approx(by_hand, rel=1e-5), name
+    for name, reading_of_text in readings.items():
+        assert reading_of_text.bits == pytest.approx(totals_of[name].bpc), name
+        bits_of_rows = nats_of[name][1:].reshape(5, 11) / np.log(2)
+        by_hand = [
+            bits_of_rows[:, :4].mean(),
+            bits_of_rows[:, :8].mean(),
+            bits_of_rows[:, :11].mean(),
+        ]
+        assert reading_of_text.curve == pytest.approx(by_hand, rel=1e-5), name
     assert len({reading_of_text.bits for reading_of_text in readings.values()}) == 3
-    assert (found.n_bytes, found.mem_len) == (56, 7)
+    assert comparison.n_bytes == 56
+    assert comparison.mem_len == 7
 
 
 def test_lzma_may_refer_to_the_training_split(tmp_path, monkeypatch):
@@ -93,6 +112,7 @@ def test_lzma_may_refer_to_the_training_split(tmp_path, monkeypatch):
     _, corpus = drawn_run.on_text(tmp_path, content)
     test = content[-50:]
     train = content[200:900]
+
     alone, after_training = quickstart.lzma_bytes(corpus)
     assert alone == len(lzma.compress(test, preset=9))
     both = len(lzma.compress(train + test, preset=9))
@@ -101,25 +121,24 @@ def test_lzma_may_refer_to_the_training_split(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("bits", "worse"),
+    ("bits", "claims"),
     [
-        ({"learning": 1.5}, {"lzma -9", "lzma -9 after the training split"}),
-        ({"learning": 1.8}, {"lzma -9"}),
-        ({"learning": 2.2}, None),
-        ({"lzma_alone": 1.5, "lzma_after_training": 1.5}, None),
+        ({"learning": 1.5}, ["lzma -9 and lzma -9 after the training split"]),
+        ({"learning": 1.8}, ["lzma -9"]),
+        ({"learning": 2.2}, []),
+        ({"lzma_alone": 1.5, "lzma_after_training": 1.5}, []),
     ],
+    ids=["better than both", "better than one", "worse", "as good"],
 )
-def test_a_comparison_claims_only_what_this_run_shows(bits, worse):
-    found = comparison(**bits)
-    text = "\n".join(found.lines())
-    numbers = [2.5, 3.0, found.learning.bits, found.lzma_alone, found.lzma_after_training]
+def test_a_comparison_claims_only_what_this_run_shows(bits, claims):
+    shown = comparison(**bits)
+    text = "\n".join(shown.lines())
+
+    numbers = [2.5, 3.0, shown.learning.bits, shown.lzma_alone, shown.lzma_after_training]
     assert re.findall(r"\d\.\d{3}", text) == [f"{number:.3f}" for number in numbers]
-    assert "4,321 bytes" in text and "memory of 60" in text
-    claims = re.findall(r"fewer bits than (.*)\.", text)
-    if worse is None:
-        assert claims == []
-    else:
-        assert set(claims[0].split(" and ")) == worse
+    assert "4,321 bytes" in text
+    assert "memory of 60" in text
+    assert re.findall(r"fewer bits than (.*)\.", text) == claims
 
 
 def test_the_server_is_offered_only_if_its_packages_are_installed(monkeypatch):
@@ -127,17 +146,13 @@ def test_the_server_is_offered_only_if_its_packages_are_installed(monkeypatch):
         monkeypatch.setattr(
             quickstart.importlib.util, "find_spec", lambda name, missing=missing: name != missing
         )
+
         commands = quickstart.next_commands("my runs/a")
-        assert all("'my runs/a'" in command for command in commands[:-1])
-        offered = [re.search(r"experiments\.(\w+)", command)[1] for command in commands]
-        assert ("serve" in offered) == (missing is None)
-        assert offered.count("text") == 2
 
-
-def write_stdlib(folder):
-    """Writes a standard library of 50 modules of 30 bytes, and returns settings to split it."""
-    for number in range(50):
-        (folder / f"module{number:02}.py").write_text(f"text of module {number}".ljust(30, "#"))
+        assert all("'my runs/a'" in command for command in commands[:-1]), missing
+        offered = re.findall(r"experiments\.(\w+)", "\n".join(commands))
+        assert ("serve" in offered) == (missing is None), missing
+        assert offered.count("text") == 2, missing
 
 
 @pytest.fixture
@@ -145,7 +160,8 @@ def small_stdlib(tmp_path, monkeypatch):
     """A standard library of 50 modules of 30 bytes, of which ten test and ten validate."""
     folder = tmp_path / "lib"
     folder.mkdir()
-    write_stdlib(folder)
+    for number in range(50):
+        (folder / f"module{number:02}.py").write_text(f"text of module {number}".ljust(30, "#"))
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(folder)})
     monkeypatch.setattr(own_text, "STDLIB_LEAST_HELDOUT", 300)
     monkeypatch.setattr(own_text, "STDLIB_MOST_HELDOUT", 340)
@@ -155,9 +171,17 @@ def small_stdlib(tmp_path, monkeypatch):
 FLAGS = [*programs.TINY, *programs.steps(4, every=2), "--optimizer.warmup_steps=1"]
 
 
-def test_a_directory_of_a_quickstart_with_another_split_stays_as_it_is(
-    small_stdlib, tmp_path, monkeypatch
-):
+def files_in(folder):
+    """Returns the bytes of all files except locks, by path."""
+    files = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and path.suffix != ".lock":
+            files[path] = path.read_bytes()
+    return files
+
+
+@pytest.mark.usefixtures("small_stdlib")
+def test_a_directory_of_a_quickstart_with_another_split_stays_as_it_is(tmp_path, monkeypatch):
     """Before, the library was split by position. The digest of the text tells them apart."""
     workdir = tmp_path / "run"
     flags = [*FLAGS, "--compilation_cache=off", f"--workdir={workdir}"]
@@ -169,30 +193,34 @@ def test_a_directory_of_a_quickstart_with_another_split_stays_as_it_is(
             lambda root, paths: own_text.split_by_position(paths, at_lines=False),
         )
         corpus = read_corpus(config.data, data_dir="", cache_dir=str(workdir / "prepared"))
-    corpus = dataclasses.replace(
-        corpus, description=corpus.description.replace(", split by names", "")
-    )
+    description = corpus.description.replace(", split by names", "")
+    corpus = dataclasses.replace(corpus, description=description)
     runs.record(workdir, config, corpus)
-    files = {
-        path: path.read_bytes()
-        for path in workdir.rglob("*")
-        if path.is_file() and path.suffix != ".lock"
-    }
+    files = files_in(workdir)
 
     code, _, err = programs.run("experiments.quickstart", *flags)
-    assert code == 1 and "the text was" in err and "--workdir" in err and err.count("\n") == 1
+
+    assert code == 1
+    assert "the text was" in err
+    assert "--workdir" in err
+    assert err.count("\n") == 1
     assert err.count("split by names") == 1
-    assert {path: path.read_bytes() for path in files} == files
+    for path, content in files.items():
+        assert path.read_bytes() == content, path
     assert json.loads((workdir / "config.json").read_text())["text"]["digest"] == corpus.digest
 
 
 @pytest.mark.full
-def test_a_small_quickstart(small_stdlib, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("small_stdlib")
+def test_a_small_quickstart(tmp_path, monkeypatch):
     monkeypatch.setattr(quickstart, "LEARNING", LEARNING)
     words = [*FLAGS, f"--workdir={tmp_path / 'run'}", "--generate.length=5"]
+
     code, out, err = programs.run("experiments.quickstart", *words)
+
     assert code == 0, err
     assert len(re.findall(r"(?m)^  \d\.\d{3}  \S.*\.$", out)) == 4
     picture = (tmp_path / "run" / "quickstart.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 10_000
     assert re.search(r"(?m)^next  python -m experiments", out)
