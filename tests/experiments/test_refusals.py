@@ -1,4 +1,4 @@
-"""Tests that a study or benchmark refuses settings that it cannot carry out, before a run or a text
+"""Tests that a study or benchmark rejects settings that it cannot carry out, before a run or a text
 is read.
 """
 
@@ -11,9 +11,8 @@ from support import tiny_run
 from txl_jax.config import config_tree
 from txl_jax.errors import UserError
 
-NO_MEMORY, WITHOUT_RECURRENCE = (
-    {f"{group}.mem_len": 0, f"{group}.same_length": False} for group in ("eval", "train")
-)
+NO_MEMORY = {"eval.mem_len": 0, "eval.same_length": False}
+WITHOUT_RECURRENCE = {"train.mem_len": 0, "train.same_length": False}
 SHAW = {"model.encoding": "shaw", "model.num_positions": 9}
 
 
@@ -51,9 +50,11 @@ SHAW = {"model.encoding": "shaw", "model.num_positions": 9}
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(plan, changes, pattern):
-    def check():
+    config = config_tree.replace(tiny_run.CONFIG, changes)
+
+    def check_all():
         plan.validate()
-        plan.check(config_tree.replace(tiny_run.CONFIG, changes))
+        plan.check(config)
 
     with pytest.raises(UserError, match=pattern):
-        check()
+        check_all()
