@@ -31,7 +31,7 @@ def trained(tmp_path_factory):
 
 
 class Scores:
-    """In place of the scores of a model: they follow from the numbers, and calls are kept."""
+    """Replaces a model's scores by ones that follow from the numbers, and keeps the calls."""
 
     def __init__(self, monkeypatch):
         # The best numbers of each split.
@@ -54,7 +54,8 @@ class Scores:
         if settings.rule is None:
             self.calls.append((split, None))
             return 9.0 * len(tokens)
-        rate, decay = settings.learning_rate, settings.decay
+        rate = settings.learning_rate
+        decay = settings.decay
         self.calls.append((split, (rate, decay)))
         if rate >= self.diverges_from:
             return None
@@ -63,6 +64,7 @@ class Scores:
         return (1 + distance) * len(tokens)
 
     def of(self, split):
+        """Returns the numbers of the calls for a split."""
         return [numbers for called, numbers in self.calls if called is split]
 
 
@@ -139,17 +141,19 @@ def test_stored_scores_of_other_settings_or_tokens_are_not_used(trained, scores,
     tune(config, corpus, run, plan)
     n_call = len(scores.calls)
 
-    other_lengths = config_tree.replace(config, {"eval.segment_len": 3})
-    for case in (
-        (config, dataclasses.replace(plan, valid_tokens=20, test_tokens=20)),
-        (other_lengths, plan),
-        (config_tree.replace(config, {"eval.dynamic.rule": DynamicRule.SGD}), plan),
-    ):
-        scores.calls = []
-        tune(case[0], corpus, run, case[1])
-        # The score without learning does not depend on the rule.
-        n_static = 0 if case[0].eval.dynamic.rule is DynamicRule.SGD else 2
-        assert len(scores.calls) == n_call - 2 + n_static
+    scores.calls = []
+    tune(config, corpus, run, dataclasses.replace(plan, valid_tokens=20, test_tokens=20))
+    assert len(scores.calls) == n_call
+
+    scores.calls = []
+    tune(config_tree.replace(config, {"eval.segment_len": 3}), corpus, run, plan)
+    assert len(scores.calls) == n_call
+
+    # The scores without learning, one of each split, do not depend on the rule.
+    scores.calls = []
+    other_rule = config_tree.replace(config, {"eval.dynamic.rule": DynamicRule.SGD})
+    tune(other_rule, corpus, run, plan)
+    assert len(scores.calls) == n_call - 2
 
 
 def test_stored_scores_of_another_member_are_not_used(trained, scores, tmp_path):
@@ -169,8 +173,9 @@ def test_stored_scores_of_another_member_are_not_used(trained, scores, tmp_path)
 def test_only_the_first_tokens_are_scored(trained, scores, tmp_path):
     plan = dataclasses.replace(PLAN, out=str(tmp_path), valid_tokens=21, test_tokens=31)
     tuned = tune(*trained, plan)
-    tokens = {split: kinds[Kind.DYNAMIC].tokens for split, kinds in tuned.scores.items()}
-    assert tokens == {Split.VALID: 20, Split.TEST: 30}
+    assert tuned.scores.keys() == {Split.VALID, Split.TEST}
+    assert tuned.scores[Split.VALID][Kind.DYNAMIC].tokens == 20
+    assert tuned.scores[Split.TEST][Kind.DYNAMIC].tokens == 30
 
 
 def test_rates_that_diverge_lose(trained, scores, tmp_path, capsys):
@@ -218,11 +223,12 @@ def test_a_value_beyond_an_end_has_few_digits():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"learning_rates": (0.0,)}, {"learning_rates": (math.inf,)}, {"decays": (-1e-3,)}]
+    ("name", "value"),
+    [("learning_rates", 0.0), ("learning_rates", math.inf), ("decays", -1e-3)],
 )
-def test_numbers_out_of_range_are_refused(settings):
-    with pytest.raises(UserError, match=next(iter(settings))):
-        Plan(workdir="run", **settings).validate()
+def test_numbers_out_of_range_are_refused(name, value):
+    with pytest.raises(UserError, match=name):
+        Plan(workdir="run", **{name: (value,)}).validate()
 
 
 def test_the_rule_is_rmsprop_unless_it_is_set():
@@ -247,12 +253,14 @@ def test_scores_are_those_of_the_command_that_is_printed(trained, tmp_path):
     _, *words = shlex.split(tune_dynamic.command(tuned.settings, config, run))
     assert words[:3] == ["-m", "experiments.text", "--mode=eval"]
     assert words[3] == f"--workdir={run.path}"
-    found = precedence.config_of_words(
+    command_config = precedence.config_of_words(
         ExperimentConfig(), ["text", *words[4:]], recorded=run.config
     )
-    results = evaluate_splits(found, corpus, run)
+    results = evaluate_splits(command_config, corpus, run)
+    losses = set()
     for split, kinds in tuned.scores.items():
         for kind, totals in kinds.items():
-            assert results[kind][split]["loss"] == pytest.approx(totals.nll, rel=1e-6)
-    losses = {totals.nll for kinds in tuned.scores.values() for totals in kinds.values()}
+            loss = results[kind][split]["loss"]
+            assert loss == pytest.approx(totals.nll, rel=1e-6), (split, kind)
+            losses.add(totals.nll)
     assert len(losses) == 4
