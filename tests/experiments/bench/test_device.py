@@ -4,6 +4,8 @@ import csv
 import dataclasses
 import re
 import types
+from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,106 +28,140 @@ def case(task: str, config: ExperimentConfig = CONFIG, **changes) -> Case:
     return dataclasses.replace(make_case("tiny", config, task, batch=2, dtype="float32"), **changes)
 
 
-@pytest.mark.parametrize("window", [None, 1, 19])  # Of no query, of all, of a part.
+# A window that limits no query, all queries, and a part of them.
+@pytest.mark.parametrize("window", [None, 1, 19])
 @pytest.mark.parametrize(("task", "passes"), [("training", 3), ("evaluation", 1)])
 def test_operations_are_counted_on_visible_pairs(task, passes, window):
-    """Three products of the forward pass, and twice as many backward; without position keys two."""
+    """The forward pass has three products, or two without position keys.
+
+    The backward pass has twice as many.
+    """
     sizes = dataclasses.replace(case(task), window=window)
-    distance = (
-        sizes.mem_len
-        + np.arange(sizes.segment_len)[:, None]
-        - np.arange(sizes.mem_len + sizes.segment_len)
-    )
+
+    queries = sizes.mem_len + np.arange(sizes.segment_len)
+    keys = np.arange(sizes.mem_len + sizes.segment_len)
+    distance = queries[:, None] - keys
     visible = np.sum((distance >= 0) & (distance < (sizes.window or 99)))
     pairs = sizes.batch * sizes.n_head * visible
     assert sizes.flops() == passes * 3 * 2 * 8 * pairs
     assert dataclasses.replace(sizes, n_positions=0).flops() == passes * 2 * 2 * 8 * pairs
 
 
+class Page(NamedTuple):
+    """What the benchmark has printed and written."""
+
+    # Rows of the table by task and path.
+    rows: dict[tuple[str, str], dict[str, str]]
+    # Lines of the page.
+    lines: list[str]
+    # The message of the error at the end, or None.
+    error: str | None
+
+    def has_line(self, start, text=""):
+        """Returns whether a line starts with a text and contains another one."""
+        return any(line.startswith(start) and text in line for line in self.lines)
+
+
 @pytest.fixture
-def page(tmp_path, capsys):
-    """Returns the function of settings that runs the benchmark: rows by task and path, lines below
-    the table, error.
-    """
+def run_benchmark(tmp_path, capsys):
+    """Runs the benchmark with some settings, and returns its `Page`."""
 
     def run(**settings):
-        plan, error = (
-            Plan(configs=("tiny",), calls=2, batch_size=2, out=str(tmp_path / "out"), **settings),
-            None,
-        )
+        out = tmp_path / "out"
+        plan = Plan(configs=("tiny",), calls=2, batch_size=2, out=str(out), **settings)
+        error = None
         try:
             device.run(plan, types.SimpleNamespace(config_of_flagfile=lambda name: CONFIG))
-        except UserError as found:
-            error = str(found)
-        printed, written = capsys.readouterr().out, (tmp_path / "out" / "device.md").read_text()
-        assert printed.startswith(written) and "Traceback" not in written
-        with open(tmp_path / "out" / "device.csv") as file:
-            rows = list(csv.DictReader(file))
-        assert all(f"| {row['path']} " in written for row in rows)
-        return {(row["task"], row["path"]): row for row in rows}, written.splitlines(), error
+        except UserError as raised:
+            error = str(raised)
+
+        written = (out / "device.md").read_text()
+        assert capsys.readouterr().out.startswith(written)
+        assert "Traceback" not in written
+        rows = {}
+        with open(out / "device.csv") as file:
+            for row in csv.DictReader(file):
+                assert f"| {row['path']} " in written
+                rows[row["task"], row["path"]] = row
+        return Page(rows, written.splitlines(), error)
 
     return run
 
 
 @pytest.mark.full
-def test_each_path_has_a_row_or_a_reason(page, monkeypatch):
+def test_each_path_has_a_row_or_a_reason(run_benchmark, monkeypatch):
     monkeypatch.setattr(choose, "tiles_are_faster", lambda problem: True)
-    rows, lines, error = page(
+
+    page = run_benchmark(
         paths=("reference", "tiled", "fused", "plain"), tiles=("8x8", "16x16", "999x999")
     )
-    names = ["reference", "tiled 64x1024", "tiled 8x8", "tiled 16x16", "plain: tiled 64x1024"]
-    names_over_a_cache = [name.replace("64x1024", "512x1024") for name in names]
-    over_a_cache = [("evaluation", name) for name in names_over_a_cache]
-    assert list(rows) == [*(("training", name) for name in names), *over_a_cache] and error is None
-    sizes = {"training": [2, 3, 20, 33, 8], "evaluation": [1, 3, 6, 24, 8]}
-    for (task, name), row in rows.items():
-        assert [int(n) for n in re.findall(r"\d+", row["sizes"])] == sizes[task]
-        assert row["time"].endswith(" ms") and float(row["difference"] or 0) < 1e-3
-        assert row["speedup"] == "1.00" or name != "reference"
-    assert (
-        len(
-            [
-                line
-                for line in lines
-                if line.startswith("- tiny, ") and "of 3 tiles auto takes tiled" in line
-            ]
-        )
-        == 2
-    )
-    assert "- 8 within rounding, 0 wrong" in lines
-    assert [line for line in lines if line.startswith("- no fused, as its kernels are for TPU")]
-    assert [line for line in lines if "take_along_axis" in line]
+
+    assert page.error is None
+    assert list(page.rows) == [
+        ("training", "reference"),
+        ("training", "tiled 64x1024"),
+        ("training", "tiled 8x8"),
+        ("training", "tiled 16x16"),
+        ("training", "plain: tiled 64x1024"),
+        ("evaluation", "reference"),
+        ("evaluation", "tiled 512x1024"),
+        ("evaluation", "tiled 8x8"),
+        ("evaluation", "tiled 16x16"),
+        ("evaluation", "plain: tiled 512x1024"),
+    ]
+    sizes = {"training": ["2", "3", "20", "33", "8"], "evaluation": ["1", "3", "6", "24", "8"]}
+    for (task, name), row in page.rows.items():
+        assert re.findall(r"\d+", row["sizes"]) == sizes[task], (task, name)
+        assert row["time"].endswith(" ms"), (task, name)
+        assert float(row["difference"] or 0) < 1e-3, (task, name)
+        assert row["speedup"] == "1.00" or name != "reference", (task, name)
+    choices = [line for line in page.lines if "of 3 tiles auto takes tiled" in line]
+    assert len(choices) == 2
+    assert all(line.startswith("- tiny, ") for line in choices)
+    assert "- 8 within rounding, 0 wrong" in page.lines
+    assert page.has_line("- no fused, as its kernels are for TPU")
+    assert page.has_line("", "take_along_axis")
+
+
+INTERPRETED = {"paths": ("reference", "interpreted"), "tasks": ("training",)}
+
+
+@pytest.fixture
+def interpreted(run_benchmark):
+    """The name of the interpreted kernels, which are right."""
+    page = run_benchmark(**INTERPRETED)
+    [name] = [name for _, name in page.rows if name.endswith(" interpreted")]
+    assert float(page.rows["training", name]["difference"]) < 1e-5
+    assert page.rows["training", name]["time"]
+    assert page.error is None
+    return name
 
 
 @pytest.mark.full
-def test_interpreted_kernels_go_the_whole_way_and_a_wrong_one_is_named_and_not_timed(
-    page, monkeypatch
-):
-    settings = {"paths": ("reference", "interpreted"), "tasks": ("training",)}
-    rows, _, error = page(**settings)
-    [name] = [name for _, name in rows if name.endswith(" interpreted")]
-    assert (
-        float(rows["training", name]["difference"]) < 1e-5
-        and rows["training", name]["time"]
-        and error is None
-    )
-    real = kernels.skew
-    monkeypatch.setattr(kernels, "skew", lambda *args: -real(*args))
-    rows, lines, error = page(**settings)
-    assert (
-        rows["training", name]["difference"].startswith("WRONG ")
-        and not rows["training", name]["time"]
-    )
-    assert rows["training", "reference"]["time"] and error.startswith("1 ")
-    assert [line for line in lines if line.startswith(f"- tiny, training, {name}: its ")]
+def test_a_wrong_kernel_is_named_and_not_timed(run_benchmark, interpreted, monkeypatch):
+    skew = kernels.skew
+    monkeypatch.setattr(kernels, "skew", lambda *arguments: -skew(*arguments))
 
-    def fail(*args):
-        raise NotImplementedError("no such product\nin Mosaic")
+    page = run_benchmark(**INTERPRETED)
 
-    monkeypatch.setattr(kernels, "skew", fail)
-    rows, lines, error = page(**settings)
-    assert list(rows) == [("training", "reference")] and error is None
-    assert f"- {name} does not compile or run: no such product (tiny training)" in lines
+    assert page.rows["training", interpreted]["difference"].startswith("WRONG ")
+    assert not page.rows["training", interpreted]["time"]
+    assert page.rows["training", "reference"]["time"]
+    assert page.error.startswith("1 ")
+    assert page.has_line(f"- tiny, training, {interpreted}: its ")
+
+
+@pytest.mark.full
+def test_a_kernel_that_does_not_compile_is_named(run_benchmark, interpreted, monkeypatch):
+    error = NotImplementedError("no such product\nin Mosaic")
+    monkeypatch.setattr(kernels, "skew", mock.Mock(side_effect=error))
+
+    page = run_benchmark(**INTERPRETED)
+
+    assert list(page.rows) == [("training", "reference")]
+    assert page.error is None
+    reason = "does not compile or run: no such product (tiny training)"
+    assert f"- {interpreted} {reason}" in page.lines
 
 
 def test_models_without_this_attention_are_refused():
