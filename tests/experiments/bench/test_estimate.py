@@ -18,39 +18,43 @@ from txl_jax.config import ExperimentConfig, ModelConfig, Remat, TrainConfig
 from txl_jax.errors import UserError
 
 TINY = [
-    *(
-        "--model.n_layer=3",
-        "--model.d_model=64",
-        "--model.n_head=4",
-        "--model.d_head=16",
-        "--model.d_inner=128",
-    ),
-    *(
-        "--model.dtype=bfloat16",
-        "--train.batch_size=8",
-        "--train.segment_len=32",
-        "--train.mem_len=32",
-    ),
-    *("--eval.segment_len=16", "--eval.mem_len=32", "--eval.clamp_len=none"),
+    "--model.n_layer=3",
+    "--model.d_model=64",
+    "--model.n_head=4",
+    "--model.d_head=16",
+    "--model.d_inner=128",
+    "--model.dtype=bfloat16",
+    "--train.batch_size=8",
+    "--train.segment_len=32",
+    "--train.mem_len=32",
+    "--eval.segment_len=16",
+    "--eval.mem_len=32",
+    "--eval.clamp_len=none",
 ]
 COMPILERS = ("libtpu", "jax_cuda13_plugin", "jax_cuda12_plugin")
-TPU, CUDA = pytest.mark.nightly(part="tpu"), pytest.mark.nightly(part="cuda")
+TPU = pytest.mark.nightly(part="tpu")
+CUDA = pytest.mark.nightly(part="cuda")
 
 
 @pytest.fixture
 def without_compilers(monkeypatch):
     """Runs the program as if no compiler were installed; returns exit code, output and errors."""
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name in COMPILERS else find_spec(name, *rest),
-    )
+
+    def find_other_spec(name, *rest):
+        if name in COMPILERS:
+            return None
+        return find_spec(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_other_spec)
     return lambda *flags: programs.run("experiments.bench.estimate", *TINY, *flags)
 
 
 def compiled(*flags):
-    """The output of the program, which sets what compilers read when jax is imported."""
+    """Returns the output of the program in its own process.
+
+    It sets variables that compilers read when jax is imported.
+    """
     words = programs.command("experiments.bench.estimate", *TINY, *flags)
     return subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
 
@@ -58,18 +62,21 @@ def compiled(*flags):
 def test_without_a_compiler_the_sizes_that_follow_from_shapes_are_printed(
     without_compilers, monkeypatch
 ):
-    """One of four devices that share parameters, and of two that share heads."""
+    """Four devices share parameters, and two share heads."""
     monkeypatch.setattr("txl_jax.runtime.environment.megabytes", lambda size: f"{size} B")
+
     code, out, err = without_compilers("--topology=v4:2x2x2", "--mesh.fsdp=4", "--mesh.tensor=2")
+
     assert code == 0, err
-    assert "8 x TPU v4 (data 1, fsdp 4, tensor 2)" in out and "libtpu" in out
+    assert "8 x TPU v4 (data 1, fsdp 4, tensor 2)" in out
+    assert "libtpu" in out
     assert not re.search("(?m)^attention", out), (
-        "which of them depends on the device, which is not known"
+        "the implementation depends on the device, which is not known"
     )
     parameters = int(re.search(r"([\d,]+) parameters", out)[1].replace(",", ""))
-    sizes = {
-        name: int(size) for name, size in re.findall(r"(?m)^(\w[\w ]*?) +(\d+) B per device$", out)
-    }
+    sizes = {}
+    for name, size in re.findall(r"(?m)^(\w[\w ]*?) +(\d+) B per device$", out):
+        sizes[name] = int(size)
     # [N, B, M, D] in bfloat16, and valid [B].
     assert sizes["segment memory"] == 3 * (8 // 4) * 32 * 64 * 2 + 4 * 8 // 4
     assert parameters * 4 / 8 < sizes["parameters"] < parameters * 4 / 8 * 1.2
@@ -85,7 +92,8 @@ def test_programs_are_compiled_and_read(topology, device, tmp_path):
         f"--topology={topology}", "--mesh.fsdp=2", "--mesh.tensor=2", f"--programs={tmp_path}"
     )
     compiler, version = topologies.compiler_of(topology)
-    assert f"4 x {device} (" in out and f"{compiler} {version}" in out.splitlines()[0]
+    assert f"4 x {device} (" in out
+    assert f"{compiler} {version}" in out.splitlines()[0]
     assert re.search(r"(?m)^an update +[\d.e-]+ TFLOP", out)
     for name in ("training", "evaluation"):
         assert re.search(rf"(?m)^attention, {name} +(reference|tiled|stored|fused)\b", out)
@@ -165,37 +173,42 @@ def test_mistakes_are_named(without_compilers, flags, expected):
     assert code == 1 and re.search(expected, err), err
 
 
-# All on fsdp; as many as d_model has columns, 16; fewer rows than devices, of which the rest shares
-# heads.
 @pytest.mark.parametrize(
-    ("rows", "count", "expected"), [(8, 4, (1, 4, 1)), (32, 32, (2, 16, 1)), (2, 4, (1, 2, 2))]
+    ("rows", "count", "expected"),
+    [
+        pytest.param(8, 4, (1, 4, 1), id="all on fsdp"),
+        pytest.param(32, 32, (2, 16, 1), id="as many on fsdp as d_model has columns"),
+        pytest.param(2, 4, (1, 2, 2), id="fewer rows than devices, which share heads"),
+    ],
 )
 def test_meshes_use_all_devices_with_as_many_as_possible_on_fsdp(rows, count, expected):
     model = ModelConfig(d_model=16, n_head=4, d_head=4, d_inner=32)
     config = ExperimentConfig(model=model, train=TrainConfig(batch_size=rows))
-    found = list(estimate.meshes(config, count))
-    meshes = [
-        tuple(changes[f"mesh.{axis}"] for axis in ("data", "fsdp", "tensor")) for changes in found
-    ]
-    assert meshes == [expected] * 2
-    assert [changes["model.remat"] for changes in found] == [config.model.remat, Remat.FULL]
+
+    first, second = estimate.meshes(config, count)
+
+    for changes in (first, second):
+        mesh = (changes["mesh.data"], changes["mesh.fsdp"], changes["mesh.tensor"])
+        assert mesh == expected
+    assert first["model.remat"] == config.model.remat
+    assert second["model.remat"] == Remat.FULL
     assert not list(estimate.meshes(config, 3))
 
 
 @pytest.mark.parametrize(
     ("name", "known"),
     [
-        *(
-            ("h200x3", "h100"),
-            ("h100x12", "h100"),
-            ("v9:2x2", "h100"),
-            ("v5e:2x", "h100"),
-            ("0*v5e:4x8", "h100"),
-        ),
-        *(("v5e:3x5", "2x4"), ("v5e:0x4", "2x4"), ("v4:2x2", "2x2x1")),
+        ("h200x3", "h100"),
+        ("h100x12", "h100"),
+        ("v9:2x2", "h100"),
+        ("v5e:2x", "h100"),
+        ("0*v5e:4x8", "h100"),
+        ("v5e:3x5", "2x4"),
+        ("v5e:0x4", "2x4"),
+        ("v4:2x2", "2x2x1"),
     ],
 )
-def test_what_is_no_topology_is_refused_with_what_there_is(name, known):
+def test_an_unknown_topology_is_an_error_that_names_known_ones(name, known):
     with pytest.raises(
         UserError, match=rf"2, 4 or a multiple of 8,.*'{re.escape(name)}'; .*\b{known}\b"
     ):
@@ -254,8 +267,7 @@ ENTRY %main (a: bf16[1000,1000]) -> bf16[1000,1000] {
 def test_every_device_has_a_peak_and_a_memory():
     for chip in CHIPS.values():
         # A TPU v3 has 900 GB/s in two devices.
-        assert 4e11 < chip.bandwidth < 1e13
-        assert 1e12 < chip.integer_ops < chip.peaks.flops
-        assert 4e13 < flops.device_peak(chip.kind) < 2e15 and 1e10 <= chip.memory_bytes < 2e11, (
-            chip.kind
-        )
+        assert 4e11 < chip.bandwidth < 1e13, chip.kind
+        assert 1e12 < chip.integer_ops < chip.peaks.flops, chip.kind
+        assert 4e13 < flops.device_peak(chip.kind) < 2e15, chip.kind
+        assert 1e10 <= chip.memory_bytes < 2e11, chip.kind

@@ -17,7 +17,9 @@ from txl_jax.config.experiment import apply_preset
 from txl_jax.errors import UserError
 from txl_jax.runs.build import build
 
-L, M, T = 4, 7, 14  # Of 14 scored tokens, the last segment holds two.
+L = 4
+M = 7
+T = 14  # Scored tokens, of which the last segment has two.
 LENGTHS = {
     "batch_size": tiny.B,
     "segment_len": L,
@@ -49,8 +51,9 @@ def make(kind=HuggingFaceModel, **changes):
 
 
 def clone() -> str:
-    """The clone of the authors' repository that TXL_ORIGINAL names; without it or torch the test is
-    skipped.
+    """Returns the clone of the authors' repository that TXL_ORIGINAL names.
+
+    Skips the test without it, or without torch.
     """
     pytest.importorskip("torch")
     if not os.environ.get("TXL_ORIGINAL"):
@@ -61,7 +64,7 @@ def clone() -> str:
 
 
 def segments(tokens: np.ndarray):
-    """(inputs, targets) of each segment."""
+    """Yields (inputs, targets) of each segment."""
     for start in range(0, tokens.shape[1] - 1, L):
         part = tokens[:, start : start + L + 1]
         yield part[:, :-1], part[:, 1:]
@@ -79,7 +82,8 @@ def test_losses_are_ours_and_each_task_has_its_counterpart(changes, capsys, monk
         ours, *_ = speed.tasks(name, components)
         theirs = peer.task(name, ours, components)
         theirs.call()
-        assert theirs.tokens == tokens
+        assert theirs.tokens == tokens, name
+
     monkeypatch.setattr(
         peers, "apply_preset", lambda config, _: config_tree.replace(config, {"eval.clamp_len": 2})
     )
@@ -90,13 +94,17 @@ def test_losses_are_ours_and_each_task_has_its_counterpart(changes, capsys, monk
 @ORIGINAL
 @pytest.mark.parametrize("changes", [{}, CLUSTERS], ids=["full softmax", "clusters"])
 def test_the_originals_losses_are_ours_eager_and_compiled(changes, capsys):
-    path, components = clone(), make_components(changes)
+    path = clone()
+    components = make_components(changes)
     models = peers.checked_peers(components, path)
-    found = dict(re.findall(r"loss, (\w+): (\S+) nats", capsys.readouterr().out))
-    assert set(found) == {"eager", "compiled"} and max(map(float, found.values())) < 2e-5
+    losses = dict(re.findall(r"loss, (\w+): (\S+) nats", capsys.readouterr().out))
+    assert losses.keys() == {"eager", "compiled"}
+    assert float(losses["eager"]) < 2e-5
+    assert float(losses["compiled"]) < 2e-5
+
     for name in ("training", "evaluation"):
         ours, *_ = speed.tasks(name, components)
-        for model, label in zip(models, found, strict=True):
+        for model, label in zip(models, losses, strict=True):
             theirs = model.task(name, ours, components)
             theirs.call()
             assert (theirs.name, theirs.tokens) == (f"{ours.name}, {label}", tiny.B * L)
@@ -108,15 +116,13 @@ def test_generation_draws_what_the_library_draws(top_k):
     peer = make()
     import torch
 
-    found = [peer.generate_token(top_k) for _ in range(3 * M)]
+    tokens = [peer.generate_token(top_k) for _ in range(3 * M)]
+
     torch.manual_seed(0)
-    first, options = (
-        torch.zeros((1, 1), dtype=torch.int64),
-        {"do_sample": True, "top_k": top_k or 0},
-    )
-    expected = peer._model.generate(first, max_new_tokens=3 * M, **options)
-    assert found == expected[0, 1:].tolist()
-    assert len(set(found)) > 2
+    first = torch.zeros((1, 1), dtype=torch.int64)
+    expected = peer._model.generate(first, max_new_tokens=3 * M, do_sample=True, top_k=top_k or 0)
+    assert tokens == expected[0, 1:].tolist()
+    assert len(set(tokens)) > 2
 
 
 @pytest.mark.parametrize(
@@ -129,21 +135,26 @@ def test_generation_draws_what_the_library_draws(top_k):
 )
 def test_training_and_evaluation_carry_their_memory(kind, changes):
     """Each step's loss is the text's so far, at a learning rate of almost 0 and without dropout."""
-    changes |= {"path": clone()} if kind is OriginalModel else {}
-    peer, (first, second, *_) = make(kind, **changes), segments(tiny.text(T + 1))
-    parts = [peer.evaluate(*each) for each in (first, second)]
-    losses = [peer.train_step(*each) for each in (first, second)]
-    np.testing.assert_allclose(losses, [part.mean() for part in parts], rtol=1e-5)
-    assert np.abs(parts[1] - make(kind, **changes).evaluate(*second)).max() > 1e-3, (
-        "from an empty memory"
-    )
+    if kind is OriginalModel:
+        changes = changes | {"path": clone()}
+    peer = make(kind, **changes)
+    first, second, *_ = segments(tiny.text(T + 1))
+
+    first_losses = peer.evaluate(*first)
+    second_losses = peer.evaluate(*second)
+    means = [first_losses.mean(), second_losses.mean()]
+    steps = [peer.train_step(*first), peer.train_step(*second)]
+    np.testing.assert_allclose(steps, means, rtol=1e-5)
+
+    from_an_empty_memory = make(kind, **changes).evaluate(*second)
+    assert np.abs(second_losses - from_an_empty_memory).max() > 1e-3
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UserError, match=r"\btorch\b.*\[peer\]"):
         HuggingFaceModel(CONFIG, {}, vocab_size=tiny.V)
-    monkeypatch.setattr(peers, "_DIGEST", hashlib.sha256().hexdigest())  # Of no file.
+    monkeypatch.setattr(peers, "_DIGEST", hashlib.sha256().hexdigest())  # No file was read.
     with pytest.raises(UserError, match=r"\btorch\b.*\[peer\]"):
         OriginalModel(CONFIG, {}, vocab_size=tiny.V, path="/nowhere", compiled=False)
 
@@ -164,11 +175,11 @@ def test_another_folder_and_models_that_the_original_lacks_are_refused(tmp_path)
 
 def test_settings_are_the_presets_with_a_masked_memory_and_those_that_the_peer_lacks_are_refused():
     preset = apply_preset(CONFIG, "hf").model.compat
-    found = peers.with_peer_compat(
+    changed = peers.with_peer_compat(
         config_tree.replace(CONFIG, {"model.compat.layer_norm_eps": 1e-3})
     )
-    assert dataclasses.replace(found.model.compat, memory_start=preset.memory_start) == preset
-    assert found.model.compat.memory_start != preset.memory_start
-    assert dataclasses.replace(found.model, compat=CONFIG.model.compat) == CONFIG.model
+    assert dataclasses.replace(changed.model.compat, memory_start=preset.memory_start) == preset
+    assert changed.model.compat.memory_start != preset.memory_start
+    assert dataclasses.replace(changed.model, compat=CONFIG.model.compat) == CONFIG.model
     with pytest.raises(UserError, match=r"generate\.samples must be 1.*\b3\b"):
         peers.with_peer_compat(dataclasses.replace(CONFIG, generate=GenerateConfig(samples=3)))

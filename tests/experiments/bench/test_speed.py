@@ -2,6 +2,7 @@
 tables.
 """
 
+import dataclasses
 import functools
 import types
 
@@ -17,7 +18,7 @@ from txl_jax.errors import UserError
 from txl_jax.runs.build import build
 
 CONFIG = ExperimentConfig(
-    model=tiny.CONFIG,
+    model=dataclasses.replace(tiny.CONFIG, n_layer=1),
     train=TrainConfig(
         batch_size=2,
         segment_len=4,
@@ -32,18 +33,17 @@ CONFIG = ExperimentConfig(
 
 def test_tasks_are_timed_in_turns_and_compared_call_by_call():
     order = []
-    ours, peer = (
-        Task(name, tokens, functools.partial(order.append, name))
-        for name, tokens in (("a", 16), ("b", 8))
-    )
+    ours = Task("a", 16, functools.partial(order.append, "a"))
+    peer = Task("b", 8, functools.partial(order.append, "b"))
     timing.time_in_turns([ours, peer], warmup=1, calls=3)
-    assert order == list("abababab") and len(ours.seconds) == len(peer.seconds) == 3
-    ours.seconds, peer.seconds = [1.0, 2.0, 4.0], [4.0, 5.0, 8.0]
-    assert (ours.cells, ours.speedups(peer), ours.speedup(peer)) == (
-        ["8", "4", "16"],
-        [8.0, 5.0, 4.0],
-        5.0,
-    )
+    assert order == list("abababab")
+    assert len(ours.seconds) == len(peer.seconds) == 3
+
+    ours.seconds = [1.0, 2.0, 4.0]
+    peer.seconds = [4.0, 5.0, 8.0]
+    assert ours.cells == ["8", "4", "16"]
+    assert ours.speedups(peer) == [8.0, 5.0, 4.0]
+    assert ours.speedup(peer) == 5.0
 
 
 def test_tokens_follow_the_power_law():
@@ -57,19 +57,21 @@ def components():
     return build(CONFIG, vocab_size=tiny.V)
 
 
+def cells_of(line):
+    """Returns the cells of a table's row."""
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
 @pytest.mark.full
 def test_a_row_per_task_and_generation_twice_with_tails(capsys):
     config = config_tree.replace(CONFIG, {"model.cutoffs": (4, 9), "data.corpus": "python_stdlib"})
     plan = Plan(tasks=("generation",), calls=2, warmup=1)
+
     speed.run(plan, types.SimpleNamespace(config=lambda: config))
-    rows = [
-        [cell.strip() for cell in line.split("|")]
-        for line in capsys.readouterr().out.splitlines()[3:]
-    ]
-    assert [row[1:4] for row in rows[2:]] == [
-        ["generation", "3 x 1", "7"],
-        ["generation, every tail read", "3 x 1", "7"],
-    ]
+
+    first, second = capsys.readouterr().out.splitlines()[5:]
+    assert cells_of(first)[:3] == ["generation", "3 x 1", "7"]
+    assert cells_of(second)[:3] == ["generation, every tail read", "3 x 1", "7"]
 
 
 @pytest.mark.parametrize(
@@ -82,21 +84,22 @@ def test_a_row_per_task_and_generation_twice_with_tails(capsys):
 )
 def test_each_task_runs_and_knows_its_size(components, name, tokens, shape, mem_len):
     [task] = speed.tasks(name, components)
+
+    # The first call compiles, and the second one takes the memory of the first.
     task.call()
     task.call()
-    found = task.lengths
-    assert (task.tokens, found.batch_size, found.segment_len, found.mem_len) == (
-        tokens,
-        *shape,
-        mem_len,
-    )
+
+    lengths = task.lengths
+    assert task.tokens == tokens
+    assert (lengths.batch_size, lengths.segment_len) == shape
+    assert lengths.mem_len == mem_len
     assert task.flops_per_token > 1000
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("rule", [None, "sgd", "rms"])
 def test_evaluation_that_learns_is_timed_next_to_training_of_its_shape(rule):
-    """Its rows and lengths are those of evaluation, not of training."""
+    """It has the rows and lengths of evaluation, not of training."""
     config = config_tree.replace(CONFIG, {"eval.dynamic.rule": rule, "eval.batch_size": 3})
     learning, training = speed.dynamic_and_training(build(config, vocab_size=tiny.V))
     assert learning.name == f"dynamic evaluation, {rule or 'rmsprop'}"
@@ -127,7 +130,8 @@ def test_tokens_that_are_read_again_are_not_counted_and_windows_not_timed(compon
     }
     strided = build(config_tree.replace(CONFIG, changes), vocab_size=tiny.V)
     training = speed.training(strided)
-    assert training.tokens == 12 and training.lengths.segment_len == 4
+    assert training.tokens == 12
+    assert training.lengths.segment_len == 4
     whole = build(config_tree.replace(CONFIG, changes | {"train.stride": None}), vocab_size=tiny.V)
     assert training.flops_per_token == pytest.approx(4 / 3 * speed.training(whole).flops_per_token)
     with pytest.raises(UserError, match=r"eval\.stride\D*\b2\b"):
@@ -146,9 +150,15 @@ def test_rows_of_a_server_and_one_row_are_timed(capsys):
     config = config_tree.replace(
         serving.DEFAULTS, small | {"eval.mem_len": 9, "model.cutoffs": (5, 9)}
     )
+
     serving.run(serving.Plan(rows=3, calls=2), types.SimpleNamespace(config=lambda: config))
+
     lines = capsys.readouterr().out.splitlines()
-    table = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| ")]
-    assert [line[1] for line in table] == ["rows", "3", "1"]
-    assert all(float(cell.replace(",", "")) > 0 for line in table[1:] for cell in line[2:5])
-    assert lines[-1].startswith("3 rows: ") and lines[-1].endswith("one request at a time")
+    heading, three_rows, one_row = (cells_of(line) for line in lines if line.startswith("| "))
+    assert heading[0] == "rows"
+    assert three_rows[0] == "3"
+    assert one_row[0] == "1"
+    for cell in (*three_rows[1:4], *one_row[1:4]):
+        assert float(cell.replace(",", "")) > 0
+    assert lines[-1].startswith("3 rows: ")
+    assert lines[-1].endswith("one request at a time")
