@@ -45,7 +45,9 @@ class Machine:
             return f"failed with exit code {code}"
         table = {"columns": ["time"], "rows": [[f"{name} took {seconds} s"]]}
         result = {"machine": "a chip", "tables": [table], "seconds": seconds}
-        folder = self.out / "miniature" if "--miniature" in command else self.out
+        folder = self.out
+        if "--miniature" in command:
+            folder = self.out / "miniature"
         (folder / f"{name}.json").write_text(json.dumps(result))
         return ""
 
@@ -63,9 +65,11 @@ def machine(tmp_path, monkeypatch):
 def start(machine, **settings):
     """Runs the session, and returns its exit code and its page."""
     machine.started.clear()
-    names = {"parts": ("first", "second", "third")} | settings
-    code = session.run(Plan(out=str(machine.out), **names), None)
-    folder = machine.out / "miniature" if names.get("miniature") else machine.out
+    settings = {"parts": ("first", "second", "third")} | settings
+    code = session.run(Plan(out=str(machine.out), **settings), None)
+    folder = machine.out
+    if settings.get("miniature"):
+        folder = machine.out / "miniature"
     return code, (folder / "session.md").read_text()
 
 
@@ -132,7 +136,7 @@ def test_results_in_miniature_and_those_of_the_session_keep_apart(machine):
     assert "In miniature" not in page
 
 
-def test_a_damaged_result_is_measured_again(machine):
+def test_a_corrupted_result_is_measured_again(machine):
     start(machine, parts=("first",))
     (machine.out / "first.json").write_text('{"tables": [')
     start(machine, parts=("first",))
@@ -152,7 +156,7 @@ def test_less_time_than_a_part_needs_is_an_error():
 
 
 def is_running(process):
-    """Whether a process is neither gone nor a zombie."""
+    """Returns whether a process is neither gone nor a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z"
     except OSError:
@@ -182,8 +186,9 @@ def test_a_part_that_hangs_leaves_no_process(tmp_path):
 def test_all_parts_fit_two_commands_of_five_minutes_if_they_take_half_of_their_limits():
     names = [part.name for part in PARTS]
     assert len(set(names)) == len(names)
-    assert sum(part.limit for part in PARTS) / 2 <= 600 - max(part.limit for part in PARTS)
-    assert max(part.limit for part in PARTS) <= 120
+    limits = [part.limit for part in PARTS]
+    assert sum(limits) / 2 <= 600 - max(limits)
+    assert max(limits) <= 120
 
 
 @pytest.mark.full
@@ -211,22 +216,23 @@ def test_a_step_in_miniature_has_its_time_bytes_and_lines_of_code(tmp_path):
     assert model["rows"][0][model["columns"].index("sizes")] == "2 x 96"
     assert float(times["rows"][0][0].removesuffix(" ms")) > 0
     assert memory["rows"][0][0].endswith(" s")
-    lines = [row[0] for row in trace["rows"]]
     # Attention is computed in every step, whichever path it takes.
-    assert [line for line in lines if "ops/attention" in line]
+    assert any("ops/attention" in line for line, *_ in trace["rows"])
 
 
 # The table of a trace
 
 
 def event(name, start, duration, instruction=None):
-    """An event of a trace, as `jax.profiler.ProfileData` has it."""
-    stats = [] if instruction is None else [("hlo_op", instruction)]
+    """Returns an event of a trace, as `jax.profiler.ProfileData` has it."""
+    stats = []
+    if instruction is not None:
+        stats.append(("hlo_op", instruction))
     return SimpleNamespace(name=name, start_ns=start, duration_ns=duration, stats=stats)
 
 
 def shares_of(line_name, events):
-    """The own times on a line of a trace, in nanoseconds."""
+    """Returns own time in nanoseconds and number of events by name, on a line of a trace."""
     shares = trace_table.collections.defaultdict(Share)
     line = SimpleNamespace(name=line_name, events=events)
     trace_table._add_own_times(trace_table._events_of(line), shares)
@@ -239,7 +245,7 @@ def test_a_loop_has_only_the_time_that_its_instructions_do_not_have():
         event("while", 0, 100, "while.5"),
         event("dot.1", 50, 30, "dot.1"),
         event("add.2", 100, 5, "add.2"),  # It begins when the loop ends.
-        event("a thread waits", 0, 1000),  # It is no instruction.
+        event("a thread waits", 0, 1000),  # It is not an instruction.
     ]
     assert shares_of("a stream", events) == {"while.5": (40, 1), "dot.1": (60, 2), "add.2": (5, 1)}
 
@@ -253,8 +259,8 @@ def test_on_tpus_an_events_name_is_its_instruction():
 def test_instructions_of_one_line_of_code_are_added_up():
     shares = {"dot.1": Share(2.0, 1), "dot.2": Share(3.0, 2), "copy.7": Share(4.0, 3)}
     shares["copy.8"] = Share(4.5, 1)
-    found = trace_table.shares_by_source(shares, {"dot.1": "a.py:1", "dot.2": "a.py:1"})
-    assert found == [("copy", Share(8.5, 4)), ("a.py:1", Share(5.0, 3))]
+    by_source = trace_table.shares_by_source(shares, {"dot.1": "a.py:1", "dot.2": "a.py:1"})
+    assert by_source == [("copy", Share(8.5, 4)), ("a.py:1", Share(5.0, 3))]
 
 
 def test_peaks_are_those_of_the_longest_name_in_the_devices_name():
