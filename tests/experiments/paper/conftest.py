@@ -7,10 +7,10 @@ from support import drawn_run
 
 @pytest.fixture(scope="session")
 def make_run():
-    """Makes a run in a folder, which may be in a bucket; returns its config, corpus and workdir.
+    """Makes a run in a directory, which may be in a bucket. Returns its config, corpus and workdir.
 
-    The validation text has 55 bytes and the test text 56; `text_folder` is where they are, if not
-    in the run's folder.
+    The validation split has 55 bytes and the test split 56. They are in the run's directory, or in
+    `text_folder` if it is set.
     """
 
     def make(folder, changes=(), text_folder=None):

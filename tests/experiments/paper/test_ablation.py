@@ -1,6 +1,7 @@
 """Tests the ablation: the settings of each row, the best score, resuming after a stop."""
 
 import dataclasses
+import itertools
 import json
 import re
 
@@ -17,7 +18,8 @@ from txl_jax.runs.scoring_progress import Interrupted
 SIX = Table.WIKITEXT103
 RECURRENT, SHAW = TABLES[SIX][:2]
 VANILLA, AL_RFOU = TABLES[SIX][-2:]
-L, M = tiny_run.L, tiny_run.M
+L = tiny_run.L
+M = tiny_run.M
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +29,13 @@ def base(make_run, tmp_path_factory):
 
 
 def plan_of(*rows, seeds=(1,), lengths=(4,), **others):
-    return Plan(
-        rows=tuple(row.name for row in rows), seeds=seeds, lengths=lengths, out="unused", **others
-    )
+    """Returns a plan of some rows of the table."""
+    names = tuple(row.name for row in rows)
+    return Plan(rows=names, seeds=seeds, lengths=lengths, out="unused", **others)
 
 
 def run(base, plan, folder, **others):
+    """Trains and scores the rows of a plan, with results in a directory."""
     return ablation.train_and_score(*base, dataclasses.replace(plan, out=str(folder)), **others)
 
 
@@ -45,14 +48,18 @@ def test_a_row_outside_the_table_is_known_by_its_name():
         row_named(SIX, "none-shaw-full-8-8")
 
 
-@pytest.mark.parametrize(
-    "row", [row for rows in TABLES.values() for row in rows], ids=lambda row: row.name
-)
+EVERY_ROW = list(itertools.chain.from_iterable(TABLES.values()))
+
+
+@pytest.mark.parametrize("row", EVERY_ROW, ids=lambda row: row.name)
 def test_every_row_is_a_legal_run_that_differs_as_declared(row):
     config = row_config(tiny_run.CONFIG, row, 5)
     config.validate()
-    assert (config.seed, config.model.encoding, config.train.loss) == (5, row.encoding, row.loss)
-    assert (config.train.mem_len > 0) == row.recurrence == (config.eval.mem_len > 0)
+    assert config.seed == 5
+    assert config.model.encoding == row.encoding
+    assert config.train.loss == row.loss
+    assert (config.train.mem_len > 0) == row.recurrence
+    assert (config.eval.mem_len > 0) == row.recurrence
     assert config.train.segment_len == (row.segment_len or L)
     if row.encoding.is_learned:
         assert config.model.num_positions == config.train.segment_len + config.train.mem_len
@@ -63,51 +70,61 @@ PLAN = plan_of(RECURRENT, VANILLA, seeds=(1, 2), lengths=(4,), stride=2)
 
 @pytest.mark.full
 def test_rows_are_trained_scored_and_reported(base, tmp_path, monkeypatch):
-    found = run(base, PLAN, tmp_path)
-    assert list(found) == [RECURRENT.name, VANILLA.name] and all(
-        len(scores) == 2 for scores in found.values()
-    )
-    for row, trained in ((RECURRENT, L + M), (VANILLA, L)):
-        for seed, score in zip((1, 2), found[row.name], strict=True):
-            kept = json.loads((tmp_path / f"{row.name}-seed{seed}" / "ablation.json").read_text())[
-                "scores"
-            ]
-            assert {int(length): value for length, value in kept.items()} == score.at
-            assert set(score.at) == {4, trained}
-            assert (score.init, score.best) == (score.at[trained], min(score.at.values()))
-            assert score.at[score.length] <= score.best + 0.0005
-    record = json.loads((tmp_path / "ablation.json").read_text())
-    header = (tmp_path / "ablation.csv").read_text().splitlines()
-    assert header[0] == "row,seed,init,best,length" and len(header) == 1 + len(record["scores"])
-    assert len(record["scores"]) == 4 and record["seeds"] == [1, 2]
-    least = [[score.best for score in found[row.name]] for row in (RECURRENT, VANILLA)]
-    beside = np.subtract(*reversed(least))
-    assert (
-        f" | {beside.mean():+.4f} ({beside.std(ddof=1):.4f}, 2) | "
-        in (tmp_path / "ablation.md").read_text()
-    )
+    results = run(base, PLAN, tmp_path)
 
+    assert list(results) == [RECURRENT.name, VANILLA.name]
+    for row, trained_length in ((RECURRENT, L + M), (VANILLA, L)):
+        for seed, score in zip((1, 2), results[row.name], strict=True):
+            case = f"{row.name}-seed{seed}"
+            stored = json.loads((tmp_path / case / "ablation.json").read_text())["scores"]
+            assert {int(length): value for length, value in stored.items()} == score.at, case
+            assert set(score.at) == {4, trained_length}, case
+            assert score.init == score.at[trained_length], case
+            assert score.best == min(score.at.values()), case
+            assert score.at[score.length] <= score.best + 0.0005, case
+
+    record = json.loads((tmp_path / "ablation.json").read_text())
+    assert len(record["scores"]) == 4
+    assert record["seeds"] == [1, 2]
+    header, *rows = (tmp_path / "ablation.csv").read_text().splitlines()
+    assert header == "row,seed,init,best,length"
+    assert len(rows) == 4
+    # The page has the mean and the deviation of what the second row scores more than the first.
+    differences = []
+    for recurrent, vanilla in zip(results[RECURRENT.name], results[VANILLA.name], strict=True):
+        differences.append(vanilla.best - recurrent.best)
+    mean = np.mean(differences)
+    deviation = np.std(differences, ddof=1)
+    page = (tmp_path / "ablation.md").read_text()
+    assert f" | {mean:+.4f} ({deviation:.4f}, 2) | " in page
+
+    # Nothing is scored again.
     monkeypatch.setattr(ablation, "score_with_line", None)
-    assert run(base, PLAN, tmp_path) == found
+    assert run(base, PLAN, tmp_path) == results
 
 
 @pytest.mark.nightly(part="long")
 def test_a_stopped_job_goes_on(base, tmp_path, capsys):
-    """Stopped while lengths are scored: the one that was done stays, until windows have another
-    stride.
+    """It is stopped while lengths are scored.
+
+    The length that was scored stays, until windows have another stride.
     """
-    plan, printed = plan_of(RECURRENT, AL_RFOU, lengths=(4, 12), stride=2), []
+    plan = plan_of(RECURRENT, AL_RFOU, lengths=(4, 12), stride=2)
+    printed = []
 
     def scored():
-        """The lines of scores at attention length 4 so far."""
+        """Returns the lines of scores at attention length 4 so far."""
         printed.append(capsys.readouterr().out)
         return re.findall(r"length\D*\b4\b.*\bbits per byte\b", "".join(printed))
 
-    for stop_requested in (lambda: True, scored):
-        with pytest.raises(Interrupted):
-            run(base, plan, tmp_path, stop_requested=stop_requested)
-    found = run(base, plan, tmp_path)
-    assert run(base, plan, tmp_path) == found and len(scored()) == 2, "each row once"
+    with pytest.raises(Interrupted):
+        run(base, plan, tmp_path, stop_requested=lambda: True)
+    with pytest.raises(Interrupted):
+        run(base, plan, tmp_path, stop_requested=scored)
+    results = run(base, plan, tmp_path)
+    assert run(base, plan, tmp_path) == results
+    assert len(scored()) == 2, "each row once"
+
     run(base, dataclasses.replace(plan, stride=4), tmp_path)
     assert len(scored()) == 4
 
@@ -122,7 +139,5 @@ def test_the_shortest_length_that_is_as_good():
 def test_the_whole_table_follows_from_a_base_with_tied_positions(base):
     tied = config_tree.replace(base[0], {"model.tie_positions": True, "eval.warmup_tokens": 3})
     Plan(lengths=(4,), stride=2, out="unused").check(tied)
-    assert [row_config(tied, row, 1).model.tie_positions for row in (RECURRENT, SHAW)] == [
-        True,
-        False,
-    ]
+    assert row_config(tied, RECURRENT, 1).model.tie_positions
+    assert not row_config(tied, SHAW, 1).model.tie_positions

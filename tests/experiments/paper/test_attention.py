@@ -1,5 +1,5 @@
-"""Tests the attention study: the weights and terms by distance, averages, what is written, and what
-is refused.
+"""Tests the attention study: weights and terms by distance, averages, its files, and settings that
+it rejects.
 """
 
 import json
@@ -19,15 +19,14 @@ from txl_jax.ops.attention import Visibility
 from txl_jax.ops.attention.distances import key_distances, sinusoids
 from txl_jax.runs.scoring_progress import Interrupted
 
-L, M = 3, 7
+L = 3
+M = 7
 
 
 def read(model, *, segments, clamp_len=None):
-    """The weights at each segment, from an empty memory."""
-    params, memory = (
-        tiny.variables(model)["params"],
-        model.init_memory(batch_size=tiny.B, mem_len=M),
-    )
+    """Yields the weights of each segment and the memory after it, from an empty memory."""
+    params = tiny.variables(model)["params"]
+    memory = model.init_memory(batch_size=tiny.B, mem_len=M)
     text = tiny.text(segments * L)
     for k in range(segments):
         tokens = text[:, k * L : (k + 1) * L]
@@ -42,42 +41,52 @@ def read(model, *, segments, clamp_len=None):
 def test_probabilities_are_those_of_the_model_by_distance(
     untie_r, preset, window, x64, monkeypatch
 ):
-    """Probabilities that the softmax gives, layer by layer outside of the scan."""
+    """They are the softmax's, when the layers run one by one outside of the scan."""
     model = tiny.make(dtype=DType.FLOAT64, untie_r=untie_r, compat=tiny.compat_config(preset))
-    params, text, seen = tiny.variables(model)["params"], tiny.text(2 * L), []
+    params = tiny.variables(model)["params"]
     (_, before), (weights, _) = read(model, segments=2, clamp_len=2)
-    stack, layers = params["stack"], params["stack"]["layers"]
+
+    probabilities = []
+    softmax = jax.nn.softmax
+
+    def keep(scores, **options):
+        probabilities.append(softmax(scores, **options))
+        return probabilities[-1]
+
+    monkeypatch.setattr(jax.nn, "softmax", keep)
+    stack = params["stack"]
     codes = sinusoids(key_distances(M + L, clamp_len=2), tiny.D, jnp.float64)
     visibility = Visibility(before.valid, L, M, window)
-    hidden = model.apply({"params": params}, text[:, L:], clamp_len=2, method=model.embed)
-
-    softmax = jax.nn.softmax
-    monkeypatch.setattr(
-        jax.nn,
-        "softmax",
-        lambda scores, **kwargs: seen.append(softmax(scores, **kwargs)) or seen[-1],
-    )
-    for i in range(tiny.N):
-        layer = jax.tree.map(lambda leaf, i=i: leaf[i], layers)
-        biases = None if untie_r else stack["biases"]
-        block = Block(model.config)
-        hidden, _ = block.apply(
-            {"params": layer}, hidden, before.hidden[i], LayerContext(codes, visibility, biases)
+    second_segment = tiny.text(2 * L)[:, L:]
+    hidden = model.apply({"params": params}, second_segment, clamp_len=2, method=model.embed)
+    for number in range(tiny.N):
+        layer = jax.tree.map(lambda leaf, number=number: leaf[number], stack["layers"])
+        biases = None
+        if not untie_r:
+            biases = stack["biases"]
+        context = LayerContext(codes, visibility, biases)
+        hidden, _ = Block(model.config).apply(
+            {"params": layer}, hidden, before.hidden[number], context
         )
-    for found, expected in zip(weights.probabilities, seen, strict=True):
+
+    for by_distance, of_keys in zip(weights.probabilities, probabilities, strict=True):
         for row in range(L):
             # Distances window - 1 .. 0.
-            of_keys = expected[:, :, row, M + row + 1 - window : M + row + 1]
-            np.testing.assert_allclose(found[:, :, row], of_keys[..., ::-1], rtol=0, atol=1e-12)
+            in_window = of_keys[:, :, row, M + row + 1 - window : M + row + 1]
+            np.testing.assert_allclose(
+                by_distance[:, :, row], in_window[..., ::-1], rtol=0, atol=1e-12
+            )
 
 
 @pytest.mark.full
 def test_term_d_is_the_same_for_every_query_and_term_b_is_not(x64):
     *_, (weights, _) = read(tiny.make(dtype=DType.FLOAT64), segments=4)
-    d, b = np.asarray(weights.terms.d), np.asarray(weights.terms.b)
+    d = np.asarray(weights.terms.d)
+    b = np.asarray(weights.terms.b)
     np.testing.assert_allclose(d, np.broadcast_to(d[:, :1, :, :1], d.shape), rtol=0, atol=1e-12)
     assert np.abs(b - b[:, :1, :, :1]).max() > 0.1
-    # By its definition: v with W_R R of each distance.
+
+    # By its definition, term d is v times W_R R of each distance.
     params = tiny.variables(tiny.make(dtype=DType.FLOAT64))["params"]["stack"]
     for distance in (0, 3, M - 1):
         code = oracles.sinusoid(distance, tiny.D)
@@ -87,22 +96,17 @@ def test_term_d_is_the_same_for_every_query_and_term_b_is_not(x64):
 
 
 def test_spans_and_the_widest_heads():
-    average = np.zeros((3, 2, 5))
-    for (layer, head), distance in {
-        (0, 0): 1,
-        (0, 1): 4,
-        (1, 0): 3,
-        (1, 1): 2,
-        (2, 0): 0,
-        (2, 1): 1,
-    }.items():
-        average[layer, head, distance] = 1
+    # Each of two heads in three layers attends to one distance only.
+    distances = [[1, 4], [3, 2], [0, 1]]
+    average = np.eye(5)[distances]
     assert attention.mean_distances(average).tolist() == [[1, 4], [3, 2], [0, 1]]
     assert attention.widest(average, 3) == [(0, 1), (1, 0), (2, 1)]
     assert attention.widest(average, 5) == [(0, 1), (1, 0), (2, 1), (1, 1), (0, 0)]
 
 
-A = 9  # Of tiny_run's evaluation, whose segments have 5 tokens; the validation text has 55 bytes.
+# The attention length of tiny_run's evaluation, whose segments have 5 tokens. The validation split
+# has 55 bytes.
+A = 9
 
 
 @pytest.fixture(scope="module")
@@ -119,49 +123,54 @@ def test_averages_are_over_queries_with_a_full_memory_and_everything_is_written(
     run, tmp_path, monkeypatch
 ):
     average = draw(run, tmp_path)
+
     assert any(tmp_path.glob("*.png")) == plots.can_draw()
     assert (tmp_path / "attention.md").read_text().count("| layer ") == 3
     record = json.loads((tmp_path / "attention.json").read_text())
     heads = record["heads"]
-    assert len(heads) == 3 and heads[0]["span"] == max(head["span"] for head in heads)
+    assert len(heads) == 3
+    assert heads[0]["span"] == max(head["span"] for head in heads)
     [query] = record["queries"]
     with np.load(tmp_path / "attention.npz") as arrays:
         probabilities = arrays[f"probabilities_{query['position']}"]
-    for head, found in zip(heads, query["largest_weights"], strict=True):
+    for head, largest in zip(heads, query["largest_weights"], strict=True):
+        assert (largest["layer"], largest["head"]) == (head["layer"], head["head"])
         row = probabilities[head["layer"], head["head"]]
-        assert (found["layer"], found["head"]) == (head["layer"], head["head"])
-        assert (
-            found["weights"][0]["probability"] == row.max() == row[found["weights"][0]["distance"]]
-        )
-    draw(run, tmp_path / "chosen", heads=("1.0",))
-    chosen = json.loads((tmp_path / "chosen" / "attention.json").read_text())
-    assert [(head["layer"], head["head"]) for head in chosen["heads"]] == [(1, 0)]
+        weight = largest["weights"][0]
+        assert weight["probability"] == row.max()
+        assert weight["probability"] == row[weight["distance"]]
 
-    # The mean by hand, from the queries' own probabilities: the memory of 9 is full from the third
-    # segment of 5 on.
+    # The mean by hand, from the queries' own probabilities. The memory of 9 tokens is full from the
+    # third segment of 5 on.
     monkeypatch.setattr(plots, "can_draw", lambda: False)  # Ninety pictures.
     everywhere = tuple(range(10, 55))
     draw(run, tmp_path, positions=everywhere)
     with np.load(tmp_path / "attention.npz") as arrays:
+        stacked = {}
         for name in ("probabilities", "term_a", "term_b", "term_d"):
-            found = np.stack([arrays[f"{name}_{position}"] for position in everywhere])
-            assert found.shape == (len(everywhere), tiny.N, tiny.H, A)
-            np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
-        mean = np.mean([arrays[f"probabilities_{position}"] for position in everywhere], axis=0)
+            stacked[name] = np.stack([arrays[f"{name}_{position}"] for position in everywhere])
+            assert stacked[name].shape == (len(everywhere), tiny.N, tiny.H, A), name
+            np.testing.assert_allclose(stacked[name].sum(-1), 1, rtol=1e-5, err_msg=name)
         np.testing.assert_allclose(arrays["average"], average, rtol=1e-6)
-    np.testing.assert_allclose(average, mean, rtol=1e-5)
+    np.testing.assert_allclose(average, stacked["probabilities"].mean(axis=0), rtol=1e-5)
 
 
 @pytest.mark.full
-def test_a_stop_writes_nothing_and_what_is_not_there_is_refused(run, tmp_path):
+def test_a_head_can_be_chosen(run, tmp_path):
+    draw(run, tmp_path, heads=("1.0",))
+    record = json.loads((tmp_path / "attention.json").read_text())
+    [head] = record["heads"]
+    assert (head["layer"], head["head"]) == (1, 0)
+
+
+@pytest.mark.full
+def test_a_stop_writes_nothing_and_missing_positions_are_refused(run, tmp_path):
     with pytest.raises(Interrupted):
         draw(run, tmp_path / "a", stop_requested=lambda: True)
-    for others, pattern in (
-        ({"tokens": 12}, r"\b12\b.*\b9\b"),
-        ({"positions": (3,)}, r"\b10\b.*\b54\b.*\b3\b"),
-    ):
-        with pytest.raises(ValueError, match=pattern):
-            draw(run, tmp_path / "a", **others)
+    with pytest.raises(ValueError, match=r"\b12\b.*\b9\b"):
+        draw(run, tmp_path / "a", tokens=12)
+    with pytest.raises(ValueError, match=r"\b10\b.*\b54\b.*\b3\b"):
+        draw(run, tmp_path / "a", positions=(3,))
     assert not (tmp_path / "a").exists()
 
 
