@@ -19,7 +19,7 @@ from txl_jax.runs.score_splits import Split
 from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runs.validation import as_record
 
-# Not the defaults, so that a sweep must set or keep them.
+# They differ from the defaults, so that a sweep must set or keep them.
 GIVEN = {"eval.same_length": False, "eval.clamp_len": 4, "eval.batch_size": 2}
 
 
@@ -29,37 +29,47 @@ def recurrent(make_run, tmp_path_factory):
 
 
 def sweep(run, lengths, *, stride=None, split=Split.VALID, **others):
-    """The totals by length, and the rows of the table as numbers."""
+    """Returns the totals by length, and the rows of the table as numbers."""
     plan = Plan(lengths=tuple(lengths), split=split, stride=stride)
     return context_length.score_lengths(*run, plan, **others), table(run)
 
 
 def table(run):
-    with open(Path(run[2].path, "context_length.csv"), newline="") as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    """Returns the rows of a run's table as numbers."""
+    _, _, workdir = run
+    rows = []
+    with open(Path(workdir.path, "context_length.csv"), newline="") as file:
+        for row in csv.DictReader(file):
+            rows.append({name: float(value) for name, value in row.items()})
+    return rows
+
+
+def lengths_of(rows):
+    return [row["attention_length"] for row in rows]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("split", Split)
 def test_each_row_is_an_evaluation_at_that_length(recurrent, split):
     config, corpus, workdir = recurrent
-    found, rows = sweep(recurrent, [12, 3, 12], split=split)
-    assert list(found) == [row["attention_length"] for row in rows] == [3, 12], (
-        "shortest first, each once"
-    )
-    # Those of evaluation have 5.
-    for length, row, segment_len in zip(found, rows, [3, 5], strict=True):
-        at = {"eval.mem_len": length, "eval.same_length": True, "eval.segment_len": segment_len}
-        alone = score_splits.evaluate_splits(config_tree.replace(config, at), corpus, workdir)[
-            split
-        ]
-        assert (
-            as_record(found[length], corpus.vocabulary)
-            == alone
-            == {name: row[name] for name in alone}
-        )
+
+    totals_of, rows = sweep(recurrent, [12, 3, 12], split=split)
+
+    # The shortest is first, and each is scored once.
+    assert list(totals_of) == [3, 12]
+    assert lengths_of(rows) == [3, 12]
+    # Segments have evaluation's 5 tokens, or fewer for a shorter attention length.
+    for length, segment_len, row in zip((3, 12), (3, 5), rows, strict=True):
+        changed = {
+            "eval.mem_len": length,
+            "eval.same_length": True,
+            "eval.segment_len": segment_len,
+        }
+        scores = score_splits.evaluate_splits(config_tree.replace(config, changed), corpus, workdir)
+        assert as_record(totals_of[length], corpus.vocabulary) == scores[split]
+        assert scores[split].items() <= row.items()
         assert row["seconds"] > 0
-    assert found[3].nats != found[12].nats
+    assert totals_of[3].nats != totals_of[12].nats
     assert Path(workdir.path, "context_length.png").exists() == plots.can_draw()
 
 
@@ -69,15 +79,19 @@ def test_each_row_is_an_evaluation_at_that_length(recurrent, split):
 )
 def test_without_recurrence_windows_are_scored(make_run, tmp_path, changes):
     config, corpus, _ = run = make_run(tmp_path, GIVEN | changes)
-    found, rows = sweep(run, [9, 4], stride=3)
-    made = context_length.build_for(config, corpus.vocabulary).model
-    step, params = make_window_step(made, clamp_len=4), tiny_run.params(made)
-    assert list(found) == [row["attention_length"] for row in rows] == [4, 9]
-    for length, totals in found.items():
+    totals_of, rows = sweep(run, [9, 4], stride=3)
+
+    assert list(totals_of) == [4, 9]
+    assert lengths_of(rows) == [4, 9]
+    model = context_length.build_for(config, corpus.vocabulary).model
+    step = make_window_step(model, clamp_len=4)
+    params = tiny_run.params(model)
+    for length, totals in totals_of.items():
         batches = window_batches(corpus.valid, attention_len=length, stride=3, batch_size=1)
         expected = evaluate_windows(step, params, batches)
-        assert totals.tokens == expected.tokens == len(corpus.valid) - 1
-        assert totals.nats == pytest.approx(expected.nats, rel=1e-6)
+        assert totals.tokens == len(corpus.valid) - 1, length
+        assert expected.tokens == totals.tokens, length
+        assert totals.nats == pytest.approx(expected.nats, rel=1e-6), length
 
 
 @pytest.mark.full
@@ -89,8 +103,8 @@ def test_a_stop_leaves_the_rows_before_it(recurrent, capsys):
         return re.search(r"(?m)^valid\b\D*\b5\b", "".join(printed))
 
     config, *others = recurrent
-    # So that a text takes several calls.
+    # With short segments a split takes several calls.
     config = config_tree.replace(config, {"eval.segment_len": 2})
     with pytest.raises(Interrupted, match=r"\b8\b"):
         sweep((config, *others), [5, 8], stop_requested=first_is_printed)
-    assert [row["attention_length"] for row in table(recurrent)] == [5]
+    assert lengths_of(table(recurrent)) == [5]

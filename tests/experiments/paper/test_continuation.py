@@ -21,10 +21,16 @@ WORDS = ["the", "cat", "sat", "@-@", "on", "(", "a", ")", "mat", ",", "and", "wa
 def run(tmp_path_factory):
     """(config, corpus, workdir, parts) of a run on words."""
     folder = tmp_path_factory.mktemp("continuation")
-    lines = [" ".join(np.random.default_rng(i).choice(WORDS, 9)) for i in range(120)]
-    given = {"data__tokenizer__kind": Tokenizer.WORD, "data__tokenizer__line_mark": LineMark.EOS}
-    given |= {"generate__length": 7, "generate__samples": 2}
-    config, corpus = drawn_run.on_text(folder, ("\n".join(lines) + "\n").encode(), **given)
+    text = ""
+    for number in range(120):
+        text += " ".join(np.random.default_rng(number).choice(WORDS, 9)) + "\n"
+    changes = {
+        "data__tokenizer__kind": Tokenizer.WORD,
+        "data__tokenizer__line_mark": LineMark.EOS,
+        "generate__length": 7,
+        "generate__samples": 2,
+    }
+    config, corpus = drawn_run.on_text(folder, text.encode(), **changes)
     return config, corpus, *drawn_run.make(folder / "run", config, corpus)
 
 
@@ -34,9 +40,10 @@ def write(run, path, stop_requested=lambda: False, **others):
 
 
 @pytest.mark.full
-def test_context_continuation_and_the_texts_own_are_printed_below_each_other(run, tmp_path):
+def test_a_page_has_the_continuations_of_the_model_and_of_the_text(run, tmp_path):
     page = write(run, tmp_path / "page.md", starts=(3, 20), context=11)
-    # The model goes on from the context, as generation does.
+
+    # The model continues the context, as generation does.
     config, corpus, _, parts = run
     blocks = tiny_run.generator(parts.model, config.eval).tokens(
         np.asarray(corpus.test)[3:14], config.generate
@@ -47,8 +54,9 @@ def test_context_continuation_and_the_texts_own_are_printed_below_each_other(run
 
 
 @pytest.mark.full
-def test_a_stop_writes_nothing_and_what_cannot_be_is_refused(run, tmp_path):
-    page, n_token = tmp_path / "page.md", len(run[1].test)
+def test_a_stop_writes_nothing_and_an_impossible_start_or_network_is_refused(run, tmp_path):
+    page = tmp_path / "page.md"
+    n_token = len(run[1].test)
     with pytest.raises(Interrupted):
         write(run, page, context=3, stop_requested=lambda: True)
     with pytest.raises(ValueError, match=rf"\b{n_token - 18}\b.*\b{n_token}\b"):
@@ -62,9 +70,13 @@ def test_a_stop_writes_nothing_and_what_cannot_be_is_refused(run, tmp_path):
 def test_a_text_is_shown_as_it_is():
     corpus = types.SimpleNamespace(vocabulary=ByteVocabulary(bytes(range(256))))
     text = "    - *a* # 1\n\n" + "word " * 30
-    shown = continuation.quoted(corpus, np.frombuffer(text.encode(), np.uint8)).splitlines()
-    assert (
-        shown[:2] == ["        - *a* # 1", ""]
-        and "".join(line[4:] for line in shown[2:]) == "word " * 30
-    )
-    assert len(shown) == 4 and max(map(len, shown)) <= 104
+    tokens = np.frombuffer(text.encode(), np.uint8)
+
+    first, second, *folded = continuation.quoted(corpus, tokens).splitlines()
+
+    assert first == "        - *a* # 1"
+    assert second == ""
+    # A long line is folded into two.
+    assert len(folded) == 2
+    assert "".join(line[4:] for line in folded) == "word " * 30
+    assert max(len(line) for line in folded) <= 104

@@ -1,6 +1,4 @@
-"""Tests studies and scores of a run in a bucket: what they write there is what they write on a
-disk.
-"""
+"""Tests studies and scores of a run in a bucket: they write the same files there as on a disk."""
 
 import io
 
@@ -25,10 +23,8 @@ def test_studies_of_one_run(make_run, bucket, tmp_path):
     assert read(f"{workdir.path}/continuation.md").decode().count("\n### ") == 3
     average = attention.draw(*run, attention.Plan(out=str(bucket / "maps"), positions=(20,)))
     pictures = {"average.png", "heads-20.png", "terms-20.png"}
-    assert (
-        set(names(bucket / "maps"))
-        == {"attention.npz", "attention.json", "attention.md"} | pictures
-    )
+    files = {"attention.npz", "attention.json", "attention.md"}
+    assert set(names(bucket / "maps")) == files | pictures
     assert (bucket / "maps" / "average.png").read_bytes().startswith(b"\x89PNG")
     with np.load(io.BytesIO((bucket / "maps" / "attention.npz").read_bytes())) as arrays:
         np.testing.assert_allclose(arrays["average"], average, rtol=1e-6)
@@ -54,5 +50,7 @@ def test_scores_and_reports_are_written_and_inputs_read_there_too(make_run, buck
         assert len(file.readlines()) == len(corpus.test)
     with pytest.raises(UserError, match=r"gs://.*--input"):
         score_input.open_input(str(bucket / "missing.txt"))
+
     code, _, err = programs.run("experiments.report", workdir.path, f"--out={bucket / 'report'}")
-    assert code == 0 and {"report.md", "report.csv"} <= set(names(bucket / "report")), err
+    assert code == 0, err
+    assert {"report.md", "report.csv"} <= set(names(bucket / "report"))

@@ -23,47 +23,47 @@ LENGTHS = range(100, 1000, 100)
 
 
 def losses(*stops: int) -> dict[int, np.ndarray]:
-    """Losses of one model per stop, which fall by 0.02 nats a hundred tokens up to it, at positions
-    of 4 and 2 nats.
+    """Returns losses of one model for each stop, by length, at positions of 4 and 2 nats.
+
+    A model's losses fall by 0.02 nats every hundred tokens up to its stop.
     """
     hard = np.array([4.0, 2.0, 4.0, 2.0, 2.0, 2.0, 4.0, 2.0, 2.0, 2.0])
-    return {
-        length: np.stack([hard - 0.02 * (min(length, stop) - LENGTHS[0]) / 100 for stop in stops])
-        for length in LENGTHS
-    }
+    by_length = {}
+    for length in LENGTHS:
+        useful = np.minimum(length, stops) - LENGTHS[0]
+        by_length[length] = hard - 0.02 * useful[:, None] / 100
+    return by_length
 
 
 @pytest.mark.parametrize(("ratio", "first"), [(0.1, 300), (0.5, 300), (1.0, 300), (1.0, None)])
 def test_a_model_whose_gain_stops_at_a_known_length_or_never(ratio, first):
-    found = recl.gains(losses(first or 5000, 700), ratio=ratio)
-    assert [recl.effective_length(steps) for steps in found] == [first, 700]
+    of_first, of_second = recl.gains(losses(first or 5000, 700), ratio=ratio)
+    assert recl.effective_length(of_first) == first
+    assert recl.effective_length(of_second) == 700
 
 
 def test_baseline_and_hardest_positions_are_the_groups():
     """Either model is the better one somewhere, and each would choose another position as its
     hardest.
     """
-    found = {
+    by_length = {
         100: np.array([[3.0, 5.0, 1.0], [4.0, 1.0, 6.0]]),
         200: np.array([[2.9, 4.0, 1.0], [2.0, 0.9, 5.0]]),
     }
     # Baselines 3, 1 and 1, so the first position is the hardest.
-    [[first], [second]] = recl.gains(found, ratio=0.1)
+    [[first], [second]] = recl.gains(by_length, ratio=0.1)
     assert (first.context, first.longer) == (100, 200)
-    assert first.relative == pytest.approx(
-        1 - math.exp(2.9 - 3)
-    ) and second.relative == pytest.approx(1 - math.exp(-1))
+    assert first.relative == pytest.approx(1 - math.exp(2.9 - 3))
+    assert second.relative == pytest.approx(1 - math.exp(-1))
     assert first.perplexity == pytest.approx(math.exp(3) - math.exp(2.9))
 
 
-def test_the_baseline_is_taken_anew_at_each_length():
-    """The first model stops at 300; behind it the second goes on, and from 300 on its gains count
-    in full.
-    """
-    found = losses(300, 300)
+def test_each_length_has_its_own_baseline():
+    """The first model stops at 300. The second one continues, and then its gains count in full."""
+    by_length = losses(300, 300)
     for length in LENGTHS:
-        found[length][1] += 0.005 - 0.02 * max(length - 400, 0) / 100
-    _, steps = recl.gains(found, ratio=1.0)
+        by_length[length][1] += 0.005 - 0.02 * max(length - 400, 0) / 100
+    _, steps = recl.gains(by_length, ratio=1.0)
     assert steps[3].context == 400
     # From 0.005 above to 0.015 below.
     assert steps[3].relative == pytest.approx(1 - math.exp(-0.015), rel=1e-6)
@@ -88,15 +88,21 @@ def group(make_run, tmp_path_factory):
 
 
 def run(group, folder, plan=PLAN, **others):
+    """Compares the group, with results in a directory."""
     return recl.compare(*group, dataclasses.replace(plan, out=str(folder)), **others)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def last_nll(model, variables, texts):
-    """The loss of the last token of each text, after those before it and no memory."""
-    options = {"clamp_len": None, "same_length": False, "deterministic": True}
+    """Returns the loss of the last token of each text, after the others and without memory."""
+    memory = model.init_memory(batch_size=len(texts), mem_len=0)
     hidden, _ = model.apply(
-        variables, texts[:, :-1], model.init_memory(batch_size=len(texts), mem_len=0), **options
+        variables,
+        texts[:, :-1],
+        memory,
+        clamp_len=None,
+        same_length=False,
+        deterministic=True,
     )
     return model.apply(variables, hidden[:, -1:], texts[:, -1:], method=model.nll)[:, 0]
 
@@ -106,36 +112,47 @@ def test_losses_are_those_of_the_context_alone_and_are_kept(group, tmp_path, mon
     lengths = run(group, tmp_path)
     members, corpus = group
     tokens = np.asarray(corpus.test)
+    n_loss = len(range(8, len(tokens), 3))
     for member in members:
-        parts = tiny_run.parts(
-            **{k.replace(".", "__"): v for k, v in MODELS[member].items()}, model__dropout__rate=0.0
-        )
+        changes = {name.replace(".", "__"): value for name, value in MODELS[member].items()}
+        parts = tiny_run.parts(**changes, model__dropout__rate=0.0)
         model = parts.model.clone(vocab_size=corpus.vocabulary.size)
         variables = {"params": tiny_run.params(model)}
         for context in PLAN.contexts:
-            found = np.load(tmp_path / "losses" / member / f"{context}.npy")
-            assert len(found) == len(range(8, len(tokens), 3))
-            places = [0, 5, len(found) - 1]
-            texts = np.stack([tokens[8 + 3 * k - context : 8 + 3 * k + 1] for k in places])
-            np.testing.assert_allclose(found[places], last_nll(model, variables, texts), rtol=2e-5)
+            stored = np.load(tmp_path / "losses" / member / f"{context}.npy")
+            assert len(stored) == n_loss
+            places = [0, 5, n_loss - 1]
+            texts = []
+            for place in places:
+                end = 8 + 3 * place
+                texts.append(tokens[end - context : end + 1])
+            expected = last_nll(model, variables, np.stack(texts))
+            message = f"{member} with {context} tokens of context"
+            np.testing.assert_allclose(stored[places], expected, rtol=2e-5, err_msg=message)
 
-    assert list(lengths) == list(MODELS) and all(len(found) == 3 for found in lengths.values())
+    assert list(lengths) == list(MODELS)
+    for member, of_ratios in lengths.items():
+        assert len(of_ratios) == 3, member
     record = json.loads((tmp_path / "recl.json").read_text())
-    assert record["recl"] == lengths and record["tokens"] == len(range(8, 56, 3))
+    assert record["recl"] == lengths
+    assert record["tokens"] == n_loss
     assert "| ours | " in (tmp_path / "recl.md").read_text()
     with open(tmp_path / "recl.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [{name: str(value) for name, value in step.items()} for step in record["gains"]] == rows
+    for step, row in zip(record["gains"], rows, strict=True):
+        assert {name: str(value) for name, value in step.items()} == row
     assert any(tmp_path.glob("*.png")) == plots.can_draw()
-    monkeypatch.setattr(recl, "context_losses", None)  # Nothing is computed again.
+
+    # Nothing is computed again.
+    monkeypatch.setattr(recl, "context_losses", None)
     assert run(group, tmp_path) == lengths
-    # Losses of another plan do not count.
+    # The losses of another plan do not count.
     with pytest.raises(ValueError, match=r"\bstride\D*\b3\b\D*\b2\b"):
         run(group, tmp_path, dataclasses.replace(PLAN, stride=2))
 
 
 @pytest.mark.full
-def test_plans_and_groups_that_do_not_go_are_refused(group, tmp_path):
+def test_plans_and_groups_that_cannot_be_compared_are_refused(group, tmp_path):
     with pytest.raises(ValueError, match=r"\b56\b.*\b200\b"):
         run(group, tmp_path, dataclasses.replace(PLAN, lengths=(100, 200, 100)))
     with pytest.raises(Interrupted):
@@ -144,7 +161,7 @@ def test_plans_and_groups_that_do_not_go_are_refused(group, tmp_path):
         dataclasses.replace(PLAN, workdirs=("a",)).load_runs()
     with pytest.raises(ValueError, match="ours, ours"):
         dataclasses.replace(PLAN, workdirs=("a", "b"), names=("ours", "ours")).load_runs()
-    # It would lead out of --out.
+    # Such a name would lead out of --out.
     for name in ("../outside", "/outside", "..", ".", ".hidden", "a/b", ""):
         with pytest.raises(ValueError, match=r"\bnames\b.*--out"):
             dataclasses.replace(PLAN, workdirs=("a", "b"), names=("ours", name)).load_runs()

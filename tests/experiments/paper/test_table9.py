@@ -11,7 +11,9 @@ from experiments.paper import table9
 from support import programs, tiny
 from txl_jax.config import Encoding, EvalConfig, ExperimentConfig, MeshConfig, ModelConfig
 
-A, L, S = 9, 5, 8
+A = 9  # Attention length.
+L = 5  # Tokens of a segment.
+S = 8  # Segments of a call.
 CONFIG = ExperimentConfig(model=tiny.CONFIG, eval=EvalConfig(segment_len=L, clamp_len=4))
 SMALL = [
     "--model.n_layer=1",
@@ -26,11 +28,13 @@ SMALL = [
 def test_both_sides_have_the_same_sizes_and_see_the_same_number_of_tokens(own):
     model = ModelConfig(n_layer=3, d_inner=30, **{own: True})
     config = ExperimentConfig(model=model, eval=EvalConfig(batch_size=4, same_length=False))
-    window, ours = table9.sliding_window_config(config), table9.our_config(config, 800)
+    window = table9.sliding_window_config(config)
+    ours = table9.our_config(config, 800)
     window.validate()
     ours.validate()
     # As published.
-    assert ours.model == config.model and config.model.encoding is Encoding.RELATIVE
+    assert ours.model == config.model
+    assert config.model.encoding is Encoding.RELATIVE
     assert window.model == dataclasses.replace(
         config.model, encoding=Encoding.VASWANI, **{own: False}
     )
@@ -40,26 +44,38 @@ def test_both_sides_have_the_same_sizes_and_see_the_same_number_of_tokens(own):
 
 @pytest.mark.full
 def test_a_window_scores_one_token_and_ours_all_of_its_segments(monkeypatch):
-    windows, ours, make, repeated = [], [], table9.make_window_step, timing.repeated
+    windows = []
+    ours = []
+    make_window_step = table9.make_window_step
+    repeated = timing.repeated
 
     def make_noted(model, **options):
-        step = make(model, **options)
-        return lambda params, *texts: (
-            windows.append([text.shape for text in texts]) or step(params, *texts)
-        )
+        step = make_window_step(model, **options)
+
+        def noted_step(params, *texts):
+            windows.append([text.shape for text in texts])
+            return step(params, *texts)
+
+        return noted_step
 
     def note(step, memory, segments):
-        ours.append(
-            (memory.valid.tolist(), memory.mem_len, segments.inputs.shape, segments.reset.any())
-        )
+        shape = segments.inputs.shape
+        ours.append((memory.valid.tolist(), memory.mem_len, shape, segments.reset.any()))
         return repeated(step, memory, segments)
 
     monkeypatch.setattr(table9, "make_window_step", make_noted)
     monkeypatch.setattr(timing, "repeated", note)
-    found = table9.measure(CONFIG, vocab_size=tiny.V, attention_len=A, calls=2)
+
+    window_seconds, our_seconds = table9.measure(
+        CONFIG, vocab_size=tiny.V, attention_len=A, calls=2
+    )
+
+    # A call for warm-up, and two that are timed.
     assert windows == [[(1, A), (1, 1)]] * 3
-    assert ours == [([A], A, (S, 1, L), False)]  # A full memory, and no row starts anew.
-    assert [len(seconds) for seconds in found] == [2, 2]
+    # The memory is full, and no row starts anew.
+    assert ours == [([A], A, (S, 1, L), False)]
+    assert len(window_seconds) == 2
+    assert len(our_seconds) == 2
 
 
 def test_seconds_are_per_token(monkeypatch):
@@ -68,10 +84,10 @@ def test_seconds_are_per_token(monkeypatch):
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
     monkeypatch.setattr(table9, "_sliding_window", lambda *_: Task("", 1, lambda: None))
     monkeypatch.setattr(table9.speed, "evaluation", lambda *_: Task("", 8, lambda: None))
-    assert table9.measure(CONFIG, vocab_size=tiny.V, attention_len=A, calls=3) == (
-        [1.0] * 3,
-        [0.125] * 3,
-    )
+
+    seconds = table9.measure(CONFIG, vocab_size=tiny.V, attention_len=A, calls=3)
+
+    assert seconds == ([1.0] * 3, [0.125] * 3)
 
 
 @pytest.mark.full
@@ -80,14 +96,14 @@ def test_the_program_prints_a_table():
         "experiments.paper.table9", *SMALL, "--lengths=20,800", "--calls=3"
     )
     assert code == 0, err
-    [own, published] = [
-        [cell.strip() for cell in line.split("|")] for line in out.splitlines()[-2:]
-    ]
-    assert (own[1], own[9]) == ("20", "") and (published[1], published[9]) == ("800", "363")
+    own, published = (line.split("|") for line in out.splitlines()[-2:])
+    assert own[1].strip() == "20"
+    assert own[9].strip() == ""
+    assert published[1].strip() == "800"
+    assert published[9].strip() == "363"
     for row in (own, published):
         window, slowest, fastest, ours, *_, ratio = (
             float(cell.replace(",", "")) for cell in row[2:9]
         )
-        assert slowest >= window >= fastest and ratio == pytest.approx(
-            window / ours, rel=0.02, abs=0.6
-        )
+        assert slowest >= window >= fastest
+        assert ratio == pytest.approx(window / ours, rel=0.02, abs=0.6)
