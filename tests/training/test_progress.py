@@ -16,103 +16,141 @@ from txl_jax.training.member_axis import Members
 from txl_jax.training.progress import Progress
 from txl_jax.training.step import UpdateMetrics
 
-STEPS, LOG_EVERY, TOKENS = 8, 4, 21
+STEPS = 8
+LOG_EVERY = 4
+# Tokens of one update.
+TOKENS = 21
 
 
 class Log:
+    """Keeps the records and lines that a run's log would write."""
+
     def __init__(self):
-        self.records, self.lines = [], []
+        self.records = []
+        self.lines = []
 
     def record(self, kind, step, values, *, member=None):
-        self.records.append(
-            {"kind": kind, "step": step, **({} if member is None else {"member": member}), **values}
-        )
+        labels = {"kind": kind, "step": step}
+        if member is not None:
+            labels["member"] = member
+        self.records.append(labels | values)
 
     def print(self, line):
         self.lines.append(line)
 
+    def forecasts(self):
+        """The lines that say how long the run takes."""
+        return [line for line in self.lines if line.startswith("time")]
+
+
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+    def move(self, seconds):
+        self.now += seconds
+
 
 def metrics(*steps: int, **changes) -> UpdateMetrics:
+    """Metrics of these updates, each with numbers of its own: 60 nats and more, of 20 tokens."""
     step = np.asarray(steps, np.float32)
-    found = UpdateMetrics(
+    of_steps = UpdateMetrics(
         nats=60 + step,
         tokens=20 + 0 * step,
         grad_norm=1 / (1 + step),
         learning_rate=0.1 - step / 1000,
     )
-    return found._replace(
-        **{name: np.asarray(value, np.float32) for name, value in changes.items()}
-    )
+    arrays = {name: np.asarray(value, np.float32) for name, value in changes.items()}
+    return of_steps._replace(**arrays)
 
 
-def progress(log, *, now=(100.0,), **changes) -> Progress:
-    """Progress by a clock that shows `now[0]`."""
-    given = {
+def progress(log, **changes) -> Progress:
+    """Progress of a run of `STEPS` updates, by a clock that stands still if none is passed."""
+    settings = {
         "steps": STEPS,
         "log_every": LOG_EVERY,
         "cost": StepCost(TOKENS),
-        "clock": lambda: now[0],
+        "clock": Clock(),
     }
-    return Progress(log, **given | changes)
+    return Progress(log, **settings | changes)
 
 
-def add(made, steps):
+def add(run, steps):
+    """Adds updates one by one."""
     for step in steps:
-        made.add(step, metrics(step))
+        run.add(step, metrics(step))
 
 
 def test_a_line_sums_up_its_updates():
-    log, now = Log(), [100.0]
-    made = progress(log, now=now)
-    for first in (0, 2, 4, 6):
-        now[0] += 0.5
-        made.add(first, metrics(first, first + 1))
+    log = Log()
+    clock = Clock()
+    run = progress(log, clock=clock)
+
+    for first_update in (0, 2, 4, 6):
+        clock.move(0.5)
+        run.add(first_update, metrics(first_update, first_update + 1))
+
     first, second = log.records
     loss = (60 + 61 + 62 + 63) / 80
     expected = {
         "loss": loss,
         "bpc": loss / math.log(2),
         "grad_norm": (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4,
+        # The rate is the last one.
+        "learning_rate": 0.1 - 3 / 1000,
+        "tokens_per_second": 4 * TOKENS / 1.0,
     }
-    # The rate is the last one.
-    expected |= {"learning_rate": 0.1 - 3 / 1000, "tokens_per_second": 4 * TOKENS / 1.0}
-    assert (first["kind"], first["step"], second["step"]) == ("train", 4, 8)
+    assert first["kind"] == "train"
+    assert first["step"] == 4
     assert {name: first[name] for name in expected} == pytest.approx(expected)
+    assert second["step"] == 8
     assert second["loss"] == pytest.approx((64 + 65 + 66 + 67) / 80)
     assert re.search(r"\b4/8\b.*\b0:00:01$", log.lines[0])
-    short = Log()
-    add(progress(short, steps=3, log_every=2), range(3))
-    assert [record["step"] for record in short.records] == [2, 3], (
-        "the last update is reported between multiples"
-    )
-    assert short.records[1]["loss"] == pytest.approx(62 / 20)
+
+
+def test_the_last_update_is_reported_between_multiples_of_log_every():
+    log = Log()
+
+    add(progress(log, steps=3, log_every=2), range(3))
+
+    assert [record["step"] for record in log.records] == [2, 3]
+    assert log.records[1]["loss"] == pytest.approx(62 / 20)
 
 
 # Within an interval, at its end, and after it.
 @pytest.mark.parametrize("stopped_after", [3, 4, 5])
 def test_a_resumed_run_writes_the_same_records(stopped_after):
-    expected, resumed = Log(), Log()
+    expected = Log()
     add(progress(expected), range(STEPS))
+
+    resumed = Log()
     before = progress(resumed)
     add(before, range(stopped_after))
-    add(
-        progress(resumed, running_totals=json.loads(json.dumps(before.state()))),
-        range(stopped_after, STEPS),
-    )
+    stored = json.loads(json.dumps(before.state()))
+    after = progress(resumed, running_totals=stored)
+    add(after, range(stopped_after, STEPS))
 
     for record in (*expected.records, *resumed.records):
         for name in MEASURED:
             record.pop(name, None)
-    assert resumed.records == expected.records and len(resumed.lines) == len(expected.lines)
+    assert resumed.records == expected.records
+    assert len(resumed.lines) == len(expected.lines)
 
 
 def test_a_resumed_ensemble_continues_the_totals_of_each_member():
-    log, members = Log(), Members(("a", "b"))
+    log = Log()
+    members = Members(("a", "b"))
     before = progress(log, members=members)
-    of_members = [metrics(0), metrics(0, nats=[30.0])]
-    before.add(0, jax.device_get(members.stack(of_members)))
+    before.add(0, jax.device_get(members.stack([metrics(0), metrics(0, nats=[30.0])])))
+
     stored = json.loads(json.dumps(before.state()))
     assert {name: totals["nats"] for name, totals in stored.items()} == {"a": 60.0, "b": 30.0}
+
     resumed = progress(log, members=members, log_every=2, running_totals=stored)
     resumed.add(1, jax.device_get(members.stack([metrics(1), metrics(1)])))
     losses = {record["member"]: record["loss"] for record in log.records}
@@ -120,13 +158,16 @@ def test_a_resumed_ensemble_continues_the_totals_of_each_member():
 
 
 def test_tokens_per_second_counts_this_process():
-    log, now = Log(), [100.0]
-    made = progress(
-        log, now=now, running_totals={"nats": 130.0, "tokens": 40.0, "grad_norm": 2.0, "updates": 2}
-    )
+    """The loss is the mean over the whole interval, whichever process made its updates."""
+    log = Log()
+    clock = Clock()
+    stored = {"nats": 130.0, "tokens": 40.0, "grad_norm": 2.0, "updates": 2}
+    run = progress(log, clock=clock, running_totals=stored)
+
     for step in (2, 3):
-        now[0] += 1.0
-        made.add(step, metrics(step))
+        clock.move(1.0)
+        run.add(step, metrics(step))
+
     assert log.records[0]["tokens_per_second"] == pytest.approx(TOKENS / 1.0)
     assert log.records[0]["loss"] == pytest.approx((130 + 62 + 63) / 80)
 
@@ -134,75 +175,112 @@ def test_tokens_per_second_counts_this_process():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"nats": [60, math.nan, math.inf]},
-        {"nats": [60, -math.inf, 60], "grad_norm": [1, 1, math.nan]},
+        pytest.param({"nats": [60, math.nan, math.inf]}, id="loss"),
+        pytest.param(
+            {"nats": [60, -math.inf, 60], "grad_norm": [1, 1, math.nan]}, id="loss before gradient"
+        ),
     ],
 )
 def test_the_alarm_names_the_first_bad_update(changes):
     log = Log()
-    made = progress(log)
-    made.add(0, metrics(0))
+    run = progress(log)
+    run.add(0, metrics(0))
+
     with pytest.raises(NonFiniteError, match=r"^\D*\b3\b.*\b(nan|inf)\b.*\b9\.80e-02\b"):
-        made.add(1, metrics(1, 2, 3, **changes))
+        run.add(1, metrics(1, 2, 3, **changes))
+
     # Nothing of that call is counted or reported.
-    assert made.state()["updates"] == 1 and not log.records
-    bad = jax.tree.map(lambda own: np.stack([own, own * np.nan]), metrics(0))
+    assert run.state()["updates"] == 1
+    assert not log.records
+
+
+def test_the_alarm_names_the_member_of_an_ensemble():
+    second_is_bad = jax.tree.map(lambda good: np.stack([good, good * np.nan]), metrics(0))
+    run = progress(Log(), members=Members(("a", "b")))
+
     with pytest.raises(NonFiniteError, match=r"^b: "):
-        progress(log, members=Members(("a", "b"))).add(0, bad)
+        run.add(0, second_is_bad)
 
 
-def measured_run(*, per_update=0.5, steps=STEPS, names=(), **cost):
-    """A log of updates on a clock: each takes as long, the last of an interval after a wait of a
-    fifth of it.
+def measured_run(*, per_update=0.5, steps=STEPS, names=(), memory=None, **cost):
+    """A log of two intervals of updates, which all take the same time.
+
+    The last update of an interval comes after a wait of a fifth of the interval. An evaluation
+    follows each update.
     """
-    log, now, members = Log(), [100.0], Members(names)
-    given = {"steps": steps, "cost": StepCost(TOKENS, **cost), "members": members}
-    made = progress(log, now=now, **given, device_memory=lambda: 3_000_000_000 if cost else None)
+    log = Log()
+    clock = Clock()
+    members = Members(names)
+    run = progress(
+        log,
+        clock=clock,
+        steps=steps,
+        cost=StepCost(TOKENS, **cost),
+        members=members,
+        device_memory=lambda: memory,
+    )
     for step in range(LOG_EVERY * 2):
-        now[0] += per_update
+        clock.move(per_update)
         if step % LOG_EVERY == LOG_EVERY - 1:
-            made.waited(per_update * LOG_EVERY / 5)
-        made.add(step, jax.device_get(members.stack([metrics(step)] * len(members))))
-        now[0] += 50.0
-        made.exclude(50.0)  # An evaluation.
+            run.waited(per_update * LOG_EVERY / 5)
+        run.add(step, jax.device_get(members.stack([metrics(step)] * len(members))))
+
+        evaluation = 50.0
+        clock.move(evaluation)
+        run.exclude(evaluation)
     return log
 
 
 def test_what_a_record_measures():
     """A step of 2e12 operations in half a second on a peak of 16e12."""
-    log = measured_run(flops=2e12, peak_flops=16e12)
-    expected = {"tokens_per_second": TOKENS / 0.5, "step_seconds": 0.5, "host_wait_share": 0.2}
-    expected |= {
+    log = measured_run(memory=3_000_000_000, flops=2e12, peak_flops=16e12)
+
+    expected = {
+        "tokens_per_second": TOKENS / 0.5,
+        "step_seconds": 0.5,
+        "host_wait_share": 0.2,
         "model_flops_per_second": 4e12,
         "peak_share": 0.25,
         "device_memory_bytes": 3_000_000_000,
     }
     for record in log.records:
         assert {name: record[name] for name in MEASURED} == pytest.approx(expected)
-    both = measured_run(names=("a", "b"), flops=2e12, peak_flops=16e12)  # They share the peak.
-    assert [record["peak_share"] for record in both.records] == pytest.approx([0.5] * 4)
-    assert [record["member"] for record in both.records] == ["a", "b"] * 2
+
+
+def test_members_of_an_ensemble_share_the_peak():
+    """Two members make 4e12 operations in half a second, of a peak of 16e12."""
+    log = measured_run(names=("a", "b"), memory=3_000_000_000, flops=2e12, peak_flops=16e12)
+
+    assert [record["peak_share"] for record in log.records] == pytest.approx([0.5] * 4)
+    assert [record["member"] for record in log.records] == ["a", "b", "a", "b"]
 
 
 def test_the_time_of_a_run_is_forecast_by_its_first_steps():
-    """The first update is left out, the next two take 4 s, and 997 are left; hooks take none of
-    it.
+    """The first update is omitted, the next two take 4 s, and 997 are left.
+
+    Evaluations in between do not count.
     """
-    [line] = [
-        line for line in measured_run(per_update=2.0, steps=1000).lines if line.startswith("time")
-    ]
-    assert "2 s per step" in line and "0:33:14" in line and "997 steps" in line
-    # Too short to time.
-    assert not [line for line in measured_run(per_update=0.001).lines if line.startswith("time")]
+    (line,) = measured_run(per_update=2.0, steps=1000).forecasts()
+
+    assert "2 s per step" in line
+    assert "0:33:14" in line
+    assert "997 steps" in line
+
+
+def test_a_run_that_is_too_short_to_time_has_no_forecast():
+    assert measured_run(per_update=0.001).forecasts() == []
 
 
 def test_durations():
-    assert [duration(seconds) for seconds in (59.6, 3723, 200_000)] == [
-        "0:01:00",
-        "1:02:03",
-        "2d 7:33:20",
-    ]
-    assert duration(1e15) == duration(-1e300) == duration(math.inf)
-    assert duration(math.inf) == duration(math.nan) and not any(
-        map(str.isdigit, duration(math.nan))
-    )
+    assert duration(59.6) == "0:01:00"
+    assert duration(3723) == "1:02:03"
+    assert duration(200_000) == "2d 7:33:20"
+
+
+def test_durations_that_are_unknown_have_no_digits():
+    unknown = duration(math.nan)
+
+    assert duration(math.inf) == unknown
+    assert duration(1e15) == unknown
+    assert duration(-1e300) == unknown
+    assert not re.search(r"\d", unknown)
