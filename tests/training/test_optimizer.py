@@ -27,22 +27,29 @@ from txl_jax.config.training import ADAM_B1
 from txl_jax.training import weight_averaging
 from txl_jax.training.optimizer import learning_rate, make_optimizer
 
-PEAK, WARMUP, STEPS, MIN_RATIO = 0.5, 8, 20, 0.1
+PEAK = 0.5
+WARMUP = 8
+STEPS = 20
+MIN_RATIO = 0.1
 
 
-def config_of(steps: int = STEPS, others: dict | None = None, **own) -> ExperimentConfig:
-    """A config with the optimizer's own settings, and groups of `others`."""
+def config_of(
+    steps: int = STEPS, average: AverageConfig | None = None, **settings
+) -> ExperimentConfig:
+    """A config with these settings of the optimizer."""
     return ExperimentConfig(
-        optimizer=OptimizerConfig(**own), train=TrainConfig(steps=steps), **(others or {})
+        optimizer=OptimizerConfig(**settings),
+        train=TrainConfig(steps=steps),
+        average=average or AverageConfig(),
     )
 
 
-# It is frozen.
-def rates(*, multiple=1.0, average=AverageConfig(), **own) -> list[float]:  # noqa: B008
+def rates(*, multiple=1.0, average: AverageConfig | None = None, **settings) -> list[float]:
     """The rate of updates 0 .. STEPS + 1, from one compiled call as in training."""
-    own = {"learning_rate": PEAK, "warmup_steps": WARMUP, "min_lr_ratio": MIN_RATIO} | own
-    schedule = learning_rate(config_of(others={"average": average}, **own), multiple=multiple)
-    return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(STEPS + 2))).tolist()
+    usual = {"learning_rate": PEAK, "warmup_steps": WARMUP, "min_lr_ratio": MIN_RATIO}
+    config = config_of(average=average, **usual | settings)
+    schedule = learning_rate(config, multiple=multiple)
+    return jax.jit(jax.vmap(schedule))(np.arange(STEPS + 2)).tolist()
 
 
 def rate_by_hand(
@@ -54,14 +61,16 @@ def rate_by_hand(
     peak: float = PEAK,
     at_once: bool = False,
 ):
-    """A line from 0 to the peak, then a cosine whose peak is at `first` and whose minimum is at
-    `last` and after it. `at_once`: update 0 is at the peak.
+    """A line from 0 to the peak, then a cosine from its peak at `first` to its minimum at `last`.
+
+    The minimum is kept. If `at_once` is set, update 0 is at the peak.
     """
     if at_once and count == 0:
         return peak
     if count < warmup:
         return peak * count / warmup
-    progress, lowest = min((count - first) / (last - first), 1), MIN_RATIO * PEAK
+    progress = min((count - first) / (last - first), 1)
+    lowest = MIN_RATIO * PEAK
     return lowest + (peak - lowest) * (1 + math.cos(math.pi * progress)) / 2
 
 
@@ -78,6 +87,14 @@ def rate_by_hand(
         ({"decay_steps": 14}, {"last": 14}),
         ({"multiple": 3.0}, {"peak": 3 * PEAK}),  # The minimum is the same.
     ],
+    ids=[
+        "after the warm-up",
+        "original",
+        "no warm-up",
+        "original without warm-up",
+        "decay steps",
+        "multiple",
+    ],
 )
 def test_a_linear_warm_up_and_a_cosine(changes, by_hand):
     expected = [rate_by_hand(count, **by_hand) for count in range(STEPS + 2)]
@@ -89,65 +106,97 @@ def test_a_linear_warm_up_and_a_cosine(changes, by_hand):
 
 @pytest.mark.parametrize("multiple", [1.0, 3.0])
 def test_a_linear_warm_up_and_a_line(multiple):
-    corners = [0, WARMUP, STEPS], [0, multiple * PEAK, MIN_RATIO * PEAK]
-    expected = np.interp(range(STEPS + 2), *corners)
-    np.testing.assert_allclose(
-        rates(schedule=Schedule.LINEAR, multiple=multiple), expected, rtol=1e-6
-    )
+    corners = [0, WARMUP, STEPS]
+    rates_at_corners = [0, multiple * PEAK, MIN_RATIO * PEAK]
+    expected = np.interp(range(STEPS + 2), corners, rates_at_corners)
+
+    actual = rates(schedule=Schedule.LINEAR, multiple=multiple)
+
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 def test_the_rate_is_multiplied_while_weights_are_averaged():
-    found, without = rates(average=AverageConfig(start_step=16, lr_scale=0.5)), rates()
-    assert found == pytest.approx(without[:16] + [rate / 2 for rate in without[16:]])
+    usual = rates()
+
+    averaged = rates(average=AverageConfig(start_step=16, lr_scale=0.5))
+
+    assert averaged[:16] == pytest.approx(usual[:16])
+    assert averaged[16:] == pytest.approx([rate / 2 for rate in usual[16:]])
 
 
 @pytest.mark.parametrize(("l2", "clip_eps"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.01)])
 def test_updates_are_those_of_a_numpy_adam_after_clipping(l2, clip_eps, x64):
-    adam = {"adam_b2": 0.95, "adam_eps": 1e-3}
-    clipping = {"clip_norm": 0.7, "clip_eps": clip_eps}
-    whole = config_of(10, learning_rate=0.1, warmup_steps=2, l2=l2, **clipping, **adam)
-    config, schedule = whole.optimizer, learning_rate(whole)
-    optimizer = make_optimizer(whole)
+    beta = 0.95
+    epsilon = 1e-3
+    limit = 0.7
+    config = config_of(
+        10,
+        learning_rate=0.1,
+        warmup_steps=2,
+        l2=l2,
+        clip_norm=limit,
+        clip_eps=clip_eps,
+        adam_b2=beta,
+        adam_eps=epsilon,
+    )
+    schedule = learning_rate(config)
+    optimizer = make_optimizer(config)
+    update = jax.jit(optimizer.update)
+
     rng = np.random.default_rng(0)
     params = {"matrix": rng.normal(size=(2, 3)), "vector": rng.normal(size=4)}
-    state = optimizer.init(jax.tree.map(jnp.asarray, params))
-    first, second = (
-        {name: np.zeros(value.shape) for name, value in params.items()} for _ in range(2)
-    )
-    clipped = 0
+    state = optimizer.init(params)
+    first_moment = jax.tree.map(np.zeros_like, params)
+    second_moment = jax.tree.map(np.zeros_like, params)
+    n_clipped = 0
     for count, size in enumerate((5.0, 0.05, 0.6, 1.0), start=1):
         gradient = {name: size * rng.normal(size=value.shape) for name, value in params.items()}
-        updates, state = optimizer.update(gradient, state, params)
+        updates, state = update(gradient, state, params)
 
         norm = math.sqrt(sum((value**2).sum() for value in gradient.values()))
-        clipped += norm > config.clip_norm
+        n_clipped += norm > limit
         for name, value in params.items():
-            g = gradient[name] * min(1, config.clip_norm / (norm + clip_eps)) + l2 * value
-            first[name] = ADAM_B1 * first[name] + (1 - ADAM_B1) * g
-            second[name] = 0.95 * second[name] + 0.05 * g**2
-            mean, square = first[name] / (1 - ADAM_B1**count), second[name] / (1 - 0.95**count)
-            expected = -float(schedule(count - 1)) * mean / (np.sqrt(square) + 1e-3)
-            np.testing.assert_allclose(updates[name], expected, rtol=1e-6, atol=0)
-    assert 0 < clipped < 4  # Both sides of the limit were seen.
+            clipped = gradient[name] * min(1, limit / (norm + clip_eps)) + l2 * value
+            first_moment[name] = ADAM_B1 * first_moment[name] + (1 - ADAM_B1) * clipped
+            second_moment[name] = beta * second_moment[name] + (1 - beta) * clipped**2
+            mean = first_moment[name] / (1 - ADAM_B1**count)
+            square = second_moment[name] / (1 - beta**count)
+            expected = -float(schedule(count - 1)) * mean / (np.sqrt(square) + epsilon)
+            np.testing.assert_allclose(
+                updates[name], expected, rtol=1e-6, atol=0, err_msg=f"{name}, update {count}"
+            )
+    # Both sides of the limit were seen.
+    assert 0 < n_clipped < 4
 
 
 def test_the_embedding_has_a_rate_of_its_own():
-    optimizer = make_optimizer(
-        config_of(learning_rate=0.1, clip_norm=1e9, embedding_lr_multiplier=3.0)
-    )
-    params = jax.tree.map(jnp.ones_like, drawn(0))
-    updates, _ = optimizer.update(params, optimizer.init(params), params)
-    for path, leaf in flax.traverse_util.flatten_dict(updates, sep="/").items():
-        np.testing.assert_allclose(
-            leaf, -0.3 if path == "embedding/table_0" else -0.1, rtol=1e-4, err_msg=path
-        )
+    config = config_of(learning_rate=0.1, clip_norm=1e9, embedding_lr_multiplier=3.0)
+    optimizer = make_optimizer(config)
+    params = jax.tree.map(np.ones_like, drawn(0))
+
+    @jax.jit
+    def first_updates(params):
+        return optimizer.update(params, optimizer.init(params), params)[0]
+
+    updates = flax.traverse_util.flatten_dict(first_updates(params), sep="/")
+
+    embedding = updates.pop("embedding/table_0")
+    np.testing.assert_allclose(embedding, -0.3, rtol=1e-4)
+    for path, leaf in updates.items():
+        np.testing.assert_allclose(leaf, -0.1, rtol=1e-4, err_msg=path)
 
 
 # Rules that treat each layer's matrices by themselves. Their state on meshes:
 # tests/sharding/test_mesh.py.
 
 RATE = 0.1
-N, D, H, E, F, V = 2, 128, 4, 33, 130, 140  # Sides of 128 and more are factored by Adafactor.
+# Adafactor factors sides of 128 and more.
+N = 2
+D = 128
+H = 4
+E = 33
+F = 130
+V = 140
 SHAPES = {
     "embedding": {"table_0": (V, D)},
     "softmax": {"bias": (V,)},
@@ -163,17 +212,19 @@ SHAPES = {
 
 
 def drawn(seed, *, scale=1.0):
-    """A tree of numbers of `SHAPES`, in the type of the test."""
+    """A tree of numbers of `SHAPES`, in the dtype of the test."""
     rng = np.random.default_rng(seed)
-    is_leaf = {"is_leaf": lambda leaf: isinstance(leaf, tuple)}
-    return jax.tree.map(
-        lambda shape: jnp.asarray(scale * rng.normal(size=shape), float), SHAPES, **is_leaf
-    )
+    dtype = jnp.result_type(float)
+
+    def draw(shape):
+        return (scale * rng.normal(size=shape)).astype(dtype)
+
+    return jax.tree.map(draw, SHAPES, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def unstacked(tree):
     """The tensors by name, one for each layer, and attention's as matrices."""
-    found = {
+    tensors = {
         "table": tree["embedding"]["table_0"],
         "bias": tree["softmax"]["bias"],
         "u": tree["stack"]["biases"],
@@ -181,48 +232,54 @@ def unstacked(tree):
     for i in range(N):
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], tree["stack"]["layers"])
         attention = layer["attention"]
-        found[f"query {i}"] = attention["query"].reshape(D, H * E)
-        found[f"output {i}"] = attention["output"].reshape(H * E, D)
-        found |= {f"feed_forward {i}": layer["feed_forward"], f"norm {i}": layer["attention_norm"]}
-    return found
+        tensors[f"query {i}"] = attention["query"].reshape(D, H * E)
+        tensors[f"output {i}"] = attention["output"].reshape(H * E, D)
+        tensors[f"feed_forward {i}"] = layer["feed_forward"]
+        tensors[f"norm {i}"] = layer["attention_norm"]
+    return tensors
 
 
-def updated(optimizer, params):
+def updated(optimizer, params, gradients):
+    """The parameters after each of three updates."""
+
     @jax.jit
-    def step(params, state, grads):
-        updates, state = optimizer.update(grads, state, params)
+    def step(params, state, gradient):
+        updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state
 
-    state, found = optimizer.init(params), []
-    for i in range(3):
-        grads = drawn(i + 1, scale=0.1)
-        grads = grads if "stack" in params else unstacked(grads)
-        params, state = step(params, state, grads)
-        found.append(params)
-    return found
+    state = jax.jit(optimizer.init)(params)
+    after_each = []
+    for gradient in gradients:
+        params, state = step(params, state, gradient)
+        after_each.append(jax.device_get(params))
+    return after_each
 
 
 def is_decayed(params):
     """Mask of the decay, in the tree of `unstacked`: matrices."""
-    of_kernels = {"inner_kernel": True, "inner_bias": False}
-    return {
-        name: of_kernels if "feed_forward" in name else name.split()[0] not in ("bias", "u", "norm")
-        for name in params
-    }
+    mask = {}
+    for name in params:
+        kind = name.split()[0]
+        if kind == "feed_forward":
+            mask[name] = {"inner_kernel": True, "inner_bias": False}
+        else:
+            mask[name] = kind not in ("bias", "u", "norm")
+    return mask
 
 
 def muon():
     """Muon for the layers' matrices in the tree of `unstacked`, and Adam for the rest."""
 
     def rule(path, leaf):
-        return (
-            "muon"
-            if path[0].key.startswith(("query", "output")) or path[-1].key == "inner_kernel"
-            else "adam"
-        )
+        is_attention = path[0].key.startswith(("query", "output"))
+        if is_attention or path[-1].key == "inner_kernel":
+            return "muon"
+        return "adam"
 
-    adam = optax.adamw(RATE, weight_decay=0.3, mask=is_decayed)
-    rules = {"muon": optax.contrib.muon(RATE, consistent_rms=0.2, weight_decay=0.3), "adam": adam}
+    rules = {
+        "muon": optax.contrib.muon(RATE, consistent_rms=0.2, weight_decay=0.3),
+        "adam": optax.adamw(RATE, weight_decay=0.3, mask=is_decayed),
+    }
     return optax.partition(rules, lambda params: jax.tree.map_with_path(rule, params))
 
 
@@ -239,24 +296,32 @@ PEERS = {
 @pytest.mark.parametrize("name", PEERS)
 def test_updates_are_those_of_optax_on_each_layers_matrices(name, x64):
     params = drawn(0)
-    params["softmax"]["bias"] *= 0  # As it begins.
-    constant = config_of(
+    params["softmax"]["bias"] *= 0  # Biases of the softmax begin at 0.
+    gradients = [drawn(seed, scale=0.1) for seed in (1, 2, 3)]
+    constant_rate = config_of(
         10, name=name, learning_rate=RATE, min_lr_ratio=1.0, clip_norm=1e9, weight_decay=0.3
     )
-    found = updated(make_optimizer(constant), params)
-    expected = updated(PEERS[name](), unstacked(params))
-    tiny_run.assert_close([*map(unstacked, found)], expected, rtol=1e-9, atol=1e-12)
+
+    stacked = updated(make_optimizer(constant_rate), params, gradients)
+
+    per_layer = [unstacked(gradient) for gradient in gradients]
+    expected = updated(PEERS[name](), unstacked(params), per_layer)
+    actual = [unstacked(params) for params in stacked]
+    tiny_run.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 WEIGHTS = [1.0, 5.0, 2.0, 8.0, 4.0, 6.0]
 
 
 def exponential(least: float) -> list[float]:
-    """All updates count alike until each has this weight."""
-    found = [0.0]
+    """The mean after each of `WEIGHTS`. All count alike until the newest has a share of `least`."""
+    mean = 0.0
+    means = []
     for count, weight in enumerate(WEIGHTS, start=1):
-        found.append(found[-1] + max(1 / count, least) * (weight - found[-1]))
-    return found[1:]
+        share = max(1 / count, least)
+        mean += share * (weight - mean)
+        means.append(mean)
+    return means
 
 
 @pytest.mark.parametrize(
@@ -277,45 +342,62 @@ def exponential(least: float) -> list[float]:
 def test_means_by_hand(settings, begin_at, expected):
     """After each of six updates to `WEIGHTS`."""
     config = AverageConfig(**settings)
-    average, found = weight_averaging.init({"w": jnp.zeros(())}, config), []
+    average = weight_averaging.init({"w": jnp.zeros(())}, config)
+    means = []
     for step, weight in enumerate(WEIGHTS):
         if step == begin_at:
             average = weight_averaging.begin(average, step)
-        average = weight_averaging.add(
-            average, {"w": jnp.asarray(weight)}, jnp.asarray(step), config
-        )
-        found.append(average.params["w"])
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+        params = {"w": jnp.asarray(weight)}
+        average = weight_averaging.add(average, params, jnp.asarray(step), config)
+        means.append(average.params["w"])
+
+    np.testing.assert_allclose(means, expected, rtol=1e-6)
 
 
-def test_a_mean_begins_once_and_of_an_ensemble_one_members():
+def test_a_mean_begins_once():
     average = weight_averaging.init({"w": jnp.zeros(())}, AverageConfig(nt_asgd_patience=5))
-    assert not weight_averaging.has_begun(average) and weight_averaging.has_begun(
-        weight_averaging.begin(average, 0)
-    )
-    both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), average)
-    begun = weight_averaging.begin(both, 7, 1)
-    assert not weight_averaging.has_begun(begun, 0) and weight_averaging.has_begun(begun, 1)
+    assert not weight_averaging.has_begun(average)
+
+    begun = weight_averaging.begin(average, 0)
+
+    assert weight_averaging.has_begun(begun)
+
+
+def test_the_mean_of_one_member_of_an_ensemble_begins_without_the_others():
+    average = weight_averaging.init({"w": jnp.zeros(())}, AverageConfig(nt_asgd_patience=5))
+    of_two_members = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), average)
+
+    begun = weight_averaging.begin(of_two_members, 7, 1)
+
+    assert not weight_averaging.has_begun(begun, 0)
+    assert weight_averaging.has_begun(begun, 1)
     assert begun.begun.tolist() == [average.begun, 7]
 
 
-def test_it_is_due_when_validation_stops_improving():
-    for losses, due in (
-        ([5.0], False),
-        ([5.0, 4.0, 3.0, 6.0], False),  # Of three before, all are among the last three.
-        ([5.0, 6.0, 6.0, 6.0, 5.5], True),
-        ([5.0, 6.0, 6.0, 6.0, 4.9], False),
-        ([4.0, 3.0, 2.0, 1.0, 3.5], False),  # Better than the 4 of long ago.
-    ):
-        assert weight_averaging.is_due(losses, 3) is due, losses
+@pytest.mark.parametrize(
+    ("losses", "is_due"),
+    [
+        pytest.param([5.0], False, id="first"),
+        pytest.param([5.0, 4.0, 3.0, 6.0], False, id="all earlier losses are among the last three"),
+        pytest.param([5.0, 6.0, 6.0, 6.0, 5.5], True, id="worse than the best"),
+        pytest.param([5.0, 6.0, 6.0, 6.0, 4.9], False, id="better than the best"),
+        pytest.param([4.0, 3.0, 2.0, 1.0, 3.5], False, id="better than the 4 of long ago"),
+    ],
+)
+def test_it_is_due_when_validation_stops_improving(losses, is_due):
+    assert weight_averaging.is_due(losses, 3) is is_due
 
 
 def test_the_step_keeps_the_mean_of_its_updates():
-    state, _ = tiny_run.train(7, average__start_step=4)
+    settings = {"average__start_step": 4, "model__dropout__rate": 0.0}
+    state, _ = tiny_run.train(7, **settings)
+
     # Each update's parameters, from a run that stops there.
-    each = [tiny_run.train(updates, average__start_step=4)[0].params for updates in range(5, 8)]
-    expected = np.mean([params["embedding"]["table_0"] for params in each], axis=0)
-    np.testing.assert_allclose(
-        state.average.params["embedding"]["table_0"], expected, rtol=1e-5, atol=1e-7
-    )
+    tables = []
+    for updates in (5, 6, 7):
+        stopped, _ = tiny_run.train(updates, **settings)
+        tables.append(stopped.params["embedding"]["table_0"])
+    expected = np.mean(tables, axis=0)
+    mean = state.average.params["embedding"]["table_0"]
+    np.testing.assert_allclose(mean, expected, rtol=1e-5, atol=1e-7)
     assert np.abs(expected - state.params["embedding"]["table_0"]).max() > 1e-4
