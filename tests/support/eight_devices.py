@@ -130,19 +130,21 @@ def train_steps(parts: Built, train_step: TrainStep, state: TrainState, steps: r
 
 
 def run(parts: Built, *, scores: bool) -> dict:
-    """Trains, and returns losses, parameters, bytes per device, and arrays that devices gather.
+    """Trains, and returns losses, parameters, bytes per device, and what devices gather and send.
 
     The trained model is also scored if `scores` is set.
     """
     compilation = parts.compile_step()
     train_step = compilation.program
+    text = compilation.executable.as_text()
     state, losses, norms = train_steps(parts, train_step, parts.init_state(), range(STEPS))
     results = {
         "losses": losses,
         "grad_norms": norms,
         "params": flat(state.params),
         "mesh": dict(parts.mesh.shape),
-        "gathered": gathered(compilation.executable.as_text()),
+        "gathered": gathered(text),
+        "sent": sent_by_layers(text),
     }
     results |= on_devices(state)
     if scores:
@@ -202,13 +204,11 @@ def shape_of(sizes: str) -> list[int]:
     return [int(size) for size in sizes.split(",") if size]
 
 
-def sent_by_layers() -> dict[str, list[list[int]]]:
+def sent_by_layers(text: str) -> dict[str, list[list[int]]]:
     """The shapes of arrays that devices send in a training step's layers, by collective.
 
-    On the mixed mesh.
+    `text` is the step's program as XLA's text.
     """
-    parts = build_run("plain", "mixed", model__attention=AttentionPath.TILED)
-    text = parts.compile_step().executable.as_text()
     sent: dict[str, list[list[int]]] = {name: [] for name in COLLECTIVES}
     for line in text.splitlines():
         instruction = re.search(rf"= (.*?) ({'|'.join(COLLECTIVES)})\(", line)
@@ -470,15 +470,15 @@ def runs(*names: str, scored: bool = True) -> dict[str, Any]:
     return results
 
 
-def few() -> dict[str, Any]:
-    """The cases of the default tests."""
-    return {
-        "runs": runs("adaptive, one", "adaptive, mixed", "adaptive, data", scored=False),
-        "tail": tail_work(),
-        "odd": odd_targets(),
-        "masks": masks(),
-        "sent": sent_by_layers(),
-    }
+def mixed() -> dict[str, Any]:
+    """The mixed mesh with tiles, to be compared with the reference on one device."""
+    parts = build_run("adaptive", "mixed", model__attention=AttentionPath.TILED)
+    return {"runs": {"adaptive, mixed": run(parts, scores=False)}}
+
+
+def programs() -> dict[str, Any]:
+    """Small programs, without training."""
+    return {"tail": tail_work(), "odd": odd_targets(), "masks": masks()}
 
 
 def rest() -> dict[str, Any]:
@@ -557,7 +557,9 @@ def dynamic_scores() -> dict[str, dict[str, Any]]:
 
 
 KINDS = {
-    "few": few,
+    "mixed": mixed,
+    "data": lambda: {"runs": runs("adaptive, data", scored=False)},
+    "programs": programs,
     "dynamic": dynamic_scores,
     "rest": rest,
     "exact": lambda: {"runs": runs()},
