@@ -4,7 +4,9 @@ The loop is written apart from the product. It cuts the text itself, and has the
 three rules in NumPy. With the product it shares only the model's forward pass.
 """
 
+import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +38,8 @@ from txl_jax.runs.scoring_progress import Interrupted
 
 L = 5
 M = 7
+# Segments of a call of the product, whose compiled program the loops share.
+SEGMENTS_PER_CALL = 8
 # With one row 7 segments, the last one with padding. With three rows 3.
 TEXT = np.random.default_rng(3).integers(tiny.V, size=34)
 RULES = {
@@ -53,7 +57,9 @@ NETWORKS: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-def config_of(network: str, rule: DynamicConfig, *, rows: int = 1, **changes: Any):
+def config_of(
+    network: str, rule: DynamicConfig, *, rows: int = 1, **changes: Any
+) -> ExperimentConfig:
     """A config whose training has all that must not reach a dynamic evaluation."""
     config = ExperimentConfig(
         model=tiny.model_config(dtype=DType.FLOAT64, dropout=DropoutConfig(rate=0.4)),
@@ -74,24 +80,43 @@ def config_of(network: str, rule: DynamicConfig, *, rows: int = 1, **changes: An
 @functools.cache
 def model_of(network: str, rule: str, rows: int = 1, **changes: Any) -> DynamicModel:
     config = config_of(network, RULES[rule], rows=rows, **changes)
+    model = built_to_learn(config)
+    if rule == "rms":
+        statistics = jax.tree.map(jnp.asarray, squares_like(model.params))
+        return dataclasses.replace(model, statistics=statistics)
+    return model
+
+
+def built_to_learn(config: ExperimentConfig) -> DynamicModel:
+    """A model with drawn parameters that learns by the rule of this config."""
     built = build(dynamic.training_config(config), vocab_size=tiny.V, uses=["training"])
     params = jax.tree.map(jnp.asarray, tiny_run.params(built.model))
-    statistics = jax.tree.map(jnp.asarray, squares_like(params)) if rule == "rms" else None
-    return DynamicModel(built_with_rule(built), params, statistics)
+    return DynamicModel(built_with_rule(built), params)
 
 
 def squares_like(params: Any) -> Any:
     """Statistics for the rule RMS: some 0, as of a rare word, and some large."""
     rng = np.random.default_rng(5)
-    return jax.tree.map(lambda leaf: rng.exponential(size=leaf.shape) * (leaf > -0.5), params)
+
+    def draw(leaf: Any) -> np.ndarray:
+        is_frequent = np.asarray(leaf) > -0.5
+        return rng.exponential(size=leaf.shape) * is_frequent
+
+    return jax.tree.map(draw, params)
 
 
 class Learned(NamedTuple):
-    """What the loop computes."""
+    """The losses of a text that a model learns from, and its parameters after it."""
 
     nats: list[float]  # Of each segment.
     tokens: list[int]  # Of each segment.
     params: Any
+
+
+@functools.cache
+def gradient_of(module: Any, lengths: EvalConfig) -> Any:
+    """The compiled gradient of a segment's mean loss, which all rules share."""
+    return jax.jit(jax.grad(mean_loss_of(module, lengths), has_aux=True))
 
 
 def loop(model: DynamicModel, text: np.ndarray, *, updates_first: bool = False) -> Learned:
@@ -101,11 +126,12 @@ def loop(model: DynamicModel, text: np.ndarray, *, updates_first: bool = False) 
     rows = lengths.batch_size
     row_len = -(-(len(text) - 1) // rows)
 
-    gradient = jax.jit(jax.grad(mean_loss_of(module, lengths), has_aux=True))
+    gradient = gradient_of(module, dataclasses.replace(lengths, dynamic=DynamicConfig()))
     params = trained = jax.tree.map(np.asarray, model.params)
     moment = jax.tree.map(np.zeros_like, params)
     memory = module.init_memory(batch_size=rows, mem_len=lengths.mem_len)
-    nats, tokens = [], []
+    nats = []
+    tokens = []
     for first in range(0, row_len, L):
         inputs = np.zeros((rows, L), np.int32)
         targets = np.zeros((rows, L), np.int32)
@@ -113,7 +139,8 @@ def loop(model: DynamicModel, text: np.ndarray, *, updates_first: bool = False) 
         for row in range(rows):
             for column in range(L):
                 place = row * row_len + first + column
-                if first + column < row_len and place + 1 < len(text):
+                is_in_row = first + column < row_len
+                if is_in_row and place + 1 < len(text):
                     inputs[row, column] = text[place]
                     targets[row, column] = text[place + 1]
                     mask[row, column] = True
@@ -132,13 +159,21 @@ def loop(model: DynamicModel, text: np.ndarray, *, updates_first: bool = False) 
 
 def updated(settings, params, trained, grads, moment, statistics, count) -> tuple[Any, Any]:
     """Returns the parameters and the moving average of squares after one update."""
-    rate, decay, epsilon = settings.learning_rate, settings.decay, settings.epsilon
+    rate = settings.learning_rate
+    decay = settings.decay
+    epsilon = settings.epsilon
     grads = jax.tree.map(np.asarray, grads)
+
+    def downhill(p, g, p0):
+        return p - rate * g + decay * (p0 - p)
+
+    def downhill_by_roots(p, g, p0, root, strength):
+        pull = np.minimum(decay * strength, 1)
+        return p - rate * g / (root + epsilon) + pull * (p0 - p)
+
     if settings.rule == "sgd":
-        return (
-            jax.tree.map(lambda p, g, p0: p - rate * g + decay * (p0 - p), params, grads, trained),
-            moment,
-        )
+        return jax.tree.map(downhill, params, grads, trained), moment
+
     if settings.rule == "rms":
         roots = jax.tree.map(np.sqrt, statistics)
         strengths = roots
@@ -147,29 +182,26 @@ def updated(settings, params, trained, grads, moment, statistics, count) -> tupl
         roots = jax.tree.map(lambda v: np.sqrt(v / (1 - 0.999**count)), moment)
         mean = np.concatenate([root.ravel() for root in jax.tree.leaves(roots)]).mean()
         strengths = jax.tree.map(lambda root: root / mean, roots)
-    params = jax.tree.map(
-        lambda p, g, root, strength, p0: (
-            p - rate * g / (root + epsilon) + np.minimum(decay * strength, 1) * (p0 - p)
-        ),
-        params,
-        grads,
-        roots,
-        strengths,
-        trained,
-    )
+    params = jax.tree.map(downhill_by_roots, params, grads, trained, roots, strengths)
     return params, moment
 
 
-def learned(model: DynamicModel, text: np.ndarray) -> Learned:
-    """The same by the product, with a segment of padding at the end."""
+def learned(model: DynamicModel, text: np.ndarray, *, warmup_tokens: int = 0) -> Learned:
+    """The same by the product, with at least one segment of padding at the end."""
     rows = model.built.config.eval.batch_size
-    warmup_tokens = model.built.config.eval.warmup_tokens
     reader = evaluation_segments(text, batch_size=rows, segment_len=L, warmup_tokens=warmup_tokens)
-    segments = reader.segments(0, reader.n_segments + 1)
-    state, losses = model.step(None, model.start(), model.built.place(segments))
-    nats, tokens = losses.nats.tolist(), losses.tokens.tolist()
-    assert (nats.pop(), tokens.pop()) == (0, 0)
-    return Learned(nats, tokens, state.params)
+    n_segment = reader.n_segments
+    state = model.start()
+    nats: list[float] = []
+    tokens: list[int] = []
+    while len(nats) <= n_segment:
+        segments = reader.segments(len(nats), SEGMENTS_PER_CALL)
+        state, losses = model.step(None, state, model.built.place(segments))
+        nats += losses.nats.tolist()
+        tokens += losses.tokens.tolist()
+    assert not any(nats[n_segment:])
+    assert not any(tokens[n_segment:])
+    return Learned(nats[:n_segment], tokens[:n_segment], jax.device_get(state.params))
 
 
 def difference(a: Learned, b: Learned) -> float:
@@ -179,7 +211,7 @@ def difference(a: Learned, b: Learned) -> float:
     return max(np.abs(np.subtract(a.nats, b.nats)).max(), *jax.tree.leaves(params))
 
 
-CASES = [(network, rule, rows) for network in NETWORKS for rule in RULES for rows in (1, 3)]
+CASES = list(itertools.product(NETWORKS, RULES, (1, 3)))
 QUICK = [
     ("transformer-xl", "sgd", 1),
     ("transformer-xl", "rms", 3),
@@ -192,34 +224,32 @@ QUICK = [
 def test_each_segment_is_scored_and_then_learned_as_in_a_plain_loop(network, rule, rows):
     model = model_of(network, rule, rows)
 
-    found = learned(model, TEXT)
+    scored = learned(model, TEXT)
 
-    expected = loop(model, TEXT)
-    assert difference(found, expected) < 1e-9
+    assert difference(scored, loop(model, TEXT)) < 1e-9
     # The comparison sees whether the update comes before the score.
-    assert difference(found, loop(model, TEXT, updates_first=True)) > 1e-3
+    assert difference(scored, loop(model, TEXT, updates_first=True)) > 1e-3
 
 
 def test_at_rate_zero_the_scores_are_the_static_ones():
     rule = DynamicConfig(rule=DynamicRule.RMSPROP, learning_rate=0.0)
     config = config_of("transformer-xl", rule, rows=2)
-    built = build(dynamic.training_config(config), vocab_size=tiny.V, uses=["training"])
-    params = jax.tree.map(jnp.asarray, tiny_run.params(built.model))
-    model = DynamicModel(built_with_rule(built), params)
+    model = built_to_learn(config)
     nats = np.zeros(len(TEXT))
     static_nats = np.zeros(len(TEXT))
 
     totals = model.score(TEXT, name="text", log=print, token_nats=nats)
 
     static_built = build(config, vocab_size=tiny.V, uses=["evaluation"])
-    static = score(static_built, params, TEXT, name="text", log=print, token_nats=static_nats)
+    static = score(static_built, model.params, TEXT, name="text", log=print, token_nats=static_nats)
     np.testing.assert_allclose(nats, static_nats, rtol=0, atol=1e-9)
     assert totals.tokens == static.tokens == len(TEXT) - 1
     assert abs(totals.nats - static.nats) < 1e-9
 
 
 def test_a_score_begins_with_the_trained_parameters_and_leaves_them_as_they_are():
-    model = model_of("transformer-xl", "rmsprop")
+    # A rule with a state, which begins anew too.
+    model = model_of("adaptive softmax", "rmsprop", 3)
     before = jax.tree.map(np.array, model.params)
 
     first = model.score(TEXT, name="text", log=print)
@@ -233,33 +263,31 @@ def test_a_score_begins_with_the_trained_parameters_and_leaves_them_as_they_are(
 def test_the_loss_that_is_learned_has_the_temperature():
     model = model_of("transformer-xl", "sgd", eval__temperature=1.7)
 
-    found = learned(model, TEXT)
+    scored = learned(model, TEXT)
 
-    assert difference(found, loop(model, TEXT)) < 1e-9
+    assert difference(scored, loop(model, TEXT)) < 1e-9
 
 
 def test_warmup_tokens_fill_the_memory_and_are_not_learned():
     # Another row scores them, later: what was learned from them would be known there.
-    model = model_of("transformer-xl", "sgd", 2, eval__warmup_tokens=2 * L)
-    text = TEXT[: 1 + 2 * 3 * L]
+    model = model_of("transformer-xl", "rms", 3)
+    text = np.tile(TEXT, 2)[: 1 + 3 * 3 * L]
 
-    found = learned(model, text)
+    scored = learned(model, text, warmup_tokens=2 * L)
 
-    # The second row is two segments ahead of its own text. Nothing but the first row's text is
-    # learned while it reads them.
-    assert found.tokens == [L, L, 2 * L, L, L]
-    alone = learned(model_of("transformer-xl", "sgd"), text[: 1 + 2 * L])
-    np.testing.assert_allclose(found.nats[:2], alone.nats, rtol=1e-9)
+    # The second and third row are two segments ahead of their own text. Nothing but the first row's
+    # text is learned while they read them.
+    assert scored.tokens == [L, L, 3 * L, 2 * L, 2 * L]
+    first_row = loop(model_of("transformer-xl", "rms"), text[: 1 + 2 * L])
+    np.testing.assert_allclose(scored.nats[:2], first_row.nats, rtol=1e-9)
 
 
 def test_a_loss_that_is_not_finite_ends_with_segment_and_rate():
     rule = DynamicConfig(rule=DynamicRule.SGD, learning_rate=1e30)
-    config = config_of("transformer-xl", rule, model__dtype=DType.FLOAT32)
-    built = build(dynamic.training_config(config), vocab_size=tiny.V, uses=["training"])
-    params = jax.tree.map(jnp.asarray, tiny_run.params(built.model))
+    model = built_to_learn(config_of("transformer-xl", rule, model__dtype=DType.FLOAT32))
 
     with pytest.raises(NonFiniteError, match=r"(?s)segment 1 .*1e\+30"):
-        DynamicModel(built_with_rule(built), params).score(TEXT, name="text", log=print)
+        model.score(TEXT, name="text", log=print)
 
 
 def test_a_request_to_stop_logs_what_was_scored():
@@ -270,23 +298,22 @@ def test_a_request_to_stop_logs_what_was_scored():
     with pytest.raises(Interrupted):
         model.score(text, name="text", log=lines.append, stop_requested=lambda: True)
 
-    scored = learned_nats(model, text[: 1 + 8 * L])
-    assert f"{scored / (8 * L) / np.log(2):.4f}" in lines[-1]
-
-
-def learned_nats(model: DynamicModel, text: np.ndarray) -> float:
-    return sum(learned(model, text).nats)
+    n_scored = SEGMENTS_PER_CALL * L
+    nats = sum(learned(model, text[: 1 + n_scored]).nats)
+    assert f"{nats / n_scored / np.log(2):.4f}" in lines[-1]
 
 
 def test_rows_of_one_segment_learn_nothing_and_a_note_says_so():
-    model = model_of("transformer-xl", "sgd", 3)
+    model = model_of("transformer-xl", "rms", 3)
     lines: list[str] = []
 
     model.score(TEXT[: 1 + 3 * L], name="text", log=lines.append)
-    assert len(lines) == 1 and "--eval.batch_size" in lines[0]
+    (note,) = lines
+    assert "--eval.batch_size" in note
 
+    # One more token makes a second segment, from which no further note comes.
     model.score(TEXT[: 1 + 3 * L + 1], name="text", log=lines.append)
-    assert len(lines) == 1
+    assert lines == [note]
 
 
 @pytest.mark.parametrize(
@@ -298,6 +325,7 @@ def test_rows_of_one_segment_learn_nothing_and_a_note_says_so():
         ("weight_dtype", "int8", {}),
         ("cache_dtype", "bfloat16", {}),
     ],
+    ids=["stride", "stride and memory", "weight dtype", "cache dtype"],
 )
 def test_what_learning_cannot_do_is_refused_by_name(setting, value, others):
     config = EvalConfig(dynamic=RULES["sgd"], **{setting: value}, **others)
@@ -317,6 +345,7 @@ def test_what_learning_cannot_do_is_refused_by_name(setting, value, others):
         {"rule": "rms", "learning_rate": -0.1},
         {"rule": "rms", "epsilon": 0.0},
     ],
+    ids=str,
 )
 def test_settings_without_effect_or_out_of_range_are_refused(settings):
     with pytest.raises(UserError, match=r"eval\.dynamic\."):
