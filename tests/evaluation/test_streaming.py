@@ -18,7 +18,9 @@ from txl_jax.evaluation import streaming
 from txl_jax.evaluation.streaming import SegmentLosses, evaluate, make_eval_step
 from txl_jax.inference import forward
 
-T, L, M = 25, 5, 7
+T = 25
+L = 5
+M = 7
 TEXT = np.random.default_rng(3).integers(tiny.V, size=T)
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -41,6 +43,25 @@ def eval_step(clamp_len: int | None, same_length: bool):
     )
 
 
+@functools.cache
+def weights(segment_len: int, mem_len: int, clamp_len: int | None, same_length: bool):
+    """The parameters, prepared for segments and memory of these lengths."""
+    return tiny.prepared(
+        model(),
+        {"params": params()},
+        segment_len=segment_len,
+        mem_len=mem_len,
+        clamp_len=clamp_len,
+        same_length=same_length,
+    )
+
+
+def noise_like(rings):
+    """Stored keys or values that no evaluation may see."""
+    rng = np.random.default_rng(9)
+    return jax.tree.map(lambda ring: rng.normal(size=ring.shape).astype(ring.dtype), rings)
+
+
 def totals(
     text=TEXT,
     *,
@@ -54,16 +75,17 @@ def totals(
     **others,
 ):
     """Totals of a text; the memory first holds noise in `valid` slots."""
-    lengths = {"segment_len": segment_len, "mem_len": mem_len, "clamp_len": clamp_len}
-    weights = tiny.prepared(model(), {"params": params()}, same_length=same_length, **lengths)
-    memory = forward.init_cache(weights, batch_size=rows, mem_len=mem_len, segment_len=segment_len)
-    noise = jax.tree.map(
-        lambda ring: jax.random.normal(jax.random.key(9), ring.shape), (memory.keys, memory.values)
+    prepared = weights(segment_len, mem_len, clamp_len, same_length)
+    memory = forward.init_cache(prepared, batch_size=rows, mem_len=mem_len, segment_len=segment_len)
+    with_noise = memory.replace(
+        keys=noise_like(memory.keys),
+        values=noise_like(memory.values),
+        valid=np.asarray(memory.valid) + valid,
     )
     return evaluate(
         eval_step(clamp_len, same_length),
-        weights,
-        memory.replace(keys=noise[0], values=noise[1], valid=memory.valid + valid),
+        prepared,
+        jax.device_put(with_noise),
         evaluation_segments(text, batch_size=rows, segment_len=segment_len),
         segments_per_call=per_call,
         place=jax.device_put,
@@ -76,77 +98,105 @@ def test_segments_are_read_in_order_with_the_memory_between(clamp_len, same_leng
     """As a loop over segments scores them, of which the last is shorter, without the code under
     test.
     """
-    encode = tiny.encoder(model(), clamp_len=clamp_len, same_length=same_length)
+    network = model()
 
-    def read(tokens, targets, memory):
-        hidden, memory = encode({"params": params()}, tokens, memory)
-        log_p = model().apply({"params": params()}, hidden, method=model().log_probabilities)
-        return -np.take_along_axis(np.asarray(log_p), targets[..., None], axis=-1)[..., 0], memory
+    @jax.jit
+    def log_probabilities(variables, tokens, memory):
+        hidden, memory = network.apply(
+            variables, tokens, memory, clamp_len=clamp_len, same_length=same_length
+        )
+        return network.apply(variables, hidden, method=network.log_probabilities), memory
 
-    expected, _ = tiny.over_segments(
-        read, model().init_memory(batch_size=1, mem_len=M), TEXT[None], L
-    )
-    found = totals(clamp_len=clamp_len, same_length=same_length)
-    assert found.tokens == expected.size == T - 1 and found.nats == pytest.approx(
-        expected.sum(), rel=1e-13
-    )
+    variables = {"params": params()}
+    memory = network.init_memory(batch_size=1, mem_len=M)
+    expected = 0.0
+    for first in range(0, T - 1, L):
+        end = min(first + L, T - 1)
+        log_p, memory = log_probabilities(variables, TEXT[None, first:end], memory)
+        for place in range(first, end):
+            expected -= float(log_p[0, place - first, TEXT[place + 1]])
+
+    scored = totals(clamp_len=clamp_len, same_length=same_length)
+
+    assert scored.tokens == T - 1
+    assert scored.nats == pytest.approx(expected, rel=1e-13)
 
 
 def test_ignored_targets_are_not_counted():
     segments = evaluation_segments(TEXT, batch_size=1, segment_len=L).segments(0, 1)
     targets = segments.targets.copy()
     targets[:, :, 2:4] = -100
-    weights = tiny.prepared(model(), {"params": params()}, segment_len=L, mem_len=M)
 
-    def scores(targets):
-        memory = forward.init_cache(weights, batch_size=1, mem_len=M, segment_len=L)
-        return eval_step(None, False)(weights, memory, segments._replace(targets=targets))[1]
+    prepared = weights(L, M, None, False)
 
-    found, whole = scores(targets), scores(segments.targets)
-    assert (found.tokens, whole.tokens) == (L - 2, L)
-    assert found.nats == pytest.approx(float(whole.nats[0] - whole.nll[:, :, 2:4].sum()), rel=1e-13)
+    def losses(segments):
+        memory = forward.init_cache(prepared, batch_size=1, mem_len=M, segment_len=L)
+        return jax.device_get(eval_step(None, False)(prepared, memory, segments)[1])
+
+    without_ignored = losses(segments._replace(targets=targets))
+    whole = losses(segments)
+
+    assert without_ignored.tokens == L - 2
+    assert whole.tokens == L
+    ignored_nats = whole.nll[:, :, 2:4].sum()
+    assert without_ignored.nats == pytest.approx(float(whole.nats[0] - ignored_nats), rel=1e-13)
 
 
 @pytest.mark.parametrize(("per_call", "rows"), full_but([(3, 2)], [(4, 1), (3, 2), (4, 3)]))
 def test_segments_scored_together_have_the_losses_of_each_alone(monkeypatch, per_call, rows):
     words = tiny.make(dtype=DType.FLOAT64, cutoffs=(5, 8), div_val=2)
-    weights = tiny.prepared(words, {"params": tiny_run.params(words)}, segment_len=L, mem_len=M)
+    prepared = tiny.prepared(words, {"params": tiny_run.params(words)}, segment_len=L, mem_len=M)
     reader = evaluation_segments(TEXT, batch_size=rows, segment_len=2)
-    assert reader.n_segments >= per_call and TEXT.max() >= 8
+    segments = reader.segments(0, per_call)
+    assert reader.n_segments >= per_call
+    assert TEXT.max() >= 8
 
     def losses():
-        memory = forward.init_cache(weights, batch_size=rows, mem_len=M, segment_len=2)
-        _, scores = jax.jit(make_eval_step(words, EvalConfig()))(
-            weights, memory, reader.segments(0, per_call)
+        memory = forward.init_cache(prepared, batch_size=rows, mem_len=M, segment_len=2)
+        _, losses_of_segments = jax.jit(make_eval_step(words, EvalConfig()))(
+            prepared, memory, segments
         )
-        return scores
+        return losses_of_segments
 
     together = losses()
     monkeypatch.setattr(streaming, "_SCORED_TOGETHER", 0)
     tiny_run.assert_close(together, losses(), rtol=1e-12)
 
 
-def test_padding_never_changes_the_totals():
-    """Of blocks, at the end of rows, as whole segments of another cut have none, and of a row that
-    is empty.
-    """
-    for padded, whole in (
-        (totals(per_call=2), totals()),  # Five segments.
-        (totals(per_call=8), totals()),
-        (totals(rows=4, segment_len=5, mem_len=6), totals(rows=4, segment_len=6, mem_len=6)),
-        (totals(rows=7, segment_len=4, mem_len=0), totals(segment_len=4, mem_len=0)),
-    ):
-        assert padded.tokens == whole.tokens == T - 1
-        assert padded.nats == pytest.approx(whole.nats, rel=1e-12)
+def check_same_scores(padded, whole):
+    assert padded.tokens == whole.tokens == T - 1
+    assert padded.nats == pytest.approx(whole.nats, rel=1e-12)
 
 
-def test_a_used_memory_is_emptied_first_and_totals_come_along_one_call_late():
+@pytest.mark.parametrize("per_call", [2, 8])
+def test_padding_of_blocks_never_changes_the_totals(per_call):
+    """Of five segments."""
+    check_same_scores(totals(per_call=per_call), totals())
+
+
+def test_padding_at_the_end_of_rows_never_changes_the_totals():
+    """Whole segments of another cut have none."""
+    check_same_scores(totals(rows=4, segment_len=5), totals(rows=4, segment_len=6, mem_len=6))
+
+
+def test_an_empty_row_never_changes_the_totals():
+    check_same_scores(totals(rows=7, segment_len=4, mem_len=0), totals(segment_len=4, mem_len=0))
+
+
+def test_a_used_memory_is_emptied_first():
     assert totals(valid=M).nats == totals().nats
-    calls = []
-    result = totals(per_call=2, after_call=lambda done, so_far: calls.append((done, so_far)))
-    assert [done for done, _ in calls] == [2, 4]  # Of 5 segments; the last call's are the result.
-    assert [so_far.tokens for _, so_far in calls] == [10, 20]
-    assert calls[0][1].nats < calls[1][1].nats < result.nats
+
+
+def test_totals_come_along_one_call_late():
+    reports = []
+
+    result = totals(per_call=2, after_call=lambda done, so_far: reports.append((done, so_far)))
+
+    # Of five segments. The totals of the last call are the result.
+    (first_done, first), (second_done, second) = reports
+    assert (first_done, second_done) == (2, 4)
+    assert (first.tokens, second.tokens) == (10, 20)
+    assert first.nats < second.nats < result.nats
 
 
 @hypothesis.settings(max_examples=300)
@@ -161,9 +211,21 @@ def test_every_tokens_nats_come_to_its_place(length, batch_size, segment_len, wa
         nll = np.where(segments.weights > 0, segments.targets, np.nan)
         return memory, SegmentLosses(np.nansum(nll, (1, 2)), segments.weights.sum((1, 2)), nll)
 
-    sizes = {"batch_size": batch_size, "segment_len": segment_len, "warmup_tokens": warmup}
-    reader, nats = evaluation_segments(np.arange(length), **sizes), np.full(length, -1.0)
-    found = evaluate(
-        step, 0, 0, reader, segments_per_call=per_call, place=lambda placed: placed, token_nats=nats
+    reader = evaluation_segments(
+        np.arange(length), batch_size=batch_size, segment_len=segment_len, warmup_tokens=warmup
     )
-    assert nats.tolist() == [-1, *range(1, length)] and found.tokens == length - 1, "each once"
+    nats = np.full(length, -1.0)
+
+    totals = evaluate(
+        step,
+        prepared=None,
+        memory=None,
+        reader=reader,
+        segments_per_call=per_call,
+        place=lambda segments: segments,
+        token_nats=nats,
+    )
+
+    # Each token is scored once.
+    assert nats.tolist() == [-1, *range(1, length)]
+    assert totals.tokens == length - 1
