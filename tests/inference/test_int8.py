@@ -1,6 +1,7 @@
 """Tests inference with int8 weights and an int8 KV cache against the same numbers in float64."""
 
 import itertools
+import math
 import re
 
 import jax
@@ -32,12 +33,19 @@ MODELS = {
     "adaptive": {"cutoffs": (4, 9), "div_val": 2, "d_embed": 8, "tie_projs": (False, True, True)},
     "shaw": {"encoding": Encoding.SHAW, "num_positions": 9},
 }
+# Segment and memory.
 LENGTHS = {"segments": (4, 10), "one token": (1, 6)}
 
 
 def prepared(model, segment_len, mem_len, weight_dtype=WeightDType.INT8):
-    lengths = {"segment_len": segment_len, "mem_len": mem_len, "weight_dtype": weight_dtype}
-    return tiny.prepared(model, tiny.variables(model), same_length=True, **lengths)
+    return tiny.prepared(
+        model,
+        tiny.variables(model),
+        same_length=True,
+        segment_len=segment_len,
+        mem_len=mem_len,
+        weight_dtype=weight_dtype,
+    )
 
 
 def dequantized(params):
@@ -46,36 +54,61 @@ def dequantized(params):
     def dense(leaf):
         if isinstance(leaf, Int8Table):
             return leaf.columns.dequantize(jnp.float64).T
-        return leaf.dequantize(jnp.float64) if isinstance(leaf, Int8) else leaf
+        if isinstance(leaf, Int8):
+            return leaf.dequantize(jnp.float64)
+        return leaf
 
-    return jax.tree.map(dense, params, is_leaf=lambda leaf: isinstance(leaf, Int8 | Int8Table))
+    @jax.jit
+    def all_dense(params):
+        return jax.tree.map(dense, params, is_leaf=lambda leaf: isinstance(leaf, Int8 | Int8Table))
+
+    return all_dense(params)
 
 
 def scores(weights, segment_len, mem_len, *, cache_dtype=None):
     """Nats [B, 8 L] of a text, and the last cache."""
-    sizes = {"batch_size": tiny.B, "mem_len": mem_len, "segment_len": segment_len}
-    cache = forward.init_cache(weights, dtype=cache_dtype, **sizes)
-    read = lambda *of: tiny.read_cached(weights, *of)[1:]  # noqa: E731
+    cache = forward.init_cache(
+        weights,
+        batch_size=tiny.B,
+        mem_len=mem_len,
+        segment_len=segment_len,
+        dtype=cache_dtype,
+    )
+
+    def read(tokens, targets, cache):
+        _, nats, cache = tiny.read_cached(weights, tokens, targets, cache)
+        return nats, cache
+
     return tiny.over_segments(read, cache, tiny.text(8 * segment_len + 1), segment_len)
+
+
+def count_tables(clusters):
+    """How many matrices the clusters of embedding and softmax have."""
+    count = 0
+    for cluster in clusters:
+        count += cluster.table is not None
+        count += cluster.projection is not None
+    return count
 
 
 @pytest.mark.parametrize(
     ("name", "lengths"), nightly_but([("adaptive", "segments")], itertools.product(MODELS, LENGTHS))
 )
 def test_int8_weights_give_the_numbers_of_their_values_in_float64(name, lengths, x64):
-    model, lengths = tiny.make(dtype=DType.FLOAT64, **MODELS[name]), LENGTHS[lengths]
-    weights = prepared(model, *lengths)
-    tables = [
-        each for of in weights.clusters for each in (of.table, of.projection) if each is not None
-    ]
-    assert sum(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(weights)) == 5 * len(
-        weights.layers
-    ) + len(tables)
-    found, _ = scores(weights, *lengths)
-    expected, _ = scores(dequantized(weights), *lengths)
-    plain, _ = scores(prepared(model, *lengths, weight_dtype=None), *lengths)
-    # Nats. A token of some of these models moves by 0.35, the mean of none by more than 0.02.
-    rounding, quantization = np.abs(found - expected).max(), np.abs(expected - plain).mean()
+    model = tiny.make(dtype=DType.FLOAT64, **MODELS[name])
+    segment_len, mem_len = LENGTHS[lengths]
+    weights = prepared(model, segment_len, mem_len)
+    n_int8 = sum(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(weights))
+    assert n_int8 == 5 * len(weights.layers) + count_tables(weights.clusters)
+    plain_weights = prepared(model, segment_len, mem_len, weight_dtype=None)
+
+    in_int8, _ = scores(weights, segment_len, mem_len)
+    of_their_values, _ = scores(dequantized(weights), segment_len, mem_len)
+    plain, _ = scores(plain_weights, segment_len, mem_len)
+
+    # Nats. A token of some of these models moves by 0.35, the mean of no model by more than 0.02.
+    rounding = np.abs(in_int8 - of_their_values).max()
+    quantization = np.abs(of_their_values - plain).mean()
     assert 0 < rounding < 1e-3 < quantization < 0.04
 
 
@@ -85,13 +118,44 @@ def test_int8_weights_give_the_numbers_of_their_values_in_float64(name, lengths,
 )
 def test_a_narrow_cache_moves_scores_a_little(dtype, lengths, x64):
     """Stored as bfloat16, numbers carry 8 bits: about 1 part in 300 each."""
-    model, lengths = tiny.make(dtype=DType.FLOAT64), LENGTHS[lengths]
-    weights = prepared(model, *lengths, weight_dtype=None)
-    found, memory = scores(weights, *lengths, cache_dtype=jnp.dtype(dtype))
-    expected, _ = scores(weights, *lengths)
-    rings = [getattr(ring, "values", ring) for ring in (*memory.keys, *memory.values)]
-    assert {ring.dtype.name for ring in rings} == {dtype}
-    assert {"int8": 1e-5, "bfloat16": 1e-4}[dtype] < np.abs(found - expected).max() < 0.1
+    least = {"int8": 1e-5, "bfloat16": 1e-4}[dtype]
+    segment_len, mem_len = LENGTHS[lengths]
+    model = tiny.make(dtype=DType.FLOAT64)
+    weights = prepared(model, segment_len, mem_len, weight_dtype=None)
+
+    in_narrow_cache, cache = scores(weights, segment_len, mem_len, cache_dtype=jnp.dtype(dtype))
+    expected, _ = scores(weights, segment_len, mem_len)
+
+    for ring in (*cache.keys, *cache.values):
+        stored = getattr(ring, "values", ring)
+        assert stored.dtype.name == dtype
+    assert least < np.abs(in_narrow_cache - expected).max() < 0.1
+
+
+def generation_step(model, weight_dtype):
+    """The compiled step with which a generator decodes four tokens."""
+    lengths = EvalConfig(segment_len=4, mem_len=8, clamp_len=None, weight_dtype=weight_dtype)
+    generator = tiny_run.generator(model, lengths)
+    cache, known, number = generator.read(np.arange(5), GenerateConfig())
+    rows = BlockRows(
+        known=known,
+        number=number,
+        steps=np.full(1, 4, np.int32),
+        key=row_key(0)[None],
+        stop=np.int32(-1),
+    )
+    lowered = generator.decode.lower(generator.for_tokens, cache, rows, Sampling(0, 1), count=4)
+    return lowered.compile()
+
+
+def floats_of_sizes(text, sizes):
+    """The shapes of floating-point arrays in a program that have so many numbers."""
+    shapes = set()
+    for shape in re.findall(r"\b(?:f16|bf16|f32|f64)\[([\d,]+)\]", text):
+        size = math.prod(int(n) for n in shape.split(","))
+        if size in sizes:
+            shapes.add(shape)
+    return shapes
 
 
 @pytest.mark.full
@@ -100,25 +164,16 @@ def test_generation_holds_no_wider_copy_of_its_weights():
     add up to one.
     """
     model = tiny.make(d_model=64, n_head=2, d_head=32, d_inner=256)
-    sizes = {64 * 192, 64 * 64, 64 * 256}
+    matrices = {64 * 192, 64 * 64, 64 * 256}
 
-    def step(**weight_dtype):
-        lengths = EvalConfig(segment_len=4, mem_len=8, clamp_len=None, **weight_dtype)
-        generator = tiny_run.generator(model, lengths)
-        cache, given, number = generator.read(np.arange(5), GenerateConfig())
-        rows = BlockRows(given, number, np.full(1, 4, np.int32), row_key(0)[None], np.int32(-1))
-        return generator.decode.lower(
-            generator.for_tokens, cache, rows, Sampling(0, 1), count=4
-        ).compile()
+    compiled = generation_step(model, WeightDType.INT8)
 
-    def wide(text):
-        shapes = re.findall(r"\b(?:f16|bf16|f32|f64)\[([\d,]+)\]", text)
-        return {shape for shape in shapes if np.prod([int(n) for n in shape.split(",")]) in sizes}
-
-    compiled = step(weight_dtype=WeightDType.INT8)
-    assert "s8[64,256]" in compiled.as_text() and not wide(compiled.as_text())
+    text = compiled.as_text()
+    assert "s8[64,256]" in text
+    assert floats_of_sizes(text, matrices) == set()
     assert compiled.memory_analysis().temp_size_in_bytes < 64 * 256
-    assert wide(step().as_text())
+    # Without int8 the comparison finds the matrices.
+    assert floats_of_sizes(generation_step(model, None).as_text(), matrices)
 
 
 def test_a_mesh_of_several_devices_is_refused_before_anything_is_compiled():
