@@ -221,20 +221,27 @@ def test_a_mesh_learns_while_it_scores_as_one_device_does(computed, mesh, rows, 
     np.testing.assert_allclose(on_mesh["params"], on_one["params"], rtol=0, atol=1e-9)
 
 
-class Parts(NamedTuple):
-    """What a device has of some arrays."""
-
-    query: list[int]  # Of the queries [N, D, H, E].
-    tables: list[list[int]]  # Of the tables of the clusters [V, D].
-    memory: list[int]  # Of the memory [N, B, M, D].
-
-
-PARTS = {
-    "data": Parts([3, 16, 8, 6], [[16, 16], [11, 8], [14, 4]], [3, 2, 9, 16]),
-    "mixed": Parts([3, 8, 4, 6], [[8, 8], [11, 4], [7, 2]], [3, 4, 9, 16]),
+# What a device has of the queries [N, D, H, E].
+QUERIES = {
+    "data": [3, 16, 8, 6],
+    "mixed": [3, 8, 4, 6],
+    "fsdp": [3, 2, 8, 6],
+    "tensor": [3, 16, 1, 6],
+}
+# What it has of the tables of the clusters [V, D].
+TABLES = {
+    "data": [[16, 16], [11, 8], [14, 4]],
+    "mixed": [[8, 8], [11, 4], [7, 2]],
     # 4 columns do not divide among 8, and 14 rows do not either.
-    "fsdp": Parts([3, 2, 8, 6], [[16, 2], [11, 1], [14, 4]], [3, 2, 9, 16]),
-    "tensor": Parts([3, 16, 1, 6], [[2, 16], [11, 8], [14, 4]], [3, 16, 9, 16]),
+    "fsdp": [[16, 2], [11, 1], [14, 4]],
+    "tensor": [[2, 16], [11, 8], [14, 4]],
+}
+# What it has of the memory [N, B, M, D].
+MEMORIES = {
+    "data": [3, 2, 9, 16],
+    "mixed": [3, 4, 9, 16],
+    "fsdp": [3, 2, 9, 16],
+    "tensor": [3, 16, 9, 16],
 }
 # Devices over which a mesh spreads the parameters.
 N_SHARD = {"mixed": 4, "fsdp": 8, "tensor": 8}
@@ -243,14 +250,13 @@ N_SHARD = {"mixed": 4, "fsdp": 8, "tensor": 8}
 def test_parameters_moments_and_memory_are_spread(pairs):
     for pair in pairs:
         mesh, on_one, on_mesh = pair
-        parts = PARTS[mesh]
-        assert on_mesh["query_per_device"] == parts.query, mesh
-        assert on_mesh["memory_per_device"] == parts.memory, mesh
+        assert on_mesh["query_per_device"] == QUERIES[mesh], mesh
+        assert on_mesh["memory_per_device"] == MEMORIES[mesh], mesh
         assert on_mesh["moment_bytes_per_device"] == 2 * on_mesh["bytes_per_device"], mesh
         if not pair.has_clusters:
             continue
 
-        assert on_mesh["tables_per_device"] == parts.tables, mesh
+        assert on_mesh["tables_per_device"] == TABLES[mesh], mesh
         if mesh == "data":
             assert on_mesh["bytes_per_device"] == on_one["bytes"] == on_one["bytes_per_device"]
         else:

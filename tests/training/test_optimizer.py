@@ -324,20 +324,21 @@ def exponential(least: float) -> list[float]:
     return means
 
 
+# After two updates: the third weight is the first that counts. Before that the mean is the weights
+# themselves.
+FROM_THE_THIRD = [1.0, 5.0, 2.0, (2 + 8) / 2, (2 + 8 + 4) / 3, (2 + 8 + 4 + 6) / 4]
+FROM_THE_FIFTH = [1.0, 5.0, 2.0, 8.0, 4.0, (4 + 6) / 2]
+
+
 @pytest.mark.parametrize(
     ("settings", "begin_at", "expected"),
     [
-        # After two updates: the third weight is the first that counts; before that, the weights
-        # themselves.
-        (
-            {"start_step": 2},
-            None,
-            [1.0, 5.0, 2.0, np.mean([2, 8]), np.mean([2, 8, 4]), np.mean([2, 8, 4, 6])],
+        pytest.param({"start_step": 2}, None, FROM_THE_THIRD, id="uniform"),
+        pytest.param(
+            {"start_step": 0, "ema_decay": 0.75}, None, exponential(0.25), id="exponential"
         ),
-        ({"start_step": 0, "ema_decay": 0.75}, None, exponential(0.25)),
-        ({"nt_asgd_patience": 5}, 4, [1.0, 5.0, 2.0, 8.0, 4.0, 5.0]),
+        pytest.param({"nt_asgd_patience": 5}, 4, FROM_THE_FIFTH, id="begun later"),
     ],
-    ids=["uniform", "exponential", "begun later"],
 )
 def test_means_by_hand(settings, begin_at, expected):
     """After each of six updates to `WEIGHTS`."""
