@@ -48,30 +48,33 @@ def empty_cache(weights, n_row, *, index_per_row=False) -> KVCache:
     return cache
 
 
+def cache_shapes(weights, n_row, *, index_per_row=False) -> KVCache:
+    """The shapes of an empty cache, with which a function is traced."""
+    make_cache = functools.partial(empty_cache, n_row=n_row, index_per_row=index_per_row)
+    return jax.eval_shape(make_cache, weights)
+
+
 def decoding(weights, *, index_per_row):
     """The function and the arguments with which generation, or the server, writes two texts."""
     zeros = np.zeros(2, np.int32)
-    # A value also where this is only traced.
-    with jax.ensure_compile_time_eval():
-        key = np.stack([row_key(0)] * 2)
     rows = BlockRows(
         known=zeros[:, None],
         number=zeros,
         steps=zeros + 3,
-        key=key,
+        key=np.stack([row_key(0)] * 2),
         stop=np.int32(-1),
     )
     function = functools.partial(decode_block, sampling=Sampling(1.0, 1.0), count=3)
-    return function, (weights, empty_cache(weights, 2, index_per_row=index_per_row), rows)
+    return function, (weights, cache_shapes(weights, 2, index_per_row=index_per_row), rows)
 
 
 def reading(weights):
     tokens = jnp.zeros((2, SEGMENT_LEN), jnp.int32)
-    return prefill, (weights, empty_cache(weights, 2), tokens)
+    return prefill, (weights, cache_shapes(weights, 2), tokens)
 
 
 def reading_one_row(weights):
-    cache = empty_cache(weights, 3, index_per_row=True)
+    cache = cache_shapes(weights, 3, index_per_row=True)
     tokens = jnp.zeros(SEGMENT_LEN, jnp.int32)
     return prefill_row, (weights, cache, jnp.int32(1), tokens, jnp.int32(3))
 
@@ -91,15 +94,9 @@ def lowered_texts(program, **sizes):
     The platform is the one that is compiled for: this process runs on a CPU in all cases. Nothing
     is compiled or run.
     """
-    function = None
-
-    def arguments():
-        nonlocal function
-        function, values = program(prepared(**sizes))
-        return values
-
-    shapes = jax.eval_shape(arguments)
-    traced = jax.jit(function, donate_argnums=1).trace(*shapes)
+    weights = jax.eval_shape(lambda: prepared(**sizes))
+    function, arguments = program(weights)
+    traced = jax.jit(function, donate_argnums=1).trace(*arguments)
     texts = {}
     for platform in PLATFORMS:
         texts[platform] = traced.lower(lowering_platforms=(platform,)).as_text()
@@ -193,19 +190,20 @@ def test_an_exported_write_of_bfloat16_runs_on_every_platform():
         return jax.tree.leaves(write_segment(jax.tree.unflatten(structure, arrays), new))
 
     exported = jax.export.export(write_arrays, platforms=PLATFORMS)(arrays, new)
-    found = exported.call(arrays, new)
-    jax.tree.map(np.testing.assert_array_equal, found, jax.tree.leaves(written(cache, new)))
+    exported_arrays = exported.call(arrays, new)
+    expected = jax.tree.leaves(written(cache, new))
+    jax.tree.map(np.testing.assert_array_equal, exported_arrays, expected)
 
 
-def test_a_write_under_vmap_is_that_of_each_cache():
+def test_a_write_under_vmap_equals_a_write_to_each_cache():
     """The caches have different indices."""
     empty = empty_cache(prepared(), 2)
     caches = [empty.replace(write_index=jnp.int32(index)) for index in (SEGMENT_LEN, 0)]
     new = random_states(len(caches), 2, tiny.H, SEGMENT_LEN, tiny.E)
 
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
-    found = jax.jit(jax.vmap(write_segment))(stacked, new)
+    all_written = jax.jit(jax.vmap(write_segment))(stacked, new)
 
     for number, cache in enumerate(caches):
-        member = jax.tree.map(operator.itemgetter(number), found)
+        member = jax.tree.map(operator.itemgetter(number), all_written)
         jax.tree.map(np.testing.assert_array_equal, member, written(cache, new[number]))

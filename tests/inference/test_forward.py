@@ -336,7 +336,7 @@ def greedy_text(prompt: list[int], length: int, *, same_length: bool) -> list[in
 
 
 @pytest.mark.parametrize(("same_length", "window"), [(False, 8), (True, 7)])
-def test_greedy_text_on_a_ring_is_that_of_one_pass_without_memory(same_length, window, x64):
+def test_greedy_text_on_a_ring_matches_one_pass_without_memory(same_length, window, x64):
     """Token for token, where the ring of 7 slots goes round eight times."""
     text = greedy_text(TEXT, 45, same_length=same_length)
 
@@ -348,7 +348,7 @@ def test_greedy_text_on_a_ring_is_that_of_one_pass_without_memory(same_length, w
 
 
 @pytest.mark.parametrize("n_prompt", [1, 3, 4, 10])
-def test_greedy_text_after_prompts_of_any_length_is_that_of_one_pass(n_prompt, x64):
+def test_greedy_text_after_prompts_of_any_length_matches_one_pass(n_prompt, x64):
     """Shorter than a segment, whole segments, and both; beyond the ring's length."""
     prompt = TEXT[:n_prompt]
 

@@ -342,7 +342,7 @@ def test_tails_of_the_softmax_on_eight_devices(computed):
     assert computed("programs")["tail"] == {"positions": 16, "all_gathers": 0}
 
 
-def test_masks_on_eight_devices_are_those_of_one(computed):
+def test_masks_on_eight_devices_match_one_device(computed):
     """Bit for bit, of activations, heads and words."""
     masks = computed("programs")["masks"]
     assert len(masks) == 9
@@ -367,7 +367,7 @@ def test_ignored_targets_and_targets_beyond_the_vocabulary_on_eight_devices(comp
 
 
 @pytest.mark.full
-def test_updates_by_whole_tensors_are_those_of_one_device_and_moments_are_sharded(computed):
+def test_updates_by_whole_tensors_match_one_device_and_moments_are_sharded(computed):
     results = computed("rest")["optimizers"]
     assert len(results) == 4
     for name, result in results.items():
@@ -437,7 +437,7 @@ def slices_of(devices):
     return [chip.slice_index for chip in devices.flat]
 
 
-def test_within_a_slice_the_mesh_is_that_of_one_slice():
+def test_within_a_slice_the_mesh_is_as_for_one_slice():
     in_order = sorted(chips(1), key=lambda chip: chip.id)
     of_one_slice = mesh_utils.create_device_mesh(
         (2, 8, 1), in_order, allow_split_physical_axes=True
@@ -451,7 +451,7 @@ def test_within_a_slice_the_mesh_is_that_of_one_slice():
     assert slices_of(of_two_slices) == [0] * 16 + [1] * 16
 
 
-def test_chips_that_are_left_idle_and_are_no_box_are_those_of_each_slice():
+def test_as_many_chips_of_each_slice_stay_idle():
     devices = grid(chips(2), data=7)
 
     assert devices.shape == (14, 1, 1)

@@ -125,7 +125,7 @@ def test_the_rate_is_multiplied_while_weights_are_averaged():
 
 
 @pytest.mark.parametrize(("l2", "clip_eps"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.01)])
-def test_updates_are_those_of_a_numpy_adam_after_clipping(l2, clip_eps, x64):
+def test_updates_match_a_numpy_adam_after_clipping(l2, clip_eps, x64):
     beta = 0.95
     epsilon = 1e-3
     limit = 0.7
@@ -294,7 +294,7 @@ PEERS = {
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_updates_are_those_of_optax_on_each_layers_matrices(name, x64):
+def test_updates_match_optax_on_each_layers_matrices(name, x64):
     params = drawn(0)
     params["softmax"]["bias"] *= 0  # Biases of the softmax begin at 0.
     gradients = [drawn(seed, scale=0.1) for seed in (1, 2, 3)]
@@ -385,7 +385,7 @@ def test_the_mean_of_one_member_of_an_ensemble_begins_without_the_others():
         pytest.param([4.0, 3.0, 2.0, 1.0, 3.5], False, id="better than the 4 of long ago"),
     ],
 )
-def test_it_is_due_when_validation_stops_improving(losses, is_due):
+def test_averaging_is_due_when_validation_stops_improving(losses, is_due):
     assert weight_averaging.is_due(losses, 3) is is_due
 
 

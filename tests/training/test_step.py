@@ -60,7 +60,7 @@ def with_weights(segments, places, value):
 # the usual options, which takes longer.
 
 
-def test_the_reported_loss_is_that_of_the_model():
+def test_the_reported_loss_is_the_models_loss():
     built, *_ = tiny_run.compiled(**HALF)
     state = tiny_run.state(built)
     segments = tiny_run.text().segments(0, 1)
@@ -79,7 +79,7 @@ def test_the_reported_loss_is_that_of_the_model():
     np.testing.assert_allclose(metrics.nats[0], nll[:, tiny_run.L // 2 :].sum(), rtol=1e-5)
 
 
-def test_the_gradient_is_that_of_the_mean_over_scored_tokens():
+def test_the_gradient_is_of_the_mean_over_scored_tokens():
     # Three equal rows have the mean of one; a sum, or a mean over all places, would not.
     segments = tiny_run.text().segments(0, 1)
     equal_rows = segments._replace(
@@ -97,7 +97,7 @@ def test_the_gradient_is_that_of_the_mean_over_scored_tokens():
 
 
 @pytest.mark.parametrize("changes", full_but(CHANGES[1:2], CHANGES), ids=str)
-def test_all_parts_together_are_the_whole_batch(changes, x64):
+def test_microbatches_together_are_the_whole_batch(changes, x64):
     """Losses, gradient norms, parameters, moments and every row of the memory, past an epoch's
     end.
     """
