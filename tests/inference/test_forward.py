@@ -64,15 +64,14 @@ MODELS = {
     "own biases": {"untie_r": True},
     "tied positions": {"tie_positions": True},
     "adaptive": {"cutoffs": (4, 9), "div_val": 2, "d_embed": 8, "tie_projs": (False, True, True)},
-    # Starts and windows of other implementations.
-    "tf": {"compat": tiny.compat_config("tf")},
-    "hf": {"compat": tiny.compat_config("hf")},
-    "pytorch": {"compat": tiny.compat_config("pytorch")},
-    "shaw, as the original": {
-        "encoding": Encoding.SHAW,
-        "num_positions": 6,
-        "compat": CompatConfig(shaw_terms=ShawTerms.ORIGINAL),
-    },
+}
+# Starts and windows of other implementations.
+for preset in ("tf", "hf", "pytorch"):
+    MODELS[preset] = {"compat": tiny.compat_config(preset)}
+MODELS["shaw, as the original"] = {
+    "encoding": Encoding.SHAW,
+    "num_positions": 6,
+    "compat": CompatConfig(shaw_terms=ShawTerms.ORIGINAL),
 }
 for encoding in Encoding:
     if encoding is Encoding.RELATIVE:

@@ -197,17 +197,17 @@ H = 4
 E = 33
 F = 130
 V = 140
+SHAPES_OF_ATTENTION = {"query": (N, D, H, E), "output": (N, H, E, D)}
+SHAPES_OF_LAYERS = {
+    "attention": SHAPES_OF_ATTENTION,
+    "feed_forward": {"inner_kernel": (N, D, F), "inner_bias": (N, F)},
+    "attention_norm": {"scale": (N, D), "bias": (N, D)},
+}
+SHAPES_OF_BIASES = {"content": (H, E), "position": (H, E)}
 SHAPES = {
     "embedding": {"table_0": (V, D)},
     "softmax": {"bias": (V,)},
-    "stack": {
-        "biases": {"content": (H, E), "position": (H, E)},
-        "layers": {
-            "attention": {"query": (N, D, H, E), "output": (N, H, E, D)},
-            "feed_forward": {"inner_kernel": (N, D, F), "inner_bias": (N, F)},
-            "attention_norm": {"scale": (N, D), "bias": (N, D)},
-        },
-    },
+    "stack": {"biases": SHAPES_OF_BIASES, "layers": SHAPES_OF_LAYERS},
 }
 
 
