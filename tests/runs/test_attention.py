@@ -28,6 +28,8 @@ from txl_jax.runs.run import Run, check_same_attention
 from txl_jax.runs.trained import TrainedModel
 from txl_jax.runtime import distributed
 
+# Starts with the same settings, tiles included, are traced once. Comparisons with the reference are
+# never kept, so a fault that a test plants in a kernel is seen.
 pytestmark = pytest.mark.usefixtures("traces_kept")
 
 SMALL = Tile(4, 8)
@@ -76,7 +78,9 @@ SIZES = {
     "train.log_every": 2,
     "eval.valid_tokens": 200,
 }
+# Weights so large that another tile gives other last bits, as the tests of resuming need.
 MODEL = ModelConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=8, init_std=0.5)
+# Only a name in the run's record: the fixture `corpus` has the text.
 DATA = DataConfig(corpus=CorpusName.TEXT, file="words.txt")
 CONFIG = config_tree.replace(tiny_run.CONFIG, SIZES | {"data": DATA, "model": MODEL})
 
@@ -335,7 +339,9 @@ def test_the_kernel_over_a_cache_is_compared_too(monkeypatch):
     assert "its output differs" in attention_check.compare(FUSED, OVER_A_CACHE).sentence
 
 
-ONE_KEY = {"segment_len": 1, "n_keys": 1, "n_positions": 1}  # Gradients of scores are 0.
+# All weight is on the only key, so gradients of scores are 0, and relative differences of them
+# would divide by 0.
+ONE_KEY = {"segment_len": 1, "n_keys": 1, "n_positions": 1}
 
 
 @pytest.mark.parametrize(
@@ -351,6 +357,7 @@ ONE_KEY = {"segment_len": 1, "n_keys": 1, "n_positions": 1}  # Gradients of scor
 )
 def test_sound_paths_of_xla_are_within_the_tolerance(problem):
     """Otherwise a run would replace such a path, or end."""
+    # The rows have 1, 0 and 2 filled slots of memory, or fewer if there are fewer slots.
     inputs = attention_check.make_inputs(problem, [1, 0, 2])
     for path in (Implementation("stored"), Implementation("tiled", tile=SMALL)):
         difference = attention_check.largest_difference(path, problem, inputs)
@@ -368,6 +375,7 @@ def test_what_is_compared_is_the_kernel_of_the_run(kind, monkeypatch):
         compared.append((implementation, problem))
         return attention_check.Finding(False, "")
 
+    # Of the device, only platform and kind are asked for, which a problem has, too.
     device = dataclasses.replace(PROBLEM, device_kind=kind)
     monkeypatch.setattr(attention_check, "default_device", lambda: device)
     monkeypatch.setattr(attention_check, "_compare", note)
@@ -387,6 +395,9 @@ def test_what_is_compared_is_the_kernel_of_the_run(kind, monkeypatch):
         assert chosen.path == "fused", problem
         assert implementation == chosen, problem
         assert choose.resolve(chosen, small) == chosen, problem
+        # Kernels may treat an odd number of heads in another way, so it stays odd or even. An odd
+        # number of queries fills no tile, so the edges of tiles are compared, too.
         assert small.n_head % 2 == problem.n_head % 2, problem
-        assert small.segment_len % 2 or small.segment_len < 511, problem
+        is_cut = small.segment_len < problem.segment_len
+        assert not is_cut or small.segment_len % 2, problem
         assert small.n_keys - small.segment_len == problem.n_keys - problem.segment_len

@@ -134,6 +134,7 @@ def test_a_notice_is_no_signal(arrivals, when, monkeypatch):
             assert not request
             stop.request_stop("preempted=TRUE")
         assert request
+        # The exit code of a stop by a notice.
         assert request.signal_number == signal.SIGTERM
 
         send(signal.SIGTERM)
@@ -179,6 +180,7 @@ def test_only_a_machine_of_google_cloud_has_a_server(
 def notices(monkeypatch):
     """A function that watches a server, with short pauses, and returns a queue of the notices."""
     received: queue.Queue[str] = queue.Queue()
+    # Set once this process watches. It must not stay set after the test.
     monkeypatch.setattr(stop, "_watching", threading.Event())
     monkeypatch.setattr(stop, "_RETRY_SECONDS", 0.02)
     monkeypatch.setattr(stop, "_PAUSE_SECONDS", 0.02)
@@ -236,6 +238,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again_and_one_without_the_keys
     earlier = set(threading.enumerate())
     with MetadataServer() as server:
         received = notices(server)
+        # One thread per key, unless it has ended already.
         for thread in set(threading.enumerate()) - earlier:
             if thread.name.startswith("notice of"):
                 thread.join(timeout=30)
@@ -293,7 +296,10 @@ def last_line(errors):
 
 
 def finish(started):
-    """Waits for both processes. Returns their errors and the line that both printed last."""
+    """Waits for both processes. Returns their errors and the line that both printed last.
+
+    Several processes agree on a stop, not on its signal, so all of them end as by SIGTERM.
+    """
     (code_0, _, errors_0), (code_1, _, errors_1) = processes.finish(started)
     assert (code_0, code_1) == (143, 143), (errors_0, errors_1)
     assert last_line(errors_0) == last_line(errors_1)
@@ -336,6 +342,7 @@ def test_notices_reach_both_processes_at_the_same_step():
         wait_for("saved", started)
         server.change("preempted", "TRUE")
         errors_0, errors_1, line = finish(started)
+    # `wait_for` has taken this line from process 1 already.
     assert f"maintenance-event={TERMINATE}: saving and continuing" in errors_0
     assert "preempted=TRUE: saving and stopping" in errors_1
     step, watched, saved = line.split(" ", 2)
@@ -349,6 +356,7 @@ def test_a_terminal_that_one_of_two_processes_loses_stops_both_at_the_same_step(
     with processes.that_notice_hangups():
         started = processes.start("-c", SCRIPT, "true", devices=1)
     wait_for("ready", started)
+    # A second hangup changes nothing: it is not a second request to stop.
     started[1].send_signal(signal.SIGHUP)
     started[1].send_signal(signal.SIGHUP)
     finish(started)

@@ -60,12 +60,16 @@ FIELDS = SAMPLING | {
     "stream_options": INCLUDE_USAGE,
     "model": st.just("tiny"),
 }
+# `send` replaces the word SESSION by the id of the newest session. The other id is unknown. A
+# session takes one choice.
 SESSION = st.fixed_dictionaries(
     {"session": st.sampled_from(["SESSION", "SESSION", "0" * 32]), "n": st.just(1)}
 )
 VALID = st.fixed_dictionaries({}, optional=FIELDS)
 IN_SESSION = st.builds(dict.__or__, VALID, SESSION)
-MISTAKES = st.dictionaries(st.sampled_from([*FIELDS, "session", "prompts"]), BAD_VALUES, max_size=2)
+MISTAKES = st.dictionaries(
+    st.sampled_from([*FIELDS, "session", "no_such_field"]), BAD_VALUES, max_size=2
+)
 ODD = st.builds(dict.__or__, VALID | IN_SESSION, MISTAKES)  # All valid but one or two fields.
 BODIES = st.sampled_from([VALID, IN_SESSION, ODD, ODD, st.dictionaries(TEXT, JSON, max_size=4)])
 ENCODED = BODIES.flatmap(lambda bodies: bodies.map(lambda body: json.dumps(body).encode()))
@@ -100,6 +104,7 @@ def check(method, path, status, content):
         parts = events(content.decode()) if is_stream else [json.loads(content)]
         for part in parts:
             for choice in part["choices"]:
+                # A stream that fails has sent its status 200 already, and says so here.
                 assert choice["finish_reason"] in ("stop", "length", None), choice
 
 
