@@ -174,6 +174,14 @@ def test_leaves_can_be_of_another_dtype():
     assert half.part(slice(2)).dtype == np.float16
 
 
+def test_a_bias_without_a_dimension_is_an_error():
+    """Its length would be the vocabulary's size."""
+    config, params = foreign.make("pytorch", **LAZY)
+    params["softmax"]["bias"] = np.float32(0)
+    with pytest.raises(UserError, match=r"softmax/bias .*\[V\].*\(\)"):
+        original.from_leaves(leaves.from_tree(params), config)
+
+
 TWICE = (2 / 10000 ** (np.arange(0, tiny.D, 2) / tiny.D)).astype(np.float32)
 U1 = "transformer.layers.1.dec_attn.r_w_bias"
 SHARED = "transformer.r_w_bias"

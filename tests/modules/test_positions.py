@@ -15,7 +15,7 @@ import pytest
 
 from support import tiny
 from support.cases import nightly_but
-from txl_jax.config import DType, Encoding
+from txl_jax.config import CompatConfig, DType, Encoding, ShawTerms
 from txl_jax.errors import UserError
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
@@ -78,6 +78,21 @@ def test_encodings_say_whether_they_generate_by_token(encoding, x64):
 
     is_same = np.abs(whole - by_token).max() < 1e-12
     assert is_same == ENCODINGS[encoding].generates_by_token
+
+
+def test_the_originals_number_per_distance_keeps_its_bits_at_inference():
+    """A bfloat16 model adds it to the scores in float32, in training and with a cache."""
+    original_terms = CompatConfig(shaw_terms=ShawTerms.ORIGINAL)
+    model = tiny.make(encoding=Encoding.SHAW, dtype=DType.BFLOAT16, compat=original_terms)
+    layers = tiny.variables(model)["params"]["stack"]["layers"]
+    layer = jax.tree.map(lambda stacked: stacked[0], layers)
+    scores = layer["attention"]["positions"]["score"]
+
+    encoding = ENCODINGS[Encoding.SHAW](model.config)
+    terms = encoding.decode_terms(layer, None, segment_len=2, capacity=1, clamp_len=None)
+
+    expected = scores[jnp.array([2, 1, 0])].T * model.config.d_head**-0.5
+    np.testing.assert_array_equal(terms.position_keys.score, expected)
 
 
 # A bias per distance, which no encoding of the project is
