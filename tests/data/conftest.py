@@ -18,7 +18,9 @@ def only_to_this_machine(session, request, **options):
 
 @pytest.fixture
 def miniatures(monkeypatch):
-    """The table lists miniatures, and only servers on 127.0.0.1 can be reached."""
+    """The table of published corpora lists miniatures, and only servers on 127.0.0.1 can be
+    reached.
+    """
     for name in miniature.NAMES:
         monkeypatch.setitem(CORPORA, name, miniature.corpus(name))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")  # The environment may name a proxy.

@@ -149,6 +149,7 @@ def test_text_that_is_not_ids_is_named(text, named):
         pytest.param(IDS.astype(float), "float64", id="floats"),
         pytest.param(IDS.reshape(10, 10), r"\(10, 10\)", id="two axes"),
         pytest.param(IDS > 5, "bool", id="booleans"),
+        # NumPy's `issubdtype` takes durations for integers.
         pytest.param(IDS.astype("m8[s]"), "timedelta64", id="seconds"),
         pytest.param(IDS.astype("m8"), "timedelta64", id="durations without a unit"),
         pytest.param(IDS.astype("M8[s]"), "datetime64", id="dates"),
@@ -156,6 +157,7 @@ def test_text_that_is_not_ids_is_named(text, named):
         pytest.param(
             np.where(np.arange(100) == 60, -3, IDS), r"-3 at position 60\b", id="a negative id"
         ),
+        # The size of the vocabulary, 2^31, would not be an int32.
         pytest.param(
             np.where(np.arange(100) == 61, 2**31 - 1, IDS),
             r"2147483647 at position 61\b",
@@ -168,7 +170,7 @@ def test_text_that_is_not_ids_is_named(text, named):
         ),
     ],
 )
-def test_an_array_without_ids(read, array, named):
+def test_an_array_without_ids_is_an_error_that_names_its_type_shape_or_id(read, array, named):
     np.save("ids.npy", array)
     with pytest.raises(UserError, match=named):
         read(file="ids.npy")
@@ -188,12 +190,15 @@ def npy(header):
         pytest.param("ids.npy", b"1 2 3", r"ids\.npy\b", id="text called .npy"),
     ],
 )
-def test_a_file_without_ids(read, tmp_path, name, content, named):
+def test_a_file_without_ids_is_an_error_that_names_it_or_the_formats(
+    read, tmp_path, name, content, named
+):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=named):
         read(file=name)
 
 
+# NumPy parses a header as a Python expression, so corrupted ones raise exceptions of many types.
 @pytest.mark.parametrize(
     "header",
     [b"", b"{'descr': '<u2', 'shape': (", b"(" * 200, b"{'descr': [" * 9, b"\\"],
@@ -205,7 +210,7 @@ def test_an_array_with_a_corrupted_header_is_named(read, tmp_path, header):
         read(file="ids.npy")
 
 
-# Frequent ids are small, as in a text.
+# Frequent ids are small, as in a text, and the largest possible one is GPT-2's.
 TEXT_IDS = np.minimum(np.random.default_rng(5).zipf(1.3, 3000), 50_256)
 LETTERS = np.frombuffer(
     b"the quick brown fox jumps over the lazy dog, and the cat sat on the mat\n" * 40, np.uint8
@@ -217,8 +222,10 @@ def dump(ids, dtype):
     return np.asarray(ids).astype(dtype).tobytes()
 
 
-LARGE_IDS = np.where(TEXT_IDS > 4, TEXT_IDS + 100_000, TEXT_IDS)  # V > 65,536.
-UNCOMMON_BYTES = np.random.default_rng(1).choice(LETTERS, 4000) - 10
+# Only ids up to 4 are also ids of uint16.
+LARGE_IDS = np.where(TEXT_IDS > 4, TEXT_IDS + 100_000, TEXT_IDS)
+# The letters in random order, as ids that begin at 0: the newline is byte 10.
+SMALL_IDS = np.random.default_rng(1).choice(LETTERS, 4000) - 10
 
 
 @pytest.mark.parametrize(
@@ -228,16 +235,22 @@ UNCOMMON_BYTES = np.random.default_rng(1).choice(LETTERS, 4000) - 10
         pytest.param(dump(TEXT_IDS, ">u4"), "'>u4'", id=">u4"),
         pytest.param(dump(TEXT_IDS, "<i8"), "'<u8'", id="<i8"),
         pytest.param(dump(LARGE_IDS, "<u4"), "'<u4'", id="<u4 large"),
+        # Ids of one byte, which are multiples of 256 if they are read in the other byte order.
         pytest.param(dump(TEXT_IDS % 200, ">u2"), "'>u2'", id=">u2"),
-        pytest.param(UNCOMMON_BYTES.tobytes(), "'u1'", id="u1"),
+        # Pairs of them would be taken for one id.
+        pytest.param(SMALL_IDS.tobytes(), "'u1'", id="u1"),
         pytest.param(b"\x93NUMPY\x01\x00" + dump(IDS, "<u2"), r"\.npy\b", id="npy"),
+        # llm.c's header begins with its number, a version, and how many ids follow.
         pytest.param(dump([20240520, 1, 100], "<i4") + dump(IDS, "<u2"), r"llm\.c", id="llm.c"),
         pytest.param(dump([20240801, 1, 100], "<i4") + dump(IDS, "<u4"), r"llm\.c", id="llm.c 32"),
         pytest.param(b"MMIDIDX\0\0" + bytes(9), "Megatron", id="Megatron"),
         pytest.param(b"\x1f\x8b\x08\0" + dump(IDS, "<u2"), "gzip", id="gzip"),
     ],
 )
-def test_plain_numbers_of_another_width_or_with_a_header(read, tmp_path, content, named):
+def test_plain_numbers_of_another_width_or_with_a_header_are_an_error(
+    read, tmp_path, content, named
+):
+    """A .bin file must have ids of uint16 and nothing else, and the error says what it has."""
     (tmp_path / "ids.bin").write_bytes(content)
     with pytest.raises(UserError, match=rf"ids\.bin\b.*uint16\b.*{named}"):
         read(file="ids.bin")
@@ -251,12 +264,13 @@ def test_plain_numbers_of_another_width_or_with_a_header(read, tmp_path, content
         pytest.param(LETTERS, id="bytes"),
         pytest.param(np.random.default_rng(0).integers(2**16, size=3000), id="random"),
         pytest.param(np.zeros(3000, int), id="zeros"),
+        # Both bytes of 257 are 1.
         pytest.param(np.full(3000, 257), id="one"),
-        # Notes and lengths take turns.
+        # Notes and lengths take turns. Upper halves of ids of 32 bits are at most 3.
         pytest.param(np.tile([40, 3, 41, 4], 800), id="turns"),
     ],
 )
-def test_plain_numbers_of_uint16(read, ids):
+def test_plain_numbers_of_uint16_are_not_taken_for_another_type(read, ids):
     ids.astype("<u2").tofile("ids.bin")
     assert np.concatenate(splits(read(file="ids.bin"))).tolist() == ids.tolist()
 

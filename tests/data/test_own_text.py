@@ -66,9 +66,10 @@ def five_files(tmp_path):
     return paths
 
 
+# Sizes of which 90% and 95% are whole numbers, and others, for which they are rounded down.
 @pytest.mark.parametrize("size", [40, 99, 100, 101, 1234567])
 def test_bytes_are_split_by_position(size, path):
-    """At 90% and 95% of the bytes, as a text of its own and as a part of enwik8."""
+    """At 90% and 95% of the bytes, as a text of its own and as a part of enwik8, the default."""
     content = random.Random(size).randbytes(size)
     path.write_bytes(content)
     first = int(size * 90 // 100)
@@ -170,6 +171,7 @@ def json_lines(tmp_path):
 
 
 def test_the_last_files_of_a_directory_or_pattern_validate_and_test(folder, cache, capsys):
+    """A twentieth of the files, at least one, for each of the two."""
     for number in range(44):
         (folder / f"{number:02}.txt").write_text(f"<{number:02}>")
     (folder / "below").mkdir()
@@ -187,11 +189,13 @@ def test_the_last_files_of_a_directory_or_pattern_validate_and_test(folder, cach
     assert splits_of(folder, cache) == expected
     assert re.search(rf"(?m)^note +3 .*{folder}", capsys.readouterr().out)
 
+    # A pattern of four files, and one of all that are not hidden.
     assert splits_of(folder / "4*.txt", cache) == ["<40><41>", "<42>", "<43>"]
     assert splits_of(folder / "**" / "*.txt", cache) == expected
 
 
 def test_one_or_two_files_of_a_directory_are_split_by_position(folder, cache):
+    """Two files together, at 90 and 95 of their 100 bytes."""
     (folder / "b").write_text("b" * 50)
     expected = ["b" * 45, "b" * 2, "b" * 3]
     assert splits_of(folder, cache) == expected
@@ -305,7 +309,8 @@ def test_an_error_in_the_text_of_json_lines_names_them(json_lines, cache):
     json_lines.write_text('{"text": "abc"}\n' * 30 + '{"text": "abz"}\n')
     vocabulary = ByteVocabulary(b"\nabc")
     config = own_text(file=str(json_lines), json_field="text")
-    place = r"d\.jsonl \(its text is .*d\.txt\): byte 122 at offset 122\b"
+    # The foreign byte is z, behind 30 lines of 4 bytes and two letters.
+    place = rf"d\.jsonl \(its text is .*d\.txt\): byte {ord('z')} at offset {30 * 4 + 2}\b"
     with pytest.raises(UserError, match=place):
         read_corpus(config, "nowhere", str(cache), vocabulary=vocabulary)
 
@@ -338,10 +343,12 @@ def piped(tmp_path):
 
 def test_a_pipe_is_read_once_into_the_cache(tmp_path, cache, piped):
     """Pipes of one content are one file there."""
+    # More than the 64 KiB that Linux keeps in a pipe, so that it is read while it is written.
     content = b"".join(b"line %d\n" % number for number in range(50_000))
     (tmp_path / "book.txt").write_bytes(content)
     expected = read_corpus(own_text(file=str(tmp_path / "book.txt")), "nowhere", str(cache))
 
+    # Names like those of bash's <(command), which is /dev/fd/63.
     for name in ("63", "64"):
         corpus = read_corpus(own_text(file=piped(name, content)), "nowhere", str(cache))
         assert corpus.digest == expected.digest
@@ -390,7 +397,7 @@ def test_only_own_text_has_json_lines(corpus, tmp_path, cache):
     np.save(tmp_path / "ids.npy", np.arange(100))
     configs = {
         "ids": own_text(file=str(tmp_path / "ids.npy"), kind=Tokenizer.ID),
-        "enwik8": DataConfig(file="enwik8-part"),
+        "enwik8": DataConfig(file="enwik8-part"),  # A file that does not exist, and is not read.
     }
     config = dataclasses.replace(configs[corpus], json_field="text")
     with pytest.raises(UserError, match=r"data\.json_field"):
@@ -405,6 +412,7 @@ def to_utf_16(content):
 def test_compressed_files_and_utf_16_are_named(tmp_path, cache, pack):
     """Read as bytes, they would train a model without an error."""
     (tmp_path / "plain.txt").write_bytes(b"a plain text\n" * 99)
+    # Random digits are still long after compression.
     (tmp_path / "packed.txt").write_bytes(pack(random.Random(0).randbytes(999).hex().encode()))
 
     plain = read_corpus(own_text(file=str(tmp_path / "plain.txt")), "nowhere", str(cache))
@@ -461,7 +469,7 @@ def test_the_digest_depends_on_order_split_and_the_ends_of_files(five_files, tmp
 @pytest.mark.parametrize("name", ["absent", "", "empty", "*.text"])
 def test_bad_files_are_named_with_their_flag(name, flag, corpus, five_files, tmp_path):
     (tmp_path / "empty").write_bytes(b"")
-    path = str(tmp_path / name)
+    path = str(tmp_path / name)  # The directory itself, if the name is empty.
     if flag == "file":
         config = DataConfig(corpus=corpus, file=path)
     else:
@@ -469,10 +477,12 @@ def test_bad_files_are_named_with_their_flag(name, flag, corpus, five_files, tmp
         lists[flag] = (five_files[1], path)
         config = own_text(**lists)
 
+    # Not as the directory of another file.
     with pytest.raises(UserError, match=rf"--data\.{flag}\b.*{re.escape(path)}(?!/)\b"):
         read_own_text(config)
 
 
+# The end of a file, and how many empty lines it has. The first newline ends the last line of words.
 ENDS_WITH_EMPTY_LINES = {
     "one": ("\n\n", 1),
     "one of Windows": ("\r\n\r\n", 1),
@@ -487,6 +497,7 @@ ENDS_WITH_EMPTY_LINES = {
 )
 def test_empty_lines_at_the_end_are_an_error_where_lines_have_a_meaning(end, n_empty, path):
     path.write_text("first\n\nlast" + end, newline="")
+    # This source file is a text without empty lines at its end.
     lists = {"train": (__file__,), "valid": (__file__, str(path)), "test": (__file__,)}
     for fields in ({"file": str(path)}, lists):
         with pytest.raises(UserError, match=rf"^{path}\D*\b{n_empty}\b"):
@@ -623,6 +634,7 @@ def test_a_standard_library_with_just_enough_modules_is_read(tmp_path, monkeypat
 
 
 def test_a_standard_library_without_source_files_is_an_error(tmp_path, monkeypatch):
+    """Python may have its library in an archive, from which sources are not read."""
     with pytest.raises(UserError, match=r"python311\.zip\b.*\.py\b"):
         stdlib_at(tmp_path / "python311.zip", monkeypatch)
 
@@ -663,6 +675,7 @@ TEXTS = st.text(
     st.sampled_from("ab \n\t\r\N{NO-BREAK SPACE}é日😀")
     | st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 )
+# Sizes of blocks, over and over. Some may be empty, but not all, or a text would never end.
 SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any)
 
 
@@ -695,6 +708,7 @@ def test_a_byte_that_is_not_text_is_named_with_its_place_in_the_file(
 
 @pytest.mark.parametrize("block", [1, 2, 5, 100])
 def test_a_byte_order_mark_is_not_part_of_the_first_word(block):
+    """A mark elsewhere is a character of the text."""
     content = "\ufeffthe \ufeff cat"
     whole = in_blocks(content.encode(), block)
     assert "".join(text_blocks([whole], close_lines=False)) == "the \ufeff cat"

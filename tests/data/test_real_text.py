@@ -47,6 +47,8 @@ def most_frequent(tokens, vocabulary):
     return [(vocabulary.decode([token]), counts[token]) for token in ids]
 
 
+# `sizes` and `starts` are of the training, validation and test splits. `frequent` has the three
+# most frequent bytes of the training split, counted in the file by Python's Counter.
 @pytest.mark.parametrize(
     ("name", "file", "newlines", "sizes", "starts", "frequent"),
     [
@@ -97,6 +99,8 @@ def test_words_of_penn_treebank(data_dir, tmp_path):
     assert vocabulary.size == 10_000
     assert vocabulary.words[:8] == ("<eos>", "the", "<unk>", "N", "of", "to", "a", "in")
 
+    # The training text begins with words that occur only once. There are 30 such words, and they
+    # are the last ones of the vocabulary.
     assert corpus.train[:4].tolist() == [9970, 9971, 9972, 9973]
     assert vocabulary.decode(corpus.train[:4]) == b"aer banknote berlitz calloway "
     assert corpus.valid[:8].tolist() == [1134, 93, 358, 5, 329, 51, 9586, 6]
@@ -178,6 +182,9 @@ def unigram_log_p(tokens, size):
     return np.log(counts / counts.sum())
 
 
+# Of the validation text, for losses: the first one is no target, so they have 20,000.
+N_SCORED_TOKENS = 20_001
+
 CONFIG = tiny.changed(
     tiny_run.CONFIG,
     model__d_model=32,
@@ -197,12 +204,10 @@ CONFIG = tiny.changed(
 )
 
 
+# The expected losses were computed by a loop over the files with Python's Counter.
 @pytest.mark.full
 @pytest.mark.parametrize(
-    # By a loop over the files with Python's Counter.
-    ("name", "expected"),
-    [("enwik8", 3.2504586252), ("ptb", 6.5480261197)],
-    ids=["enwik8", "ptb"],
+    ("name", "expected"), [("enwik8", 3.2504586252), ("ptb", 6.5480261197)], ids=["enwik8", "ptb"]
 )
 def test_a_model_of_frequencies_has_their_cross_entropy(data_dir, tmp_path, name, expected):
     """Without weights but a bias of the softmax, the loss is what NumPy computes only from the
@@ -213,7 +218,7 @@ def test_a_model_of_frequencies_has_their_cross_entropy(data_dir, tmp_path, name
     else:
         corpus = read_bytes(data_dir, tmp_path, CorpusName.ENWIK8, "enwik8-4150k")
     size = corpus.vocabulary.size
-    tokens = np.asarray(corpus.valid[:20_001])
+    tokens = np.asarray(corpus.valid[:N_SCORED_TOKENS])
     log_p = unigram_log_p(corpus.train, size)
 
     components = build(CONFIG, vocab_size=size)
@@ -230,7 +235,7 @@ def test_a_model_of_frequencies_has_their_cross_entropy(data_dir, tmp_path, name
 def test_a_model_trained_on_real_text_has_the_recorded_loss(data_dir, tmp_path):
     """200 updates on enwik8, after which it knows more than the frequency of bytes."""
     corpus = read_bytes(data_dir, tmp_path, CorpusName.ENWIK8, "enwik8-4150k")
-    tokens = np.asarray(corpus.valid[:20_001])
+    tokens = np.asarray(corpus.valid[:N_SCORED_TOKENS])
     components = build(CONFIG, vocab_size=corpus.vocabulary.size)
     state = components.init_state()
     step = components.compile_step().program
@@ -242,6 +247,7 @@ def test_a_model_trained_on_real_text_has_the_recorded_loss(data_dir, tmp_path):
         state, _ = step(state, components.place(reader.segments(first, per_call)))
     after = nats_per_token(components, state.params, tokens)
 
+    # A model with small random weights takes all 256 bytes for nearly equally likely.
     assert before == pytest.approx(np.log(256), abs=0.05)
     assert after == pytest.approx(2.863, abs=0.01)
     by_frequencies = -unigram_log_p(corpus.train, 256)[tokens[1:]].mean()

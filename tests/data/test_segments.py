@@ -157,7 +157,11 @@ def evaluation_by_hand(length, batch_size, segment_len, warmup):
 
 @pytest.mark.parametrize("kind", TRAINING)
 @given(
-    **SIZES, stride=st.integers(1, 12), seed=st.integers(-(2**31), 2**64), epoch=st.integers(0, 10)
+    **SIZES,
+    stride=st.integers(1, 12),
+    # Seeds are taken modulo 2^64, so negative ones and 2^64 itself are legal.
+    seed=st.integers(-(2**31), 2**64),
+    epoch=st.integers(0, 10),
 )
 def test_training_against_lists(kind, stride, seed, epoch, length, batch_size, segment_len):
     """With a stride below L, segments begin with places that the one before has scored."""
@@ -219,7 +223,8 @@ def test_evaluation_against_lists(warmup, beyond, length, batch_size, segment_le
 )
 def test_a_resumed_run_reads_on_where_it_stopped(kind, calls, length, batch_size, segment_len):
     """From any step, in blocks of any size, whatever was read before."""
-    whole = make(kind, length, batch_size, segment_len).segments(0, 312)
+    # As many steps as the last block of `calls` can end at.
+    whole = make(kind, length, batch_size, segment_len).segments(0, 300 + 12)
     reader = make(kind, length, batch_size, segment_len)
     for step, count in calls:
         expected = Segments(*(values[step : step + count] for values in whole))
@@ -228,7 +233,7 @@ def test_a_resumed_run_reads_on_where_it_stopped(kind, calls, length, batch_size
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(**SIZES, n_processes=st.integers(1, 4), first_step=st.integers(0, 20), data=st.data())
-def test_processes_share_the_rows_of_one(
+def test_processes_share_the_rows_of_a_single_process(
     kind, n_processes, first_step, data, length, batch_size, segment_len
 ):
     """Each reads the rows that it owns. Sizes and counts are for all processes together."""
@@ -277,13 +282,14 @@ def test_a_negative_warm_up_is_an_error():
         construct(evaluation_segments, warmup_tokens=-1)
 
 
-def test_a_text_of_one_token_less_than_a_segment_is_an_error():
+def test_a_text_of_one_token_less_than_a_segment_needs_is_an_error():
+    """The first of the 50 tokens is no target, so 5 rows of 10 targets need 51."""
     with pytest.raises(ValueError, match=r"5 x 10, got 50\b.*--train\.batch_size"):
         construct(training_segments, segment_len=10, batch_size=5)
 
 
 @pytest.mark.parametrize("stride", [-1, 3])
-def test_a_stride_beyond_the_segment_is_an_error(stride):
+def test_a_stride_below_1_or_above_the_segments_length_is_an_error(stride):
     with pytest.raises(ValueError, match=rf"segment_len=2\b.*stride={stride}\b"):
         construct(training_segments, stride=stride)
 
@@ -302,10 +308,12 @@ def test_steps_that_cannot_be(first_step, count):
 
 
 class Untouchable(np.ndarray):
-    """Tokens on disk, from which only places may be taken."""
+    """Tokens on disk, from which only places may be taken. `n_taken` has their number at each
+    call.
+    """
 
     def take(self, places, **options):
-        self.n_taken = places.size
+        self.n_taken.append(places.size)
         return np.zeros(places.shape, self.dtype)
 
     def __getitem__(self, key):
@@ -316,8 +324,10 @@ class Untouchable(np.ndarray):
 def test_only_the_places_asked_for_are_read(kind):
     constructor, arguments_for = KINDS[kind]
     text = np.zeros(1000, np.uint8).view(Untouchable)
+    text.n_taken = []
     constructor(text, batch_size=3, segment_len=7, **arguments_for(1000)).segments(2, 4)
-    assert text.n_taken == 4 * 3 * 7
+    n_places = 4 * 3 * 7
+    assert text.n_taken == [n_places, n_places], "inputs, and targets"
 
 
 def test_the_order_of_an_epoch_is_kept(monkeypatch):
@@ -326,10 +336,11 @@ def test_the_order_of_an_epoch_is_kept(monkeypatch):
     sentences = ShuffledSentences(starts, n_tokens=starts[-1], seed=4)
     whole = sentences(1, np.array(0), starts[-1] - 1)
 
-    monkeypatch.setattr(epoch_order, "random_permutation", None)
+    monkeypatch.setattr(epoch_order, "random_permutation", None)  # Computing again would fail.
     assert_equal(sentences(1, np.array(0), starts[-1] - 1), whole)
 
 
+# All starts but the first, and the last one, which is the length of the text.
 @pytest.mark.parametrize("i", range(1, 20))
 def test_sentence_starts_that_decrease_anywhere_are_an_error(i):
     starts = np.cumsum([2, *np.random.default_rng(0).integers(0, 6, 20)])
@@ -341,8 +352,8 @@ def test_sentence_starts_that_decrease_anywhere_are_an_error(i):
 def test_the_numbers_are_those_of_runs_that_exist():
     """Other numbers would make a resumed run read another text.
 
-    Made by `random_words(1111, 0, 2).tolist()` and so on. They must be the same with
-    every version of numpy.
+    The numbers are what these calls returned when the runs began. They must be the same with every
+    version of numpy.
     """
     assert random_words(1111, 0, 2).tolist() == [9149335232105706365, 13657752410413150597]
     assert random_words(-1, 7, 1).tolist() == [4692318544024626926]
@@ -401,6 +412,7 @@ class Recorder:
 
 def test_blocks_are_made_once_while_the_caller_does_something_else_and_none_past_the_end():
     recorder = Recorder()
+    # A block from step 18 on would end after the last step, 19.
     with Prefetcher(recorder, segments_per_call=2, steps=19) as prefetcher:
         assert prefetcher(10) == (10, 2)
         assert recorder.await_calls(3) == [10, 12, 14]
@@ -409,7 +421,7 @@ def test_blocks_are_made_once_while_the_caller_does_something_else_and_none_past
         assert recorder.begun.empty(), "no more than two ahead"
         assert prefetcher(14) == (14, 2)
         assert prefetcher(16) == (16, 2)
-        assert not prefetcher._pending
+        assert not prefetcher._pending, "every block that was begun has been returned"
 
     assert recorder.calls == [10, 12, 14, 16]
     assert recorder.threads.isdisjoint([threading.current_thread()])
@@ -437,13 +449,16 @@ def test_closing_drops_the_queue_and_waits_for_the_block_in_the_making():
     recorder = Recorder(hold_from=1)
     prefetcher = Prefetcher(recorder, segments_per_call=1, steps=100)
     prefetcher(0)
+    # Block 1 is in the making, and block 2 is in the queue.
     assert recorder.await_calls(2) == [0, 1]
 
+    # Block 1 is finished while `close` waits for it.
     threading.Timer(0.05, recorder.go.set).start()
     prefetcher.close()
     assert recorder.calls == [0, 1]
     assert not any(thread.is_alive() for thread in recorder.threads)
 
+    # Closing twice is allowed, and reading after it is not.
     prefetcher.close()
     with pytest.raises(RuntimeError):
         prefetcher(1)

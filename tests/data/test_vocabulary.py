@@ -48,6 +48,7 @@ AWKWARD = st.text(st.sampled_from("\n\r\\nr\x0b\x0c\x1c\x85\N{LINE SEPARATOR}�
     ids=["bytes", "characters", "words"],
 )
 def test_decoding_takes_any_integers_and_names_a_foreign_one(vocabulary, expected):
+    """Each vocabulary has three tokens, so the error names the range 0 to 2."""
     for dtype in (np.uint8, np.int32, np.int64):
         assert vocabulary.decode(np.array([[2, 0], [0, 2]], dtype)).decode() == expected, dtype
     assert vocabulary.decode([]) == b""
@@ -111,6 +112,7 @@ def test_an_unprompted_text_follows_a_newline_or_a_space_or_the_first_token():
     ids=["eos", "s", "double_s", "none"],
 )
 def test_an_unprompted_text_of_words_follows_the_mark(line_mark, start, mark):
+    """In `WORDS`, <eos> is token 1 and <S> is token 4."""
     assert words_of(line_mark).start.tolist() == start
     assert words_of(line_mark).mark == mark
 
@@ -126,6 +128,7 @@ def test_bytes_have_no_unknown_token():
 )
 def test_unknown_tokens_have_one_id_and_bytes_that_are_not_text_are_named(vocabulary):
     assert vocabulary.encode("ž".encode()).tolist() == [vocabulary.unknown_id]
+    # The letter and the newline before it take three bytes.
     with pytest.raises(UserError, match=r"\b0xff\b.*\b3\b"):
         vocabulary.encode("é\n".encode() + b"\xff")
 
@@ -149,6 +152,7 @@ def test_words_have_as_many_bytes_as_the_text_with_single_spaces(line_mark, line
 )
 def test_bytes_are_not_known_above_a_thousandth_of_unknown_tokens(vocabulary, monkeypatch):
     """0 says that the number of bytes is not known."""
+    # The ids are counted in blocks, here in hundreds of them.
     monkeypatch.setattr(vocabulary_lib, "_IDS_PER_BLOCK", 7)
     ids = np.full(2000, vocabulary.encode(b"a").item(), np.uint8)
 
@@ -217,7 +221,7 @@ WORD = 'txl_jax vocabulary word {"line_mark": "eos", "lower_case": false, "unkno
     ],
 )
 def test_a_corrupted_form_is_one_clear_error(text):
-    """It shows how the text begins."""
+    """It shows up to 60 characters of the first line."""
     start = re.escape(repr(text.partition("\n")[0][:60]))
     with pytest.raises(UserError, match=start):
         loads(text, KINDS)
@@ -228,7 +232,7 @@ SIZES = st.integers(1, 9)
 
 @given(text=st.binary(), size=SIZES)
 def test_newlines_may_be_dropped(text, size):
-    text += b"a\n\na"
+    text += b"a\n\na"  # There is a newline to drop, and something else to keep.
     without_newlines = text.replace(b"\n", b"")
     own_bytes = bytes(sorted(set(without_newlines)))
     for vocabulary in (
@@ -246,12 +250,13 @@ def test_newlines_may_be_dropped(text, size):
     offset=st.integers(0, 99),
 )
 def test_a_foreign_byte_of_a_file_is_named_with_its_place(start, size, offset):
+    """The error also says how many bytes the vocabulary has."""
     vocabulary = ByteVocabulary(bytes(set(range(256)) - {ord("x")}))
     files = [
         in_blocks(b"ab", size, name="other.txt"),
         in_blocks(start + b"xax", size, offset=offset),
     ]
-    named = rf"\b120\b.*\b{offset + len(start)}\b.*\b255\b"
+    named = rf"\b{ord('x')}\b.*\b{offset + len(start)}\b.*\b{vocabulary.size}\b"
     with pytest.raises(UserError, match=rf"^some\.txt\b.*{named}"):
         joined(vocabulary.blocks(files))
 
@@ -264,7 +269,7 @@ def plain_words(texts, line_mark, *, lower_case=False):
     ids = {word: i for i, word in enumerate(WORDS)}
     tokens = []
     n_lines = 0
-    # A text begins with a mark, also without a line.
+    # With one <S> per line, a text begins with a mark, also without a line.
     if line_mark is LineMark.S:
         tokens.append(ids["<S>"])
     for text in texts:
@@ -283,6 +288,7 @@ def plain_words(texts, line_mark, *, lower_case=False):
                     tokens += [ids["<S>"], *words, ids["<S>"]]
                 case LineMark.NONE:
                     tokens += words
+    # With two of them, a text has its first mark also without a line.
     if line_mark is LineMark.DOUBLE_S and n_lines == 0:
         tokens.append(ids["<S>"])
     return tokens
@@ -331,12 +337,14 @@ def test_words_against_plain_python(line_mark, texts, size, lower_case):
     ("line_mark", "ids"),
     [
         (LineMark.EOS, [0, 1, 2]),
+        (LineMark.S, [0, 4, 2]),
         (LineMark.DOUBLE_S, [0, 4, 4, 2]),
         (LineMark.NONE, [0, 2]),
     ],
-    ids=["eos", "double_s", "none"],
+    ids=["eos", "s", "double_s", "none"],
 )
 def test_the_end_of_a_prompt_is_open(line_mark, ids):
+    """Marks are between its lines, and none is before or after them."""
     assert words_of(line_mark).encode(b"the\ncat").tolist() == ids
 
 
@@ -412,6 +420,7 @@ def test_every_text_comes_back_also_token_by_token(text):
 
 
 def test_ids_may_lack_a_token():
+    """Token 1, the exclamation mark, is moved behind all others."""
     gapped = SubwordVocabulary(made.byte_level().replace('"!":1', f'"!":{made.SIZE}'))
     assert gapped.size == made.SIZE + 1
     assert gapped.names()[1] == b""
@@ -431,7 +440,7 @@ def test_what_is_for_other_uses_has_no_effect():
 
     text = "".join(SAMPLES)
     expected = PACKAGE.encode(text).ids
-    for _ in range(3):  # Dropout would be random.
+    for _ in range(3):  # With dropout, one of the three would differ.
         vocabulary = SubwordVocabulary(changed.to_str())
         assert vocabulary.encode(text.encode()).tolist() == expected
 
@@ -453,7 +462,7 @@ def test_pieces_of_words_are_spelt_as_in_a_text(content, text, expected):
 
 
 def test_an_unprompted_text_of_subwords_follows_a_newline_or_the_first_token():
-    newline = made.ALPHABET.index("Ċ")
+    newline = made.ALPHABET.index("Ċ")  # As byte-level tokenizers write it.
     assert SubwordVocabulary(made.byte_level(special=())).start.tolist() == [newline]
 
     pieces = SubwordVocabulary(made.word_pieces())
@@ -484,13 +493,15 @@ def test_training_has_all_bytes_and_frequent_words_and_any_text_comes_back():
     assert vocabulary.size == 290
     single_bytes = {name[0] for name in vocabulary.names() if len(name) == 1}
     assert single_bytes == set(range(256))
-    assert len(vocabulary.encode(b"once upon a time")) < 16 / 2
+    frequent = b"once upon a time"
+    assert len(vocabulary.encode(frequent)) < len(frequent) / 2
 
     text = " unseen\r\n\n\t日本 😀\x00".encode()
     assert vocabulary.decode(vocabulary.encode(text)) == text
 
 
 def test_training_ends_when_nothing_is_left_to_merge():
+    """The vocabulary then has only the bytes."""
     assert trained("a\n", size=1000).size == 256
 
 
@@ -599,11 +610,14 @@ ADDED = {
     "normalized": True,
     "special": False,
 }
-# An added token with this text is also found in a text that the normalizer has changed.
+# The package also applies the normalizer to the text of such a token, when it reads the file.
 ADDED_TOKEN = {"added_tokens": [ADDED | {"content": "aaaa"}]}
+# A sequence of four doublings, as one step of another sequence.
 NESTED = normalizers(*[replace("q", "qq")] * 4)["normalizer"]
 
 
+# Steps may make a text at most 32 times as long, which five doublings do. There may be 32 of them,
+# each with a replacement of up to 256 characters.
 @pytest.mark.parametrize(
     ("part", "parts"),
     [
@@ -636,10 +650,11 @@ NESTED = normalizers(*[replace("q", "qq")] * 4)["normalizer"]
         pytest.param(
             "pre_tokenizer", in_sequence("pre_tokenizer", [BYTES] * 16), id="bytes of bytes"
         ),
+        # They do not make a text longer, but to try them all would take long.
         pytest.param("normalizer", normalizers(*[replace("a", "b")] * 1000), id="many"),
     ],
 )
-def test_a_tokenizer_that_lets_a_text_grow_without_bound_is_an_error(part, parts):
+def test_a_tokenizer_that_lets_a_text_grow_too_much_or_has_too_many_steps_is_an_error(part, parts):
     """A file of 2 kB would take all memory. Also as the vocabulary.txt of a model."""
     content = changed_tokenizer(**parts)
     with pytest.raises(UserError, match=f" {part} "):
@@ -661,6 +676,7 @@ def test_a_tokenizer_may_change_a_text_in_many_steps():
         replace(" {2,}", " ", "Regex"),
     )
     vocabulary = SubwordVocabulary(changed_tokenizer(**steps))
+    # The text becomes "ba ab", of which "ab" is one token.
     assert vocabulary.encode("b\u00c0 AB".encode()).tolist() == [1, 0, 2]
 
 
@@ -688,7 +704,8 @@ ALPHABETS = {
 def test_words_are_cut_for_training_if_they_are_very_long(letters):
     """Training takes the square of a word's length.
 
-    What remains is the whole text, and short words are not cut.
+    The parts together are the whole text. A word of 5,000 letters has four parts of 1,024, and
+    words up to this length are not cut.
     """
     text = "a short word\n" + "".join(random.Random(0).choices(letters, k=5000)) + "b c"
     parts = list(subwords._cut_words(text))
@@ -699,6 +716,7 @@ def test_words_are_cut_for_training_if_they_are_very_long(letters):
 
 def test_a_character_that_would_vanish_is_named_with_its_file():
     few_letters = SubwordVocabulary(made.few_letters())
+    # White space vanishes without an error: it only separates words here.
     assert few_letters.decode(few_letters.encode(b"ab ba")) == b"abba"
     with pytest.raises(UserError, match=r"'c' \(U\+0063\)"):
         few_letters.encode(b"abc")
