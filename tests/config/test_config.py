@@ -51,7 +51,7 @@ def test_a_number_outside_of_its_range_is_an_error_that_names_setting_and_value(
 
 
 # Settings that do not go together, written like flags, and the settings and numbers that the error
-# must name.
+# must name. Numbers that a line does not set are defaults, or limits such as 1048576 for div_val.
 CONFLICTS = """
 model.d_model=7 | model.d_model 7
 model.cutoffs=10,10 | model.cutoffs 10
@@ -154,6 +154,7 @@ def test_conflicts_are_refused_with_their_numbers(values, words):
 
     message = str(error.value)
     for word in words:
+        # 5 is neither in 50 nor in 0.5 or 5.1.
         as_a_word = rf"(?<!\w)(?<!\d\.){re.escape(word)}(?!\w|\.\d)"
         assert re.search(as_a_word, message), f"{word} is not in: {message}"
 
@@ -184,7 +185,7 @@ CHANGED = config_tree.replace(DEFAULT, {name: other_value(leaf) for name, leaf i
 def test_names_of_settings_are_unique():
     names = [leaf.name for leaf in config_tree.leaves(ExperimentConfig)]
     assert len(names) == len(set(names))
-    assert len(names) > 50
+    assert len(names) > 50, "the settings of groups are missing"
 
 
 @pytest.mark.parametrize("config", [DEFAULT, CHANGED], ids=["defaults", "other values"])
@@ -234,7 +235,7 @@ def test_an_unknown_setting_or_a_value_of_another_type_is_refused(name, value, p
 def test_a_compatibility_preset_changes_the_settings_that_it_names_and_no_others(name):
     preset = COMPAT_PRESETS[name]
     config = apply_preset(ExperimentConfig(), name)
-    config.validate()
+    config.validate()  # What it changes goes together.
 
     changes = {}
     for leaf, _, after in config_tree.differences(ExperimentConfig(), config):
@@ -249,9 +250,14 @@ def test_a_compatibility_preset_replaces_an_earlier_one_completely(name):
 
 
 def test_a_learned_encoding_needs_a_table():
+    """The longest distance depends on its size, which has no default."""
     message = r"model\.num_positions must be set for model\.encoding=shaw, got none"
     with pytest.raises(UserError, match=message):
         ModelConfig(encoding=Encoding.SHAW).clamp(5)
+
+
+# Which settings are declared with a mark. The lists are written out here, so that a mark that is
+# forgotten or added by mistake is seen.
 
 
 def marked(mark):
@@ -271,11 +277,15 @@ TEXTS = {
 
 
 def test_which_settings_are_paths():
+    """Programs make them absolute."""
     assert marked("path") == TEXTS | {"generate.prompt_file", "init_from"}
 
 
 def test_a_resumed_run_may_change_only_settings_that_leave_its_trajectory_alone():
-    """Other weights are another run. A text is compared by its digest."""
+    """Other weights are another run. A text is compared by its digest, so its paths may change.
+
+    The number of steps may only become larger.
+    """
     of_use = {name for name in LEAVES if name.startswith(("mesh.", "eval.", "generate."))}
     assert marked("free_on_resume") == TEXTS | of_use | {
         "train.log_every",
@@ -292,6 +302,7 @@ def test_a_resumed_run_may_change_only_settings_that_leave_its_trajectory_alone(
 
 
 def test_which_settings_shape_tokens():
+    """The ids of a text depend on them, so a trained run keeps them."""
     assert marked("shapes_tokens") == {
         "data.tokenizer.kind",
         "data.tokenizer.newlines",
@@ -303,6 +314,7 @@ def test_which_settings_shape_tokens():
 
 
 def test_which_settings_shape_parameters():
+    """A warm start keeps them."""
     assert marked("shapes_params") == {
         "model.n_layer",
         "model.d_model",

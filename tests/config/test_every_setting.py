@@ -74,6 +74,7 @@ for line in BASE_VALUES.strip().splitlines():
 
 @functools.cache
 def parts_of(config):
+    """Builds the model of a config for tokens that are bytes."""
     return build(config, vocab_size=256)
 
 
@@ -182,7 +183,7 @@ def devices(config):
 
 def files(config):
     """Shows the metrics of a training run, and the names of its files."""
-    workdir = Run(Path(f"run-{hash(config)}"))
+    workdir = Run(Path(f"run-{hash(config)}"))  # Each config has its own.
     runs.train(config, read_corpus(config.data, "."), workdir)
 
     records = []
@@ -311,13 +312,15 @@ documents eval.dynamic shared=true
 prompt generate prompt=one prompt_file=prompt.txt
 text generate length=5 stop=Q samples=3 temperature=0.1 top_k=2 top_p=0.05 seed=3
 """
-SECOND = {}  # Probe and second value by the name of a setting. "Q" is the second token of the text.
+# Probe and second value by the name of a setting. `stop=Q` ends generated text early, because its
+# second token is "Q".
+SECOND = {}
 for line in VALUES.strip().splitlines():
     probe_name, group, *words = line.split()
     for name, value in parsed(group, words).items():
         SECOND[name] = (probe_name, value)
 
-# A rate at which the loss of a tiny run rises.
+# A rate at which the loss of a tiny run rises, for settings that act when it does.
 RISING = {"train.steps": 20, "train.eval_every": 2, "optimizer.learning_rate": 1.0}
 FULL_SOFTMAX = {
     "model.cutoffs": (),
@@ -330,7 +333,8 @@ IDS = {"data.tokenizer.kind": "id", "data.file": "ids.bin"}
 SPLITS = dict.fromkeys(("data.train", "data.valid", "data.test"), ("words.txt",))
 LEARNING = {"eval.dynamic.rule": DynamicRule.SGD}
 
-# Settings that go with the second value of a setting, so that it is legal.
+# Settings that go with the first and the second value of a setting, so that the second one is legal
+# and matters.
 BESIDE = {
     "init_vocabulary": FULL_SOFTMAX | WORDS | {"init_from": "weights"},
     "model.num_positions": {"model.encoding": "al_rfou"},
@@ -383,7 +387,7 @@ def texts(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     for name in ("words.txt", "other.txt"):
         (tmp_path / name).write_text("\n".join(rng.choice(["one", "two", "Three"], 300)))
-    (rng.integers(0, 200, 300) | 1).astype("<u2").tofile(tmp_path / "ids.bin")
+    rng.integers(0, 200, 300).astype("<u2").tofile(tmp_path / "ids.bin")
     (tmp_path / "trained.txt").write_text("three four\n" * 300)
     for name, size in (("tokenizer.json", 290), ("other.json", 280)):
         (tmp_path / name).write_text(hf_tokenizers.byte_level(size=size))
@@ -402,7 +406,7 @@ def test_the_table_names_every_setting():
 # Probes that take milliseconds run by default, except for settings whose text takes longer to make.
 QUICK_PROBES = ("batch", "corpus", "devices", "end_token", "epochs", "prompt")
 LONGER = ("data.corpus", "data.heldout")
-# One setting stands for the others of each of these probes.
+# Of the slower probes `train_step` and `eval_step`, one setting stands for the others.
 ONE_EACH = ("train.loss", "eval.clamp_len")
 QUICK = [*ONE_EACH]
 for name, (probe_name, _) in SECOND.items():
@@ -419,7 +423,8 @@ def test_a_second_value_changes_what_a_run_does(name):
         first_values[name] = FIRST[name]
     before = config_tree.replace(BASE, first_values)
     after = config_tree.replace(before, {name: second_value})
-    if name == "data.corpus":  # Without a file, own text has no legal first value.
+    # The second corpus allows no file, and own text needs one.
+    if name == "data.corpus":
         before = BASE
 
     assert PROBES[probe](before) != PROBES[probe](after), f"{name} does not show in {probe}"
@@ -430,5 +435,6 @@ def test_a_second_value_changes_what_a_run_does(name):
 )
 def test_values_that_do_not_differ_change_nothing(probe):
     """The probes themselves are repeatable, else the test above could not fail."""
+    # The second result is computed anew, by the function without its cache.
     parts_of.cache_clear()
     assert PROBES[probe](BASE) == PROBES[probe].__wrapped__(dataclasses.replace(BASE))
