@@ -31,7 +31,7 @@ FILES = [
     "tokens.json",
     "weights.safetensors",
 ]
-COUNT = 50
+COUNT = 50  # Tokens to generate.
 BYTES = {"tokenizer": Tokenizer.BYTE, "model__n_layer": 1}
 
 
@@ -46,7 +46,7 @@ example = runpy.run_path(sys.argv[1])
 folder = pathlib.Path(sys.argv[2])
 ids = json.loads(sys.argv[3])
 manifest, weights, memory, functions = example["load"](folder)
-# The reset empties it.
+# A memory that another text has filled. The reset empties it.
 used = {name: np.full_like(array, manifest["segment_len"]) for name, array in memory.items()}
 model = manifest, weights, used, functions
 generated = None
@@ -91,7 +91,8 @@ def test_another_process_computes_what_the_model_does(changes, tmp_path):
     folder = tmp_path / "model"
     export_model(run.path, folder, rows=2)
     model = txl_jax.load(run.path)
-    ids = model.encode(drawn_run.TEXT[:28])  # Six segments. The memory of 9 fills up in the second.
+    # As bytes, six segments of 5 targets, of which the second fills the memory of 9.
+    ids = model.encode(drawn_run.TEXT[:28])
 
     result = run_elsewhere(folder, ids, tmp_path)
 
@@ -101,7 +102,7 @@ def test_another_process_computes_what_the_model_does(changes, tmp_path):
     pieces = json.loads((folder / "tokens.json").read_bytes())
     generated = b"".join(bytes.fromhex(pieces[i]) for i in result["ids"])
     assert generated.decode(errors="replace") == text
-    assert len(set(result["ids"])) > 2
+    assert len(set(result["ids"])) > 2, "a token or two over and over would show little"
 
 
 def test_int8_is_exported_where_it_is_asked_for(workdir, tmp_path):
@@ -142,6 +143,7 @@ def test_a_changed_file_is_an_error(folder, name):
         for place in (0, len(whole) // 2, len(whole) - 1):
             changed = bytes([whole[place] ^ 1])
             path.write_bytes(whole[:place] + changed + whole[place + 1 :])
+            # manifest.sha256 is the sum of manifest.json, which then seems to have changed.
             with pytest.raises(CheckpointError, match=name.replace("sha256", "json")):
                 exported.read(folder)
             with pytest.raises(ValueError, match="has changed"):
@@ -166,6 +168,7 @@ def test_each_row_is_sampled_at_its_own_temperature():
     n = 4000
     log_p = np.log(np.float32([0.1, 0.4, 0.4, 0.1]))
     temperatures = np.array([0.5, 2.0, 0.0], np.float32)
+    # n rows at each temperature, which take turns.
     keys = jax.random.key_data(jax.random.split(jax.random.key(0, impl="threefry2x32"), 3 * n))
 
     sample = jax.jit(exported._sample)
@@ -176,6 +179,7 @@ def test_each_row_is_sampled_at_its_own_temperature():
     for i in range(2):
         expected = np.exp(log_p / temperatures[i])
         frequencies = np.bincount(ids[i::3], minlength=4) / n
+        # A frequency's standard deviation is at most 0.5 / sqrt(n).
         np.testing.assert_allclose(
             frequencies,
             expected / expected.sum(),
@@ -191,7 +195,7 @@ def test_other_numbers_than_the_models_are_an_error(workdir, folder):
     name = "layers.0.output"
     other = model._replace(weights=model.weights | {name: model.weights[name] * 1.001})
     with pytest.raises(CheckpointError, match="score"):
-        job._verify(folder, other, 256)
+        job._verify(folder, other, workdir.text.vocabulary.size)
 
 
 def test_a_network_that_does_not_generate_is_scored_only(tmp_path, capsys):

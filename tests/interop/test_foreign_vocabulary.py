@@ -40,6 +40,7 @@ def write_plain(path, value):
 @pytest.mark.parametrize("write", [write_plain, torch_bytes.write_legacy])
 def test_a_tokenizer_of_hugging_face(write, tmp_path):
     value = attributes(lower_case=False, unk_idx=3)
+    # Its tokenizer has a compiled pattern, under a misspelt name. Only the pickle module writes it.
     if write is write_plain:
         value["punction_pattern"] = re.compile("[.,]")
     write(tmp_path / "vocab.bin", value)
@@ -75,6 +76,8 @@ def test_a_corpus_of_the_tensorflow_release(tmp_path):
     assert vocabulary == WordVocabulary(tuple(ONE_BILLION), LineMark.DOUBLE_S, False, "<UNK>")
 
 
+# The releases write bytes as decimal numbers, and text8 as letters with "_" for the space. Their
+# enwik8 has no newlines.
 @pytest.mark.parametrize(
     ("symbols", "dataset", "expected"),
     [
@@ -92,6 +95,7 @@ def test_bytes_keep_their_ids(symbols, dataset, expected):
 
 
 def test_the_list_of_one_billion_word(tmp_path):
+    """Words with their counts, which are not needed."""
     content = "<S> 30\nthe 20\n\n<UNK> 3\nof\n"
     (tmp_path / "1b_word_vocab.txt").write_text(content, encoding="utf-8")
     vocabulary = foreign_vocabulary.find(tmp_path, 4).vocabulary
@@ -165,6 +169,7 @@ class Searches:
 def test_a_long_token_that_is_repeated_is_not_searched_each_time(monkeypatch):
     """A pickle repeats a text for two bytes. Equal ones are found without a look into them."""
     searches = Searches()
+    # The pattern that finds what UTF-8 cannot encode, for which each token is searched.
     monkeypatch.setattr(foreign_vocabulary, "_SURROGATE", searches)
     with pytest.raises(UserError, match="distinct"):
         foreign_vocabulary.of_symbols(["N" * 1000] * 1000, name="vocab.pkl")
@@ -182,12 +187,14 @@ def test_what_has_no_usable_words(tmp_path):
     assert result.vocabulary is None
     assert "unknown" in result.notes[0]
 
+    # 256 is not a byte, so these are words, and none of them is for unknown ones.
     not_bytes = foreign_vocabulary.of_symbols(["256", "7"], lower_case=False, name="a")
     assert not_bytes.vocabulary is None
     assert foreign_vocabulary.find(tmp_path, 3).vocabulary is None
 
 
 def test_words_that_are_not_utf_8_are_named(tmp_path):
+    """With the position of the first byte that is not text."""
     (tmp_path / "vocab.txt").write_bytes(b"the\n\xff\n")
     with pytest.raises(UserError, match=r"vocab\.txt .*\b4\b"):
         foreign_vocabulary.find(tmp_path, 2)
@@ -200,6 +207,7 @@ def test_words_that_are_not_utf_8_are_named(tmp_path):
         pytest.param({"idx2sym": [1, 2]}, "distinct", id="numbers"),
         pytest.param({"idx2sym": ["a", "a"]}, "distinct", id="a word twice"),
         pytest.param({"idx2sym": ["a", "\ud800"]}, "distinct", id="a surrogate"),
+        # Objects are searched down to the second "vocab", because one may contain itself.
         pytest.param(
             {"vocab": {"vocab": {"vocab": {"idx2sym": ["a"]}}}}, "idx2sym", id="deep symbols"
         ),
@@ -220,6 +228,7 @@ def test_the_tokenizer_that_transformers_saves(tmp_path):
     """Its pickle contains the whole tokenizer, with objects of other packages."""
     import transformers
 
+    # The tokenizer has a special token of its own, <formula>.
     (tmp_path / "words.txt").write_text("\n".join([*WORDS, "<formula>"]), encoding="utf-8")
     tokenizer = transformers.TransfoXLTokenizer(vocab_file=str(tmp_path / "words.txt"))
     tokenizer.save_pretrained(tmp_path / "saved")

@@ -56,7 +56,10 @@ def test_a_directory_of_hugging_face(changes, write, tmp_path):
 
 @by_config
 def test_a_config_is_inferred_without_a_config_file(changes, tmp_path):
-    """All but the place of the norm, and cutoffs whose clusters have one width."""
+    """All but the place of the norm, and cutoffs whose clusters have one width.
+
+    Lengths of evaluation are in no tensor, so they are the defaults, with a note.
+    """
     config, params = foreign.make("hf", **changes)
     folder = foreign.huggingface_folder(tmp_path / "model", config, params)
     facts = json.loads((folder / "config.json").read_text())
@@ -148,6 +151,8 @@ def folder_with_config(path, change):
     return folder
 
 
+# The model has 2 layers of 4 heads of size 5, a size of 6 and 13 tokens. A layer's first matrix has
+# queries, keys and values of all heads, 60 rows.
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -180,16 +185,25 @@ def test_a_config_that_contradicts_the_tensors(change, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "epsilon"),
-    [({"tie_word_embeddings": False}, 1e-5), ({"layer_norm_epsilon": 1e-6}, 1e-6)],
+    ("change", "tie_weight", "epsilon"),
+    [
+        ({"tie_word_embeddings": False}, False, 1e-5),
+        ({"layer_norm_epsilon": 1e-6}, True, 1e-6),
+    ],
     ids=["tie_word_embeddings", "layer_norm_epsilon"],
 )
-def test_a_config_may_set_what_the_tensors_leave_open(change, epsilon, tmp_path):
+def test_a_config_may_set_what_the_tensors_leave_open(change, tie_weight, epsilon, tmp_path):
+    """Tables that are equal may be tied or not, and no tensor has the layer norm's epsilon."""
     folder = folder_with_config(tmp_path / "model", change)
-    assert formats.read(folder).info.config.model.compat.layer_norm_eps == epsilon
+    model = formats.read(folder).info.config.model
+    assert model.tie_weight is tie_weight
+    assert model.compat.layer_norm_eps == epsilon
 
 
 def test_cutoffs_that_no_shape_gives_are_asked_for(tmp_path):
+    """All clusters have one table, and there is no config.json. Only their number, 2 besides the
+    head, is in a shape.
+    """
     config, params = foreign.make("hf", cutoffs=foreign.CUTOFFS)
     tensors = original.from_flax(params, config, format=Format.HUGGINGFACE)
     path = torch_bytes.write_zip(tmp_path / "pytorch_model.bin", tensors)

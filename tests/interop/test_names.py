@@ -70,6 +70,7 @@ def test_a_model_behind_other_names_is_the_same(write, format, wrapped, tmp_path
     tensors = original.from_flax(params, config, format=format)
     renamed = {wrapped(name): array for name, array in tensors.items()}
     path = write(tmp_path / "model.pt", renamed)
+    # Settings that shapes do not always show.
     facts = {"pre_lnorm": False, "cutoffs": list(config.cutoffs)}
     (tmp_path / "config.json").write_text(json.dumps(facts))
 
@@ -100,7 +101,7 @@ def test_tensors_with_another_prefix_are_omitted_with_a_note():
     assert has_note(known, "'model.'")
     assert has_note(known, "loss.weight")
 
-    # An average of the weights under another name.
+    # An average of the weights under another name is omitted too.
     average = {f"ema.{name}": leaf for name, leaf in expected.items()}
     known = names.known(tensors | average)
     assert known.tensors == expected

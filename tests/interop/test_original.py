@@ -182,6 +182,7 @@ def test_a_bias_without_a_dimension_is_an_error():
         original.from_leaves(leaves.from_tree(params), config)
 
 
+# Twice the frequencies of the sinusoids, so that another model's positions are noticed.
 TWICE = (2 / 10000 ** (np.arange(0, tiny.D, 2) / tiny.D)).astype(np.float32)
 U1 = "transformer.layers.1.dec_attn.r_w_bias"
 SHARED = "transformer.r_w_bias"
@@ -274,8 +275,8 @@ def test_a_model_that_an_implementation_lacks_is_an_error(format, changes, final
 
 
 V = tiny.V
-L = 3
-M = 7
+L = 3  # Length of a segment.
+M = 7  # Length of the memory.
 SPAN = EvalConfig(batch_size=tiny.B, segment_len=L, mem_len=M, clamp_len=None, same_length=False)
 
 

@@ -20,6 +20,7 @@ from txl_jax.interop.portable import ModelInfo
 
 WRITE = {Format.HUGGINGFACE: huggingface.write, Format.ORIGINAL: original.write}
 VOCABULARY = WordVocabulary(foreign.WORDS, LineMark.EOS)
+# Settings that txl_jax.json keeps, and that would be others if the weights were read without it.
 OWN = {
     "model.compat.memory_start": MemoryStart.MASKED,
     "model.compat.final_norm": True,
@@ -106,7 +107,7 @@ def change_a_weight(path):
 
 
 def test_it_is_ignored_next_to_other_weights(written):
-    """As if it were missing, but with a note."""
+    """The model is read as if the file were missing, but with a note."""
     change_a_weight(written.folder / "model.safetensors")
 
     model = formats.read(written.folder)
@@ -134,6 +135,8 @@ def test_documents_belong_to_the_vocabulary(written):
     assert model.info.config == config_tree.replace(written.config, {"data.reset_at": None})
 
 
+# Another version, settings that the file must not have, values that are not legal, and fields of
+# another type.
 @pytest.mark.parametrize(
     "changes",
     [
@@ -158,6 +161,8 @@ def test_a_field_with_another_value_is_an_error_that_names_the_file(changes, wri
     assert "\n" not in str(raised.value)
 
 
+# Lists that nest too deep for Python, and an integer of more digits than it converts, are errors of
+# their own types.
 @pytest.mark.parametrize(
     "content",
     [b"", b"null", b"[" * 100_000, b"\xff", b'{"a": 1}', b"9" * 5000],

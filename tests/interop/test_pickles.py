@@ -178,6 +178,7 @@ def harmful(marker) -> dict[str, bytes]:
     """Pickles that would write the file `marker`, or run something else, in each possible way."""
     pickled = harmful_instructions(marker)
     for name, call in harmful_calls(marker).items():
+        # As text, in binary, and with frames.
         for protocol in (0, 2, 4):
             pickled[f"{name}, protocol {protocol}"] = pickle.dumps(call, protocol)
     return pickled

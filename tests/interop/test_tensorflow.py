@@ -23,7 +23,7 @@ from txl_jax.interop.original import Format
 from txl_jax.modules.transformer_xl import TransformerXL
 
 CUTOFFS = foreign.CUTOFFS
-# Projections of the whole table are shared by a full softmax there.
+# With a full softmax, the release always shares the projection of the table.
 CONFIGS = {
     "full softmax": {},
     "d_embed": {"d_embed": 8, "tie_projs": (True,)},
@@ -305,13 +305,14 @@ def test_the_published_layout(tmp_path, monkeypatch):
     model = formats.read(tmp_path)
 
     foreign.check(model, config, params)
+    # The lengths at which the release evaluates this corpus.
     assert model.info.config.eval == EvalConfig(
         segment_len=128, mem_len=1600, clamp_len=1000, same_length=True
     )
 
 
 def test_without_tensorflow_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    monkeypatch.setitem(sys.modules, "tensorflow", None)  # Importing it fails.
     (tmp_path / "model.ckpt-0.index").write_bytes(b"")
     with pytest.raises(UserError, match=r"txl_jax\[tensorflow\]"):
         formats.read(tmp_path)

@@ -17,6 +17,7 @@ from txl_jax.interop.pickles import Record
 
 
 def array(shape, dtype=np.float32) -> np.ndarray:
+    """Zeros and ones in random order, which every dtype has."""
     return np.random.default_rng(5).integers(0, 2, shape).astype(dtype)
 
 
@@ -130,11 +131,12 @@ def test_a_module_gives_the_names_of_its_state_dict(write, replicas, tmp_path):
     assert os.listdir(tmp_path) == ["model.pt"]
 
 
-def test_a_module_that_holds_itself_ends(tmp_path):
-    """Two levels that hold the next one twice, 32 deep, are 2^32 modules."""
+def test_modules_that_share_children_are_not_walked_without_end(tmp_path):
+    """Levels that hold the next one twice, 32 deep, are 2^32 modules."""
     inner = torch_bytes.module("a.B", parameters={"w": array(2)})
     code = torch_bytes.Writer(legacy=True).code
     nested = code(inner)
+    # Each level is stored in the memo, and taken from there as the children 0 and 1 of the next.
     for _ in range(32):
         parts = code({"_parameters": {}, "_buffers": {}})
         children = b"X\x08\x00\x00\x00_modules}(X\x01\x00\x00\x000h\x00X\x01\x00\x00\x001h\x00us"
@@ -160,6 +162,7 @@ def shared_module(count: int, *, child: str, names: int) -> bytes:
     return b"\x80\x02" + start + b"}" + code("_modules") + b"}(" + children + b"usb."
 
 
+# 250,000 names of tensors, and 500 names of 8,000 characters, from files of a few kilobytes.
 @pytest.mark.parametrize(
     "data",
     [shared_module(500, child="a", names=500), shared_module(1, child="N" * 8000, names=500)],
@@ -177,6 +180,7 @@ def numbered(arrays):
 
 
 def test_a_matrix_under_a_few_names_is_one_tensor(tmp_path):
+    """Published models that repeat one layer have up to 24 of them."""
     base = np.arange(4096, dtype=np.float32)
     path = torch_bytes.write_zip(tmp_path / "a.pt", numbered([base] * 24))
     assert len({id(leaf) for leaf in tensors(path).values()}) == 1
@@ -205,6 +209,7 @@ def test_a_tensor_has_few_and_short_sizes(sizes, tmp_path):
         torch_files.read(path)
 
 
+# At most 8 parts, and names of at most 200 characters.
 @pytest.mark.parametrize(
     "parts",
     [
@@ -228,6 +233,9 @@ def move_directory(path):
         directory = archive.start_dir
         entries = archive.infolist()
         storage = archive.getinfo("archive/data/0")
+    # Headers, entries of the directory, and the record at its end have 30, 46 and 22 bytes besides
+    # names. An entry has its header's offset at byte 42, and the record has the directory's offset
+    # and the comment's length at byte 16.
     header_len = 30 + len(storage.filename)
     header = data[storage.header_offset : storage.header_offset + header_len]
     comment = header + bytes(100)
@@ -281,6 +289,9 @@ def tensor_of(begin=0, shape=(2, 3), strides=(3, 1), numel=6, kind="FloatStorage
 NOT_COMPLETE = r"a\.pt(: the pickle.* corrupted| is not a complete torch.save file)"
 
 
+# Places outside of the storage, strides of 0 that repeat its numbers, more than 32 sizes and
+# strides, another number of sizes than of strides, and storages of an unknown kind or that are
+# views of another one.
 @by_format
 @pytest.mark.parametrize(
     "sizes",
@@ -313,7 +324,7 @@ def test_a_tensor_beyond_its_storage_is_an_error(write, sizes, tmp_path):
 def test_a_truncated_file_is_an_error(write, tmp_path):
     path = write(tmp_path / "a.pt", WEIGHTS)
     whole = path.read_bytes()
-    for end in range(0, len(whole), 7):
+    for end in range(0, len(whole), 7):  # At every seventh byte, to take less time.
         path.write_bytes(whole[:end])
         with pytest.raises(UserError, match=r"a\.pt"):
             tensors(path)
@@ -357,7 +368,7 @@ def test_an_archive_of_other_files_is_an_error(tmp_path):
 def test_a_storage_of_another_length_is_an_error(tmp_path):
     path = torch_bytes.write_legacy(tmp_path / "a.bin", {"a": array(3)})
     data = path.read_bytes()
-    # The length is before the three numbers of 4 bytes.
+    # The length, of 8 bytes, is before the three numbers of 4 bytes.
     path.write_bytes(data[:-20] + struct.pack("<q", 4) + data[-12:])
     with pytest.raises(UserError, match="storage 0"):
         torch_files.read(path)

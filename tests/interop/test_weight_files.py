@@ -3,7 +3,6 @@ conversion.
 """
 
 import json
-import os
 import re
 
 import numpy as np
@@ -40,6 +39,7 @@ def test_a_file_is_recognized_by_its_first_bytes(write, kind, name, tmp_path):
     path = tmp_path / name
     write(path)
     (tmp_path / "README.md").write_text("text")
+    # Pickles of None, by names that Hugging Face gives to vocabularies and to arguments.
     (tmp_path / "vocab.bin").write_bytes(b"\x80\x02N.")
     (tmp_path / "training_args.bin").write_bytes(b"\x80\x02N.")
 
@@ -56,7 +56,8 @@ def test_other_files_are_not_weights(name, tmp_path):
     (tmp_path / "notes.txt").write_text("text")
     (tmp_path / "other.pkl").write_bytes(b"\x80\x02N.")
     (tmp_path / "texts.zip").write_bytes(b"PK\x03\x04" + bytes(40))
-    (tmp_path / "train.bin").write_bytes(bytes(100))  # Ids.
+    # Ids of tokens, in one file and in parts.
+    (tmp_path / "train.bin").write_bytes(bytes(100))
     (tmp_path / "train-00001-of-00002.bin").write_bytes(bytes(100))
     assert weight_files.find(tmp_path / name) is None
     assert not holds_other_weights(str(tmp_path / name))
@@ -73,6 +74,7 @@ def error_of(function, *arguments):
     return str(raised.value)
 
 
+# `reason` is what the error says of the content.
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
@@ -118,7 +120,9 @@ def test_one_of_several_files_must_be_chosen(tmp_path):
 
 @pytest.fixture
 def tensorflow_checkpoints(tmp_path):
-    """A directory with the checkpoints of two steps."""
+    """A directory with the checkpoints of two steps. Its file `checkpoint` names the earlier one,
+    at a path on another machine.
+    """
     (tmp_path / "checkpoint").write_text('model_checkpoint_path: "/elsewhere/../model.ckpt-1"\n')
     for step in (1, 20):
         for end in ("index", "meta", "data-00000-of-00001"):
@@ -147,6 +151,9 @@ def test_a_missing_index_of_tensorflow_is_named(tensorflow_checkpoints):
 
 
 def test_variables_inside_the_scopes_of_a_wrapper():
+    """The model's are behind the first "transformer/" that is not of an optimizer's variable, or
+    behind the usual one.
+    """
     names = [
         "global_step",
         "tower/transformer/adaptive_embed/lookup_table/Adam",
@@ -249,10 +256,7 @@ def test_an_index_names_no_files_elsewhere(name, part_with_index):
     "content", ["[1]", "null", "{", '{"weight_map": 3}', '{"weight_map": {}}', "[" * 100_000]
 )
 def test_a_corrupted_index_is_named(content, part_with_index):
-    os.link(
-        part_with_index.with_name("part.safetensors"),
-        part_with_index.with_name("again.safetensors"),
-    )
+    """The part next to it is not read instead."""
     part_with_index.write_text(content)
     with pytest.raises(UserError, match=r"model\.safetensors\.index\.json"):
         weight_files.find(part_with_index.parent)
