@@ -37,6 +37,7 @@ def test_the_pinned_versions_are_allowed_by_setup_cfg(accelerator):
     for requirement in required():
         version = pinned[requirement.name.lower().replace("_", "-")]
         assert requirement.specifier.contains(version), requirement
+    # Of the extras for buckets and for plots.
     assert {"gcsfs", "matplotlib"} <= pinned.keys()
     assert ("libtpu" in pinned) == (accelerator == "tpu")
     assert ("jax-cuda13-plugin" in pinned) == (accelerator == "cuda13")
@@ -78,6 +79,7 @@ def test_the_manifest_of_gke_has_as_many_hosts_as_its_topology():
 
     chips = container["resources"]["limits"]["google.com/tpu"]
     assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x4"
+    # All hosts of a slice of 4 x 4 chips run at the same time.
     assert job["parallelism"] * chips == 16
     assert job["completions"] * chips == 16
     # A slice shares the parameters, and slices are replicas.

@@ -37,6 +37,7 @@ def commands(first):
 )
 def test_the_scripts_take_what_is_shown(words):
     """Also the program in it, whose flags are checked as for a run of a sweep."""
+    # The flags of tpu.sh are behind a command and the TPU's name.
     flags_begin = 1 if "slurm" in words[0] else 3
     command = [*words[:flags_begin], "--dry_run", *words[flags_begin:]]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
@@ -66,6 +67,7 @@ def test_the_sweep_takes_what_is_shown(words, tmp_path, capsys):
 
     assert sweep.main([*flags, "--dry_run", f"--out={tmp_path / 'runs'}"]) == 0
 
+    # The sweep has two kinds of runs, each with three seeds and two rates of dropout.
     out = capsys.readouterr().out
     assert out.count("experiments.ptb") == 12
     assert "/seed=1+dropout.rate=0.1" in out

@@ -114,6 +114,8 @@ def test_each_process_gets_the_addresses_of_the_others():
     ids=["exit code", "signal"],
 )
 def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_reported(how, expected, reported):
+    # The other process ignores SIGTERM, so that it must be killed, and would sleep longer than this
+    # test waits.
     script = f'trap "" TERM; test $JAX_PROCESS_ID = 1 && {how}; sleep 50'
     waits = "local._SECONDS_TO_NOTICE = local._SECONDS_AFTER_SIGTERM = 0.3"
     starter = f"from launch import local; {waits}; local.main()"
@@ -128,6 +130,8 @@ def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_reported(how, e
     assert re.search(rf"\bprocess 1\b.*\b{reported}\b", err)
 
 
+# Exit codes of processes 1 and 2, and the number and exit code of the one that is reported. A
+# process that loses another exits with 75, or jax aborts it (-6).
 @pytest.mark.parametrize(
     ("codes", "expected"),
     [
@@ -141,8 +145,8 @@ def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_reported(how, e
     ids=str,
 )
 def test_of_several_that_are_dead_at_once_the_first_cause_is_reported(codes, expected):
-    """Killed by a signal, a mistake, and then what comes of losing another. A process that has not
-    ended has not failed.
+    """Killed by a signal, a mistake, and then what comes of losing another. Process 0 has not
+    ended, and so has not failed.
     """
     assert local_module.first_cause([None, *codes]) == expected
 

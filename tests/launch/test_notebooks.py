@@ -85,7 +85,7 @@ def in_this_process(monkeypatch, tmp_path):
         return variables
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path", [*sys.path])  # A notebook may add its clone.
     monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
     return run
 
@@ -142,7 +142,7 @@ def test_train(in_this_process, tmp_path):
     variables = in_this_process("train", values)
 
     runs = tmp_path / "runs"
-    assert "27,200 bytes" in variables["corpus"].description
+    assert f"{len(WORDS):,} bytes" in variables["corpus"].description
     assert variables["outcome"].step == 20
     assert (runs / "train" / "results.json").exists()
     assert variables["archive"] == runs / "train.zip"
@@ -153,7 +153,7 @@ def test_train(in_this_process, tmp_path):
 
 @pytest.fixture
 def small_library(monkeypatch, tmp_path):
-    """Python's library is one file."""
+    """Python's library is one file. The notebook trains on it before it is tuned to a text."""
     library = tmp_path / "lib"
     library.mkdir()
     source = "import sys\n\n\ndef name():\n    return sys.platform\n"
@@ -182,6 +182,7 @@ def test_fine_tune_in_colab(in_this_process, colab, tmp_path):
     assert {path.name for path in runs.iterdir()} >= {"base", "tuned", "source.txt", "tuned.zip"}
     assert variables["config"].init_from == str(runs / "base")
     assert variables["text"] == tmp_path / "book.txt"
+    # The weights are of the best evaluation, at any step.
     assert variables["tuned"].step <= 40
     assert variables["after"].nll < variables["before"].nll
     assert colab.downloads == [str(runs / "tuned.zip")]
@@ -217,7 +218,7 @@ def test_in_a_kernel(name, tmp_path):
         (tmp_path / package).symlink_to(ROOT / package)
     environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-    environ.pop("PYTHONPATH", None)
+    environ.pop("PYTHONPATH", None)  # The notebook itself finds the packages.
 
     client = nbclient.NotebookClient(
         notebook, timeout=500, resources={"metadata": {"path": str(folder)}}

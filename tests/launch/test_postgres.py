@@ -32,6 +32,7 @@ CONTENT = FILE + (
     '[pruner]\nname = "MedianPruner"\nn_startup_trials = 10\nn_warmup_steps = 10\n'
 )
 
+# Trainings that save more often, so that killed ones have something to resume.
 MODELS = TINY.replace("checkpoint_every = 600", "checkpoint_every = 100") + (
     "[grid]\nseed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\noptimizer.learning_rate = [1e-4, "
     "1e-3, 3e-3, 1e-2]\n"
@@ -170,13 +171,17 @@ class Workers:
             self.kill(number)
 
     def disturb(self):
-        """Kills five times, restarts the database twice, and cuts the network once."""
+        """Kills five times, restarts the database twice, and cuts the network once.
+
+        "fast" and "immediate" are PostgreSQL's ways to stop: with a shutdown, and as if it crashed.
+        """
         chance = random.Random(0)
         for event in ("kill", "fast", "kill", "kill", "cut", "kill", "immediate", "kill"):
             time.sleep(chance.uniform(1, 4))
             if event == "kill":
                 self.kill(chance.randrange(4))
             elif event == "cut":
+                # Much longer than the grace of workers without heartbeats in these tests.
                 shell("ip link set txl2 down")
                 time.sleep(30)
                 shell("ip link set txl2 up")
@@ -231,10 +236,12 @@ def test_forty_runs_of_four_workers_survive_kills_restarts_and_a_cut(start_worke
 
     assert any(len(starts(out / name)) > 1 for name in losses), "some were resumed"
     for name, loss in losses.items():
+        # Pruned runs have no end, which the check below expects of each run.
         if loss is None:
             shutil.rmtree(out / name)
         else:
             seed, rate = (float(part.partition("=")[2]) for part in name.split("+"))
+            # As `support.sweep_worker` makes it up, after 20 steps.
             assert loss == pytest.approx(seed + 10 * rate + 1 / 20, abs=1e-12), name
     check_each_trained_once(out, len([*out.glob("*/ends")]))
 

@@ -117,6 +117,7 @@ EFFECTS = {
 
 def test_the_flags_with_an_effect_are_those_of_the_help():
     _, out, _ = call("--help")
+    # The list of flags begins with --nodes, at which the text is cut.
     table = out.partition("\n\n  --nodes")[2].partition("\n\n")[0]
     documented = {"nodes", *re.findall(r"--(\w+)", table)}
     assert documented - {"dry_run"} == EFFECTS.keys()
@@ -135,8 +136,8 @@ def test_each_documented_flag_changes_its_lines_of_the_script(flag, usual_lines)
     assert after - usual_lines == lines
 
 
-# Commands of Slurm, where {folder} is their directory. sbatch runs the script, and again for each
-# time that it is queued again.
+# Commands of Slurm, where {folder} is their directory. srun runs its command, without flags of its
+# own. sbatch runs the script, and again for each time that it is queued again.
 SRUN = 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"'
 SCONTROL = 'echo "$*" >>{folder}/scontrol.log\ntouch {folder}/again'
 SBATCH = """
@@ -166,6 +167,7 @@ def cluster(tmp_path):
     return tmp_path
 
 
+# A run exits with 143 after it has saved, and with 75 if a process has lost another.
 @pytest.mark.parametrize("code", [143, 75])
 def test_a_run_that_saved_or_lost_a_process_queues_again_until_it_has_finished(cluster, code):
     """The job stops three times. Each time it queues again it prints a line."""
@@ -182,11 +184,13 @@ def test_a_run_that_saved_or_lost_a_process_queues_again_until_it_has_finished(c
 
 
 def test_a_run_that_often_lost_a_process_does_not_queue_again(cluster, monkeypatch):
+    """Slurm says how often a job was queued again. The script allows 20 times."""
     monkeypatch.setenv("SLURM_RESTART_COUNT", "20")
     exit_code, _, err = call("--", "bash", "-c", "exit 75", path=cluster)
     assert exit_code == 75, err
 
 
+# It has finished, failed, or was interrupted by Ctrl-C.
 @pytest.mark.parametrize("code", [0, 1, 130])
 def test_a_run_that_has_ended_otherwise_does_not_queue_again(cluster, code):
     exit_code, _, err = call("--", "bash", "-c", f"exit {code}", path=cluster)

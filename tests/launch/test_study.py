@@ -59,7 +59,11 @@ def run(out, content, *words):
 
 
 def start(out, content, *words, **variables):
-    """Starts a worker in another process."""
+    """Starts a worker in another process.
+
+    `variables` of the made-up training are STEP_SECONDS, how long a step takes, and SAVE_SECONDS,
+    how long it saves after a signal.
+    """
     path = write_file(out, content)
     return subprocess.Popen(
         [sys.executable, "-m", "support.sweep_worker", str(path), f"--out={out}", *words],
@@ -112,6 +116,7 @@ def results(out):
 @pytest.mark.usefixtures("made_up")
 def test_every_run_of_a_grid_is_trained_once_and_its_loss_is_its_value(out, capsys, monkeypatch):
     """The same command then has nothing to do, also if a directory was removed."""
+    # Otherwise a study of four runs would not print which setting matters.
     monkeypatch.setattr(study, "_FEWEST_FOR_IMPORTANCES", 4)
 
     assert run(out, GRID, "--jobs=2") == 0
@@ -119,6 +124,7 @@ def test_every_run_of_a_grid_is_trained_once_and_its_loss_is_its_value(out, caps
     check_each_trained_once(out, 4)
     assert len(results(out)) == 4
     all_trials = trials(out)
+    # As `support.sweep_worker` makes them up: seed + 10 * rate, and 1 / 20 after 20 steps.
     losses = {trial.user_attrs["run"]: trial.value for trial in all_trials}
     assert losses == pytest.approx(
         {
@@ -165,6 +171,7 @@ def test_a_database_without_a_file_or_with_other_signs_is_an_error(url):
 @pytest.mark.full
 @pytest.mark.usefixtures("made_up")
 def test_failed_runs_are_named_and_tried_again_by_the_next_command(out, capsys):
+    """A made-up training with a loss above 90 fails, and the loss begins with the seed."""
     content = FILE + "[grid]\nseed = [1, 99]\n"
     for n_tries in (1, 2):
         assert run(out, content) == 1
@@ -245,6 +252,7 @@ def test_a_sampler_draws_by_the_results_and_a_pruner_stops_runs(out, monkeypatch
     assert sum("pruned" in row["state"] for row in results(out)) == n_pruned
     pruned_trial = next(trial for trial in trials(out) if trial.state.name == "PRUNED")
     pruned = out / pruned_trial.user_attrs["run"]
+    # After the pruner's warm-up, and before the last step.
     assert 5 <= int((pruned / "step").read_text()) < 20
 
     assert run(out, SAMPLED) == 0
@@ -257,6 +265,7 @@ def test_a_sampler_draws_by_the_results_and_a_pruner_stops_runs(out, monkeypatch
         ("--storage=postgresql://me:secret@host/db", "PGPASSWORD"),
         ("--storage=mysql://me@host/db", "postgresql://"),
         ("--storage=mysql", "postgresql://"),
+        # A directory in which nobody can make a file.
         ("--storage=sqlite:////proc/study.db", "/proc/study.db"),
     ],
 )
@@ -295,7 +304,9 @@ def test_a_workdir_that_is_still_locked_is_waited_for(out):
 
 
 def test_a_second_hangup_does_not_reach_the_trainings():
-    """A second signal would end them without saving."""
+    """It comes from the same closed terminal as the first one, which counts as SIGTERM. Any other
+    second signal is passed on, and ends trainings without saving.
+    """
     training = mock.Mock()
     worker = object.__new__(study.Worker)
     worker.signal_number = 0
@@ -332,7 +343,9 @@ def test_a_signal_saves_all_runs_which_the_next_command_resumes(out, number):
 
 @pytest.mark.full
 def test_a_worker_that_is_killed_takes_its_training_with_it_and_another_resumes(out):
-    """The training saves for two seconds longer, in which its workdir stays locked."""
+    """The training still saves when the worker is taken for dead, after 3 seconds. Meanwhile its
+    workdir is locked.
+    """
     killed = start(out, THREE_RUNS, STEP_SECONDS="0.1", SAVE_SECONDS="6")
     wait_until(lambda: list(out.glob("*/step")))
     killed.kill()
@@ -487,6 +500,8 @@ def test_a_trial_that_another_worker_ends_is_left_to_it(out, monkeypatch, moment
     assert state_names(out) == ["FAIL", "COMPLETE"]
 
 
+# One heartbeat fails, or all that a training can have. Only if it was saved before its end, the
+# second command starts it again.
 @pytest.mark.full
 @pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize(

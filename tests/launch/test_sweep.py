@@ -134,7 +134,7 @@ def test_flags_come_after_the_flagfile(write):
     base = 'program = "ptb"\nflagfile = "ptb_small"\nbase.train.steps = 2000\n'
     [run] = read(write(ONE_RUN, base=base))
     assert list(run.command[3:5]) == ["--flagfile=ptb_small", "--train.steps=2000"]
-    assert run.config.model.n_layer == 4
+    assert run.config.model.n_layer == 4  # From the flagfile.
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,9 @@ def test_flags_come_after_the_flagfile(write):
         ("[grid]\nseed = 3\n", r"\bgrid\.seed\b.*\b3\b"),
         ("[gird]\nseed = [1]\n", r"'gird'"),
         ("[grid]\nmodel.n_layr = [1, 2]\n", r"--model\.n_layr\b"),
+        # An odd number of steps, of which each call makes two.
         ("[grid]\ntrain.steps = [1201]\n", r"train\.steps.*\b1201\b"),
+        # One name for two runs, and two names for one run.
         ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'a'\nseed = 2\n", r"\ba\b(?!.*\bseed\b)"),
         ("[[runs]]\nname = 'a'\n[[runs]]\nname = 'b'\n", r"\ba\b.*\bb\b"),
         ("[grid]\nseed = [1]\n[[runs]]\nseed = 2\n", r"\bseed\b.*\bgrid\b.*\bruns\b"),
@@ -155,6 +157,7 @@ def test_flags_come_after_the_flagfile(write):
         ("program = 'ptp'\ngrid.seed = [1]\n", r"'ptp'"),
         ("[random]\nsamples = 3\n", r"no range"),
         ("[sampler]\nname = 'TPESampler'\n[grid]\nseed = [1]\n", r"sampler.*no range"),
+        # Optuna's package of samplers has no "Tpe". What it has by the next two names is not a class.
         ("[sampler]\nname = 'Tpe'\n[grid]\nseed = [1]\n", r"sampler.*'Tpe'"),
         ("[sampler]\nname = '__dir__'\n[grid]\nseed = [1]\n", r"sampler.*unknown class '__dir__'"),
         ("[sampler]\nname = 'nsgaii'\n[grid]\nseed = [1]\n", r"sampler.*'nsgaii'"),
@@ -237,11 +240,13 @@ def test_long_names_are_cut_and_stay_different(write):
     assert first != second
     for name in (first, second):
         n_bytes = len(name.encode())
+        # A letter of two bytes that would be cut is left out.
         assert sweep_file.MAX_NAME_BYTES - 1 <= n_bytes <= sweep_file.MAX_NAME_BYTES
         assert re.fullmatch(r"é+-[0-9a-f]{12}", name)
 
-    assert sweep_file.safe_name("x" * 200, []) == "x" * 200
-    assert sweep_file.safe_name("x" * 201, []) != sweep_file.safe_name("x" * 202, [])
+    longest = "x" * sweep_file.MAX_NAME_BYTES
+    assert sweep_file.safe_name(longest, []) == longest
+    assert sweep_file.safe_name(longest + "x", []) != sweep_file.safe_name(longest + "xx", [])
 
 
 def test_commas_and_quotation_marks_in_lists_arrive(write):
@@ -279,6 +284,7 @@ def test_commas_and_quotation_marks_in_lists_arrive(write):
     ],
 )
 def test_too_many_runs_are_an_error_before_they_are_made(write, capsys, monkeypatch, text, count):
+    # Drawing or making a run would fail.
     monkeypatch.setattr(sweep_file, "draw_samples", None)
     monkeypatch.setattr(sweep_file.Sweep, "run", None)
     path = write(text.replace("HUNDRED", str(list(range(1, 101)))))
@@ -446,6 +452,8 @@ def test_a_run_with_corrupted_notes_has_not_started(started_run):
 def test_notes_of_another_version_of_the_file_are_not_in_its_table(write, tmp_path, capsys):
     """A sampler's runs are found by their notes, which others can have written."""
     path = write(SAMPLED + TWO_RUNS)
+    # Only the last one has values of this file: another seed, no value of the range, and other
+    # types do not count.
     notes = {
         "old": {"values": {"model.d_head": 1, "seed": "3"}},
         "short": {"values": {"seed": "1"}},
@@ -507,7 +515,10 @@ def test_results_from_before_there_was_dynamic_evaluation_are_of_the_same_settin
 
 
 def test_a_stopped_run_with_dropout_masks_of_another_version_is_in_the_table(write, capsys):
-    """Only its own command, which would train it further, ends with an error."""
+    """Only its own command, which would train it further, ends with an error.
+
+    Runs did not record the version of their masks before the second one.
+    """
     path = write("[grid]\nmodel.dropout.rate = [0.5]\n")
     [run] = read(path)
     record(run, run.config)
@@ -542,7 +553,7 @@ def test_a_run_that_diverged_has_ended_and_says_so(one_run):
     assert row["state"] == "diverged"
     assert one_run.end(0, 1.0, pruned=False) == "diverged"
     assert row["test"] == math.inf
-    assert row["best_valid"] < 150
+    assert row["best_valid"] < 150  # A perplexity of exp(5.0).
 
 
 # Random search

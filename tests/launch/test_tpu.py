@@ -158,6 +158,7 @@ def printed_words(cloud, command, *flags):
 def test_the_flags_with_an_effect_are_those_of_the_help(cloud):
     code, out, err = call(cloud, "--help")
     assert code == 0, err
+    # The list of flags begins with --zone, at which the text is cut. "dry" is of --dry_run.
     documented = set(re.findall(r"--([a-z-]+)", out.partition("\n  --zone")[2])) - {"dry"}
     assert documented | {"zone"} == EFFECTS.keys() | {"every"}
 
@@ -181,7 +182,7 @@ def test_the_scripts_for_the_hosts_are_valid_shell(cloud):
     scripts = [word.removeprefix("--command=") for word in words]
     for script in scripts:
         assert not shell.findings(script)
-    install, run, _ = scripts
+    install, run, _ = scripts  # The last one asks for the state of the run.
     assert 'pip install --quiet "./txl/source[plots,tpu,gcs]"' in install
     assert shlex.split(run.splitlines()[-1])[1:] == RUN[1:]
     assert '--setenv=PYTHONPATH="$HOME/txl/source"' in run
@@ -271,7 +272,9 @@ def finish(watching):
 
 @pytest.mark.full
 def test_watch_begins_again_after_a_preemption_and_continues_from_the_workdir(cloud):
-    """The working tree is sent, except for data."""
+    """The working tree is sent, except for data, and the run's arguments arrive as they were
+    typed.
+    """
     program(cloud, f'[ "$4" = "two words" ] && [ "$5" = "\\$HOME" ]\n{STEPS}')
 
     code, out, err = watch(cloud)
@@ -310,6 +313,7 @@ def test_watch_waits_while_a_host_is_maintained(cloud):
     notify_of_maintenance(cloud)
     n_starts = count("\nsystemd-run ")
     n_polls = count("ExecMainStatus")
+    # Four times of both hosts.
     wait_for(lambda: count("ExecMainStatus") > n_polls + 8, [watching])
     assert count("\nsystemd-run ") == n_starts
 
@@ -343,6 +347,7 @@ def test_watch_ends_when_the_run_is_stopped(cloud):
 
 @pytest.mark.nightly(part="faults")
 def test_a_request_that_is_rejected_is_made_again_a_few_times(cloud):
+    """Five times at most, one after the other."""
     program(cloud, "echo done\n")
     code, out, err = watch(cloud, FAKE_REFUSALS="2")
     assert code == 0, out + err
@@ -360,7 +365,7 @@ def test_a_run_that_is_going_on_is_not_started_twice(cloud):
     """After a stop it may be started again."""
     program(cloud, "trap 'exit 143' TERM\nwhile :; do sleep 0.02; done\n")
     call_without_error(cloud, "create", "one", "--zone=z", "--type=v4-8")
-    (cloud / "state").write_text("ACTIVE\n")
+    (cloud / "state").write_text("ACTIVE\n")  # The request has been served.
     call_without_error(cloud, "install", "one", "--zone=z")
     call_without_error(cloud, "run", "one", "--zone=z", *RUN)
 
@@ -376,8 +381,8 @@ def test_a_run_that_is_going_on_is_not_started_twice(cloud):
 @pytest.mark.nightly(part="faults")
 @pytest.mark.parametrize("end", ["exit 134", "kill -TERM $$"])
 def test_watch_starts_a_run_that_broke_off_again(cloud, end):
-    """One host loses the other and is aborted, a few times. Or somebody else ends it, which systemd
-    calls clean.
+    """One host loses the other and is aborted (134, by SIGABRT), a few times. Or somebody else ends
+    it, which systemd calls clean. A run that always breaks off is given up at the sixth time.
     """
     starts = '"$HOME/starts"'
     program(cloud, f'echo x >>{starts}\n[ "$(wc -l <{starts})" -ge 3 ] || {end}\nsleep 0.02\n')
