@@ -416,7 +416,7 @@ def test_words_that_only_begin_like_json_are_read(tmp_path, content):
 
 
 def test_the_share_of_unknown_tokens(tmp_path, read):
-    """Over all splits."""
+    """Over all splits, with marks: two of nine tokens."""
     (tmp_path / "words").write_text("the\ncat\n")
     lists = {}
     for split, text in (("train", "the dog\n"), ("valid", "a cat\n"), ("test", "the cat\n")):

@@ -88,6 +88,7 @@ def reading_error(name, tmp_path, error=ValueError):
 
 
 URL = "http://example.org/it.zip"
+# The largest member comes in several blocks.
 MEMBERS = {"box/b.txt": b"bee" * 50_000, "box/a.txt": b"ay", "box/c.txt": b"", "c.txt": b"sea"}
 LAYOUT = {"one": ("b.txt",), "two": ("box/a.txt", "box/c.txt")}
 

@@ -126,6 +126,7 @@ def test_words_of_wikitext_2(data_dir):
     """Its empty lines are lines: each has a mark, as in the published counts."""
     valid = file_part(str(data_dir / "wikitext-2" / "valid.txt"))
     test = file_part(str(data_dir / "wikitext-2" / "test.txt"))
+    # The training split is not in the directory, so the words are of the validation split.
     text = Text("text", "WikiText-2", "", {"train": (valid,)})
 
     vocabulary = make_vocabulary(WORDS, text)

@@ -407,7 +407,7 @@ def test_properties_of_subwords():
     assert OWN.encode(b"one").dtype == np.uint16
     assert OWN.mark is None
     assert OWN.unknown_id is None
-    assert OWN.start.tolist() == [0]
+    assert OWN.start.tolist() == [0]  # The token that ends documents.
 
 
 @given(text=st.text(ENCODABLE))
