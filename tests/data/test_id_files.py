@@ -240,7 +240,7 @@ SMALL_IDS = np.random.default_rng(1).choice(LETTERS, 4000) - 10
         # Pairs of them would be taken for one id.
         pytest.param(SMALL_IDS.tobytes(), "'u1'", id="u1"),
         pytest.param(b"\x93NUMPY\x01\x00" + dump(IDS, "<u2"), r"\.npy\b", id="npy"),
-        # llm.c's header begins with its number, a version, and how many ids follow.
+        # llm.c's header begins with a magic number, a version, and how many ids follow.
         pytest.param(dump([20240520, 1, 100], "<i4") + dump(IDS, "<u2"), r"llm\.c", id="llm.c"),
         pytest.param(dump([20240801, 1, 100], "<i4") + dump(IDS, "<u4"), r"llm\.c", id="llm.c 32"),
         pytest.param(b"MMIDIDX\0\0" + bytes(9), "Megatron", id="Megatron"),

@@ -151,8 +151,8 @@ def folder_with_config(path, change):
     return folder
 
 
-# The model has 2 layers of 4 heads of size 5, a size of 6 and 13 tokens. A layer's first matrix has
-# queries, keys and values of all heads, 60 rows.
+# The model has 2 layers of 4 heads of size 5, a model size of 6, and 13 tokens. The first matrix of
+# a layer has 60 rows, for queries, keys and values of all heads.
 @pytest.mark.parametrize(
     ("change", "message"),
     [

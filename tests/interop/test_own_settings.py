@@ -20,7 +20,8 @@ from txl_jax.interop.portable import ModelInfo
 
 WRITE = {Format.HUGGINGFACE: huggingface.write, Format.ORIGINAL: original.write}
 VOCABULARY = WordVocabulary(foreign.WORDS, LineMark.EOS)
-# Settings that txl_jax.json keeps, and that would be others if the weights were read without it.
+# Settings that txl_jax.json keeps. Without it a model in Hugging Face's format would have others,
+# and a model in the original's too, except for memory_start.
 OWN = {
     "model.compat.memory_start": MemoryStart.MASKED,
     "model.compat.final_norm": True,

@@ -191,7 +191,7 @@ def write_marker(path):
 @pytest.mark.parametrize("name", sorted(harmful("x")))
 def test_what_would_run_is_an_error(name, tmp_path):
     marker = tmp_path / "marker"
-    copyreg.add_extension(__name__, "write_marker", 0xF0)
+    copyreg.add_extension(__name__, "write_marker", 0xF0)  # What EXT1 calls by its number.
     try:
         with pytest.raises(UserError, match=r"^file\.pt: its pickle (calls|uses|contains) "):
             load(harmful(marker)[name])
@@ -309,6 +309,7 @@ def test_calls_may_not_copy_without_end():
 
 
 def test_a_memo_of_any_number_costs_nothing():
+    """A value is stored as number 2^32 - 1, and taken from there. A list would be as long."""
     assert load(b"\x80\x02K\x01r\xff\xff\xff\xff0j\xff\xff\xff\xff.") == 1
 
 

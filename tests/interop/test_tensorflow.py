@@ -51,6 +51,7 @@ def names_of_variables(config) -> dict[str, str]:
 
     `#` is the number of a layer or cluster.
     """
+    # With div_val 1 all clusters have one table, and otherwise each has its own.
     if config.div_val > 1:
         absent = {"adaptive_embed/lookup_table", "adaptive_embed/proj_W"}
     else:
@@ -93,6 +94,7 @@ def with_optimizer(variables: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         whole[f"transformer/{name}"] = contiguous
         whole[f"transformer/{name}/Adam"] = contiguous
         whole[f"transformer/{name}/Adam_1"] = contiguous
+    # One average stands for those of all variables.
     whole["transformer/r_w_bias/ExponentialMovingAverage"] = variables["r_w_bias"]
     return whole
 

@@ -114,8 +114,8 @@ def test_each_process_gets_the_addresses_of_the_others():
     ids=["exit code", "signal"],
 )
 def test_when_one_dies_the_others_are_ended_and_its_exit_code_is_reported(how, expected, reported):
-    # The other process ignores SIGTERM, so that it must be killed, and would sleep longer than this
-    # test waits.
+    # Both processes ignore SIGTERM, so that the one that is left must be killed. It would sleep
+    # longer than the 20 seconds below.
     script = f'trap "" TERM; test $JAX_PROCESS_ID = 1 && {how}; sleep 50'
     waits = "local._SECONDS_TO_NOTICE = local._SECONDS_AFTER_SIGTERM = 0.3"
     starter = f"from launch import local; {waits}; local.main()"

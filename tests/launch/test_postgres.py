@@ -173,7 +173,7 @@ class Workers:
     def disturb(self):
         """Kills five times, restarts the database twice, and cuts the network once.
 
-        "fast" and "immediate" are PostgreSQL's ways to stop: with a shutdown, and as if it crashed.
+        "fast" and "immediate" are PostgreSQL's ways to stop: cleanly, and as if it crashed.
         """
         chance = random.Random(0)
         for event in ("kill", "fast", "kill", "kill", "cut", "kill", "immediate", "kill"):

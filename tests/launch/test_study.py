@@ -115,7 +115,7 @@ def results(out):
 
 @pytest.mark.usefixtures("made_up")
 def test_every_run_of_a_grid_is_trained_once_and_its_loss_is_its_value(out, capsys, monkeypatch):
-    """The same command then has nothing to do, also if a directory was removed."""
+    """The same command then has nothing to do, except for a run whose directory was removed."""
     # Otherwise a study of four runs would not print which setting matters.
     monkeypatch.setattr(study, "_FEWEST_FOR_IMPORTANCES", 4)
 
@@ -460,6 +460,7 @@ def test_of_two_trials_for_a_run_the_first_one_trains_it(out, monkeypatch):
 
     assert run(out, TWO_RUNS) == 0
 
+    # Each run has two trials, one after the other.
     check_each_trained_once(out, 2)
     assert state_names(out) == ["COMPLETE", "FAIL", "COMPLETE", "FAIL"]
 
@@ -496,7 +497,7 @@ def test_a_trial_that_another_worker_ends_is_left_to_it(out, monkeypatch, moment
 
     check_each_trained_once(out, 1)
     assert starts(out / "seed=1") == [0]
-    assert ended == [0]
+    assert ended == [0]  # The number of the first trial.
     assert state_names(out) == ["FAIL", "COMPLETE"]
 
 
