@@ -90,7 +90,7 @@ def test_half_precision(dtype, tmp_path):
         assert leaf.dtype == np.dtype(dtype), path
 
 
-# Hugging Face has none of these.
+# Hugging Face has none of these. The original cuts Al-Rfou's vectors, of size 6, into heads.
 ENCODINGS = [{"encoding": Encoding.SHAW, "num_positions": 7}, {"encoding": Encoding.VASWANI}]
 ENCODINGS += [{"encoding": Encoding.AL_RFOU, "num_positions": 7, "n_head": 2, "d_head": 3}]
 
@@ -106,6 +106,7 @@ def test_a_pickled_module_of_the_original(changes, write, tmp_path):
     assert model.format is Format.ORIGINAL
     foreign.check(model, config, params)
     assert model.info.config.model.compat == tiny.compat_config("pytorch")
+    # The module also keeps the length of its segments, 3.
     assert model.info.config.eval == dataclasses.replace(foreign.LENGTHS, segment_len=3)
     assert isinstance(model.info.vocabulary, IdVocabulary)
 
@@ -126,7 +127,7 @@ def test_a_state_dict_of_the_original_with_a_config_file(changes, tmp_path):
 
 @by_config
 def test_a_checkpoint_of_nvidia(changes, tmp_path):
-    """Its u and v are shared by all layers."""
+    """Its u and v are shared by all layers. It has the segments' length too, 3."""
     config, params = foreign.make("pytorch", **changes | {"untie_r": False})
     checkpoint = foreign.nvidia_checkpoint(config, params)
     torch_bytes.write_zip(tmp_path / "checkpoint_best.pt", checkpoint)

@@ -35,7 +35,8 @@ def test_other_encodings_have_no_names_in_hugging_face(encoding):
         foreign.to_flax(params, config, vocab_size=tiny.V, format=Format.HUGGINGFACE)
 
 
-# Hugging Face's and the TensorFlow release's classes have only relative positions.
+# Hugging Face's and the TensorFlow release's classes have only relative positions. The original
+# cuts Al-Rfou's vectors, of size 6, into heads.
 OTHERS = [
     {"encoding": Encoding.VASWANI},
     {"encoding": Encoding.SHAW, "num_positions": 7, "n_head": 2, "d_head": 3},

@@ -211,7 +211,8 @@ def test_in_a_kernel(name, tmp_path):
 
     settings = TINY | {"train.batch_size": 8, "eval.batch_size": 8, "eval.segment_len": 64}
     notebook = with_parameters(read(name), {"TENSORBOARD": False, "SETTINGS": settings})
-    # Jupyter starts a kernel in the directory of its notebook, two below the clone.
+    # Jupyter starts a kernel in the directory of its notebook, two below the clone, where the
+    # notebook finds the packages.
     folder = tmp_path / "one" / "two"
     folder.mkdir(parents=True)
     for package in ("experiments", "launch", "txl_jax"):
