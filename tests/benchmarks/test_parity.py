@@ -20,7 +20,7 @@ from txl_jax.errors import UserError
 
 RUN = Run("float64", "enwik8", Side.OURS, 1, "reference")
 ROWS = [Losses(1, 1 / 3, None), Losses(2, 2 / 3, 0.1)]
-# Both sides in miniature: the warm-up ends, and the cosine is almost at its end.
+# Both sides in miniature: within the 30 updates the warm-up ends, and the cosine falls to nearly 0.
 MINIATURE = Comparison(
     DType.FLOAT64, dropout=0.0, learning_rate=0.001, warmup=8, updates=30, window=1
 )
@@ -30,7 +30,10 @@ MINIATURE = Comparison(
 
 
 def texts(vocab_size):
-    """Splits in which some tokens are frequent and others rare."""
+    """Splits in which some tokens are frequent and others rare, as the adaptive softmax needs.
+
+    They are as long as the updates, without a second epoch, and eight segments of validation.
+    """
     rng = np.random.default_rng(0)
     n_token = parity.BATCH_SIZE * parity.SEGMENT_LEN * MINIATURE.updates + 1
     ids = (vocab_size * rng.random(n_token) ** 4).astype(np.int32)
@@ -39,13 +42,14 @@ def texts(vocab_size):
 
 
 @pytest.fixture
-def clone(monkeypatch):
+def clone():
     """The clone of the authors' repository, which only the nightly part has."""
     pytest.importorskip("torch")
     if not os.environ.get("TXL_ORIGINAL") and not parity.BUNDLE.exists():
         pytest.skip("TXL_ORIGINAL does not name a clone of the authors' repository")
     import torch
 
+    # The original's side changes torch's default to float64.
     default = torch.get_default_dtype()
     with parity.clone_of_original(None) as path:
         yield path
@@ -64,17 +68,23 @@ def losses(comparison, text, clone, vocab_size):
 @pytest.mark.nightly(part="original")
 @pytest.mark.parametrize(("text", "vocab_size"), [("enwik8", 100), ("ptb", 4500)])
 def test_it_learns_like_the_release(text, vocab_size, clone):
-    """In float64, without dropout: a model of bytes, and a model of words with clusters."""
+    """In float64, without dropout: a model of bytes, and a model of words with clusters.
+
+    The clusters of words end at 1000 and 4000, so with 4500 words all three have some.
+    """
     with enable_x64(True):
         ours = losses(MINIATURE, text, None, vocab_size)
         theirs = losses(MINIATURE, text, clone, vocab_size)
 
     assert len(ours) == MINIATURE.updates + 1
+    # The last number is the validation loss, and the one before is the last update's.
     assert ours[-2] < 0.95 * ours[0], "nothing was learned, so nothing was compared"
     np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=0)
 
 
-# Without it
+# Without the release
+
+# Segments are only numbers, so the text has no validation reader and no real vocabulary.
 
 
 class Counting:
@@ -104,7 +114,7 @@ class Steps:
 
 
 def test_a_row_is_the_mean_of_its_updates():
-    """With windows, a row has the mean loss of a window, and every second row a validation loss."""
+    """A row has the mean loss of a window of 50, and the validation loss is due every 100."""
     comparison = dataclasses.replace(MINIATURE, updates=200, window=50)
     readers = parity.Texts(Steps(), None, 7)
 
@@ -173,6 +183,7 @@ def made(monkeypatch):
 
     monkeypatch.setattr(parity, "read_texts", lambda *args, **options: None)
     monkeypatch.setattr(parity, "make_run", make_run)
+    # The command sets NPROC for its own process. This gives it back after the test.
     monkeypatch.setenv("NPROC", "1")
     return runs
 
@@ -180,6 +191,7 @@ def made(monkeypatch):
 def test_a_run_is_made_once(tmp_path, made, monkeypatch):
     """The same command again does not train a run that is in the file."""
     path = tmp_path / "parity.csv"
+    # Names any directory: the runs that are made here do not open the clone.
     monkeypatch.setenv("TXL_ORIGINAL", str(tmp_path))
 
     for _ in range(2):
@@ -212,13 +224,14 @@ def test_a_run_that_was_killed_is_made_again_and_others_stay(tmp_path, made, mon
         command(path, "--side=ours", "--seed=2")
     assert path.read_bytes() == before
 
-    # Killed while it writes, which leaves part of a file next to the whole file.
+    # Killed while it formats its rows, which leaves part of a file next to the whole file.
     monkeypatch.setattr(parity, "make_run", finished)
     monkeypatch.setattr(parity, "_format", killed)
     with pytest.raises(KeyboardInterrupt):
         command(path, "--side=ours", "--seed=2")
     assert path.read_bytes() == before
 
+    # The next writer takes the place of the part that was left.
     monkeypatch.undo()
     parity.add_losses(path, dataclasses.replace(RUN, seed=2), ROWS, versions="1")
     read = parity.read_losses(path)
@@ -240,7 +253,7 @@ def test_runs_that_finish_together_are_all_added(tmp_path):
     read = parity.read_losses(path)
     assert set(read) == {*runs}
     for run, rows in read.items():
-        assert len(rows) == 100, run
+        assert rows == ROWS * 50, run
 
 
 def test_the_clone_is_the_flags_then_the_environments_then_the_bundles(tmp_path, monkeypatch):
@@ -263,14 +276,15 @@ def test_the_clone_is_the_flags_then_the_environments_then_the_bundles(tmp_path,
     git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", str(repository)]
     subprocess.run(["git", "init", "--quiet", str(repository)], check=True)
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message=x"], check=True)
+    # The release's commit is checked out by its hash, which a tag of this name answers to.
     subprocess.run([*git, "tag", parity.ORIGINAL_COMMIT], check=True)
     subprocess.run([*git, "bundle", "create", "--quiet", str(parity.BUNDLE), "--all"], check=True)
     with parity.clone_of_original(None) as path:
         assert (path / ".git").is_dir()
-    assert not path.exists()
+    assert not path.exists(), "a clone that was made is removed"
 
 
-# The comparison of files
+# The comparison of losses in the file
 
 
 def all_losses(changes):
@@ -298,8 +312,11 @@ ORIGINAL_IN_FLOAT64 = ("float64", "ptb", "original")
 OURS_IN_FLOAT32 = ("float32", "ptb", "ours")
 OURS_WITH_DROPOUT = ("dropout", "ptb", "ours")
 OURS_OF_BYTES_WITH_DROPOUT = ("dropout", "enwik8", "ours")
-# Numbers that are added to losses. With dropout, seeds are at 2.1, 2.2 and 2.3: the band is 2.0 to
-# 2.4, and our mean 2.2.
+# Numbers that are added to losses of 2, at places counted from 0, so relative differences are half
+# as large. The bounds are 1e-9 for the first update in float64, 1e-6 for all of them, and 1e-5 for
+# the first 30 updates in float32.
+# With dropout, seeds are at 2.1, 2.2 and 2.3, with a deviation of 0.1: the band is 2.0 to 2.4, and
+# our mean 2.2. It must be in the band at 85% of the 20 places, which are 17.
 WITHIN_BOUNDS = {
     "nothing": {},
     "a little": {OURS_IN_FLOAT64: {0: 1e-9, 199: 1e-6}},
@@ -324,6 +341,7 @@ def test_differences_within_their_bounds_are_exit_code_0(name, monkeypatch, caps
 
     assert parity.main(["compare"]) == 0
 
+    # For the training and the validation losses of both texts.
     assert capsys.readouterr().out.count("in the band at") == 4
 
 
@@ -333,6 +351,7 @@ def test_a_difference_above_its_bound_is_exit_code_1(name, monkeypatch, capsys):
 
     assert parity.main(["compare"]) == 1
 
+    # A difference does not end the comparison: everything is printed as above.
     assert capsys.readouterr().out.count("in the band at") == 4
 
 
@@ -342,6 +361,8 @@ def test_a_comparison_names_the_runs_that_are_missing(tmp_path, capsys):
 
     assert parity.main(["compare", f"--csv={path}"]) == 2
 
+    # Of each text, both sides in float64, and in float32 a second attention path of ours. With
+    # dropout, both sides with each seed.
     n_run = 2 * (2 + 3 + 2 * len(parity.SEEDS))
     assert capsys.readouterr().err.count("python benchmarks/parity.py train") == n_run
 
@@ -353,6 +374,7 @@ def test_the_files_command_is_one_that_can_be_typed():
             run = runs[0]
             _, script, *words = run.command.split()
             assert (parity.ROOT / script).samefile(parity.__file__), run
+            # The file does not say where this machine has its data.
             parsed = parity.make_parser().parse_args([*words, "--data_dir=x"])
             assert parsed.comparison == comparison, run
             assert parsed.side == run.side, run

@@ -11,7 +11,7 @@ from txl_jax.data.byte_tokens import ByteVocabulary
 
 TEXT = b"abcdefgh"
 VOCABULARY = ByteVocabulary.of(TEXT)
-V = 8
+V = len(TEXT)  # Number of symbols: the letters of TEXT all differ, and a is symbol 0.
 
 
 class Recorder:
@@ -49,12 +49,14 @@ def test_each_segment_is_read_and_then_learned():
     assert predictor.calls == [
         ("read", [0, 3, 6]),
         ("read", [1, 4, 7]),
-        # The segment's last targets are the symbols of the next column, where g h has ended.
+        # The segment's last targets are the symbols of the next column, where g h has ended: the 0
+        # in its place is padding, and not known.
         (
             "learn",
             [[0, 1, 2], [3, 4, 5], [6, 7, 0]],
             [[True, True, True], [True, True, True], [True, True, False]],
         ),
+        # No column follows, so this segment has no last targets, and is not learned.
         ("read", [2, 5, 0]),
     ]
 
@@ -62,8 +64,9 @@ def test_each_segment_is_read_and_then_learned():
 @pytest.mark.parametrize("streams", [1, 2, 3, 7, 8, 20])
 @pytest.mark.parametrize("n_bytes", [0, 1, 2, 6, 7, 8, 64, 101])
 def test_each_text_comes_back(streams, n_bytes):
-    """It may have any length, with streams that are shorter, or empty. Both directions make the
-    same calls.
+    """It may have any length, also so short that some streams are shorter than others, or empty.
+
+    Both directions make the same calls, so a model predicts and learns the same in both.
     """
     symbols = np.random.default_rng(n_bytes).integers(V, size=n_bytes)
     text = VOCABULARY.decode(symbols)
@@ -76,7 +79,9 @@ def test_each_text_comes_back(streams, n_bytes):
 
 
 def test_progress_counts_bytes_and_their_bits():
-    """The last numbers describe the whole text, whose bits are the payload's."""
+    """It is called after each segment. The last numbers describe the whole text, whose bits are the
+    payload's.
+    """
     text = VOCABULARY.decode(np.random.default_rng(0).integers(V, size=1000))
     predictor = Recorder(streams=3, segment_len=10)
     progress = mock.Mock()
@@ -84,22 +89,26 @@ def test_progress_counts_bytes_and_their_bits():
     payload = codec.compress(text, predictor, progress=progress)
 
     (first, _), (second, _), *_, (last, totals) = (call.args for call in progress.call_args_list)
+    # Three streams in segments of ten.
     assert first == 30
     assert second == 60
     assert last == totals.tokens == 1000
+    # The coder rounds up to words of 4 bytes, of which the last two may hold few bits.
     assert totals.bpc * 1000 / 8 == pytest.approx(len(payload), abs=8)
 
 
 def test_a_forged_length_allocates_nothing():
-    """The length in a header is not trusted before the text was decoded."""
+    """The length comes from a header that a stranger may have written. Memory is allocated segment
+    by segment: an array for a petabyte would fail before the first call of `progress`.
+    """
 
-    class Full(Exception):  # noqa: N818 (an end, not an error)
-        pass
+    class Enough(Exception):  # noqa: N818 (an end, not an error)
+        """Ten symbols were decoded, so the decoder had started."""
 
     def stop_at_ten(done, totals):
         if done >= 10:
-            raise Full
+            raise Enough
 
     predictor = Recorder(streams=1, segment_len=4)
-    with pytest.raises(Full):
+    with pytest.raises(Enough):
         codec.decompress(bytes(8), 10**15, predictor, progress=stop_at_ten)

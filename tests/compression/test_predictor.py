@@ -47,7 +47,7 @@ def predictor(trained):
 
 @pytest.fixture(scope="module")
 def tokens(predictor):
-    """Token ids [R, 31] of three streams."""
+    """Token ids [3, 31] of three streams: six segments of five, and the target of the last."""
     return predictor.vocabulary.encode(drawn_run.letters()[:93]).reshape(3, 31)
 
 
@@ -89,6 +89,7 @@ def test_it_learns_as_dynamic_evaluation_does(predictor, tokens):
     expected = learner.start()
     built = learner.built
     for first in range(0, 30, 5):
+        # A segment as evaluation reads it, with the tokens, shapes and flags of the streams.
         segment = built.evaluation_reader(tokens.reshape(-1)).segments(0, 1)
         segment = segment._replace(
             inputs=tokens[None, :, first : first + 5].astype(np.int32),
@@ -96,13 +97,14 @@ def test_it_learns_as_dynamic_evaluation_does(predictor, tokens):
             weights=np.ones((1, 3, 5), np.float32),
             reset=np.zeros((1, 3), bool),
         )
+        # The parameters that learn are part of the state, so the rule reads no others.
         expected, _ = learner.step(None, expected, built.place(segment))
     assert int(expected.step) == 6
     assert_equal(jax.device_get(state.learner), jax.device_get(expected))
 
 
 def test_what_is_learned_changes_predictions(predictor, tokens):
-    """They change from the sixth place on, which is the first after an update, and not before."""
+    """They change from the sixth place on, the first after the update of five, and not before."""
     static, _ = read(predictor, tokens, learns=False)
     learning, _ = read(predictor, tokens, learns=True)
 
@@ -111,8 +113,9 @@ def test_what_is_learned_changes_predictions(predictor, tokens):
 
 
 def test_the_end_of_a_stream_teaches_nothing(predictor, tokens):
-    """Tokens behind the end, which are zeros in the file's loop, do not reach the gradient."""
+    """Tokens behind the end, for which the coder's loop has zeros, do not reach the gradient."""
     is_known = np.ones((3, 6), bool)
+    # The third stream ends after three tokens of the segment.
     is_known[2, 3:] = False
 
     def params_after(padding):
@@ -144,15 +147,15 @@ def test_the_probe_depends_on_the_numbers(trained, predictor):
 
 
 def test_the_probe_can_be_stopped(predictor):
-    """It reads ten tokens here, but takes minutes for long segments."""
+    """It asks before each token, two segments of five here, because long segments take minutes."""
     stop_requested = mock.Mock(side_effect=[False] * 6 + [True])
     with pytest.raises(Interrupted):
         predictor.probe(stop_requested=stop_requested)
     assert stop_requested.call_count == 7
 
 
-def test_a_probability_is_an_integer_of_the_same_bits(predictor, tokens):
-    """The coder's integers sum to one, for predictions of a real model."""
+def test_a_models_predictions_become_integers_that_sum_to_the_total(predictor, tokens):
+    """The coder's integers are in units of 2**-24, so their probabilities sum to 1."""
     _, log_probabilities = predictor.predict(predictor.start(), tokens[:, 0])
     integers = integer_probabilities(log_probabilities)
     assert (integers.sum(axis=1) == 1 << 24).all()

@@ -9,6 +9,8 @@ from txl_jax.compression import range_coder
 from txl_jax.compression.range_coder import Decoder, Encoder, integer_probabilities
 from txl_jax.errors import MissingPackageError, NonFiniteError, UserError
 
+TOTAL = 1 << 24  # The coder's integers are probabilities in units of 2**-24.
+
 
 def log_softmax(logits):
     """Returns log probabilities float32 [N, V]."""
@@ -18,7 +20,10 @@ def log_softmax(logits):
 
 @pytest.fixture
 def predictions():
-    """Log probabilities [600, 256]: 200 flat rows, 200 peaked ones, and 200 almost certain ones."""
+    """Log probabilities [600, 256]: 200 flat rows, 200 peaked ones, and 200 almost certain ones.
+
+    So integers occur from one unit to nearly all of them.
+    """
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(600, 256))
     logits[200:400] *= 12
@@ -29,15 +34,16 @@ def predictions():
 def test_integers_sum_to_the_total_and_give_each_symbol_a_share(predictions):
     integers = integer_probabilities(predictions)
     assert integers.shape == (600, 256)
-    assert (integers.sum(axis=1) == 1 << 24).all()
+    assert (integers.sum(axis=1) == TOTAL).all()
     assert integers.min() == 1
     # A certain symbol has everything except one unit for each other symbol.
-    assert integers.max() == (1 << 24) - 255
+    assert integers.max() == TOTAL - 255
 
 
 def test_integers_follow_the_probabilities():
     integers = integer_probabilities(np.log(np.array([[0.5, 0.25, 0.125, 0.125]])))
-    # They are shares of 2**24 - 4 units, plus one unit each.
+    # They are shares of 2**24 - 4 units, plus one unit each. Their sums are rounded down, so the
+    # third, a share of 2097151.5, loses half a unit to the last.
     assert integers.tolist() == [[8388607, 4194304, 2097152, 2097153]]
 
 
@@ -49,13 +55,14 @@ def test_the_coder_uses_exactly_these_integers(predictions):
     symbols = integers.argmax(axis=1)
     symbols[::10] = rng.integers(256, size=60)
 
+    # A text is coded in parts, and decoded in any others.
     encoder = Encoder()
     encoder.encode(symbols[:1], integers[:1])
     encoder.encode(symbols[1:], integers[1:])
     content = encoder.content()
 
     chosen = integers[np.arange(600), symbols]
-    bits = -np.log2(chosen / (1 << 24)).sum()
+    bits = -np.log2(chosen / TOTAL).sum()
     assert bits < 8 * len(content) < bits + 64
 
     decoder = Decoder(content)
@@ -70,7 +77,9 @@ def test_the_coder_uses_exactly_these_integers(predictions):
 
 
 def test_content_that_no_encoder_writes_is_an_error(predictions):
-    """It may begin behind the end of the last symbol's share."""
+    """Its first number is the largest, behind the shares of all symbols: the coder leaves a rest of
+    its range to none of them.
+    """
     integers = integer_probabilities(predictions)
     with pytest.raises(UserError, match="do not fit"):
         Decoder(b"\xff" * 4000).decode(integers)
@@ -83,6 +92,7 @@ def test_predictions_that_are_not_probabilities_are_an_error(value):
 
 
 def test_a_missing_package_is_named(monkeypatch):
+    # The package is kept once it was imported, so this test must begin and end without it.
     range_coder.constriction.cache_clear()
     monkeypatch.setitem(sys.modules, "constriction", None)
     try:
