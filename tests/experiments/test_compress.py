@@ -24,7 +24,8 @@ from txl_jax.runs.trained import open_weights
 from txl_jax.runtime import stop
 from txl_jax.runtime.checkpoint import Checkpointer
 
-TEXT = b"the cat sat on a mat, and the dog ran after it. " * 80
+TEXT = b"the cat sat on a mat, and the dog ran after it. " * 80  # 3,840 bytes.
+# The high rate lets a model without knowledge learn enough within TEXT to shrink it.
 SMALL = ("--streams=8", "--segment_len=16", "--learning_rate=0.02")
 
 
@@ -38,7 +39,8 @@ def predictor_of(path, coding):
 def compiled_once():
     """Gives commands with the same model and coding the same predictor instead of a new one each.
 
-    Compiling takes most of a command's time.
+    Compiling takes most of a command's time. `programs.run` reads a program's file anew, and the
+    file imports its predictor by the name that is replaced here.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -53,6 +55,7 @@ def make_model(folder, **changes):
     run, built = drawn_run.make(folder / "run", config, corpus)
     # Weights as they are drawn for other tests are sure of wrong bytes.
     weak = jax.tree.map(lambda leaf: 0.1 * leaf, tiny_run.params(built.model))
+    # A later step takes the place of the weights that `drawn_run.make` has stored.
     with Checkpointer(run.best, keep=1, log=print) as best:
         best.save(drawn_run.STEP + 1, {"params": jax.device_put(weak)}, {})
         best.wait()
@@ -117,14 +120,14 @@ def with_header(file, to, *, environment=(), coding=(), **values):
 def test_a_file_comes_back(compressed, model, tmp_path):
     _, file = compressed
     out = tmp_path / "again"
-    # Another process has another predictor.
+    # Another process has another predictor, so this one may not be the one that compressed.
     predictor_of.cache_clear()
 
     assert decompress(file, model, out) == (0, "")
     assert out.read_bytes() == TEXT
 
     header, payload = file_format.load(file.read_bytes(), name="")
-    assert len(payload) < 0.85 * len(TEXT)
+    assert len(payload) < 0.85 * len(TEXT), "nothing was learned"
     assert header.text_sha256 == hashlib.sha256(TEXT).hexdigest()
 
 
@@ -139,6 +142,7 @@ def test_a_text_that_does_not_shrink_is_stored_and_comes_back_without_a_model(
     code, out, err = compress_file(tmp_path / "noise", f"--model={model}", f"--out={file}")
     assert code == 0, err
     assert "stored as it is" in out
+    # The file's mark, its header and its SHA-256 take less than 200 bytes.
     assert file.stat().st_size < n_bytes + 200
 
     again = tmp_path / "again"
@@ -166,7 +170,8 @@ def test_a_file_that_another_process_has_made_since_the_start_is_not_overwritten
     assert os.listdir(tmp_path) == ["out"]
 
 
-# Other values of a header, whose SHA-256 fits, and the error.
+# Other values of a header, whose SHA-256 fits, and the error. The probe learns from a text of its
+# own, so another rate gives other numbers.
 FORGED = {
     "text_bytes": ({"text_bytes": 3839}, "another SHA-256"),
     "text": ({"text_sha256": "0" * 64}, "another SHA-256"),
@@ -247,7 +252,7 @@ def test_lines_for_people_do_not_get_into_the_result(compressed, model, monkeypa
 
     assert out == ""
     assert "stopped   on request in compressing, nothing was written" in err
-    # No signal was the reason here.
+    # A signal would have set the exit code, and here there was none.
     assert code == 0
 
 
@@ -260,6 +265,7 @@ def test_too_little_memory_names_flags_that_help(compressed, model, tmp_path, mo
     assert_one_error((code, err), "Lower --streams or --segment_len")
 
 
+# This file stands for one that exists, and is not compressed.
 WRONG = {
     "no file": ([], "pass one file"),
     "two files": (["a", "b"], "pass one file"),
@@ -289,6 +295,7 @@ def test_a_stop_before_the_first_byte_writes_nothing(
     """It comes while numbers are compared, which takes minutes for long segments."""
     text, file = compressed
     words = {"compress": [text, *SMALL], "decompress": ["--decompress", file]}[direction]
+    # The request is made in an event of this test's own, because none can be taken back.
     monkeypatch.setattr(stop, "_stop_requested", threading.Event())
     stop.request_stop("test")
 
@@ -333,6 +340,7 @@ def test_two_hundred_corrupted_files_are_one_error_each(model, tmp_path):
     corrupted_file = tmp_path / "corrupted.txl"
     for number in range(200):
         changed = corrupted(content, number, rng)
+        # Swapped at place 0, or with equal bytes side by side, the content may be the same.
         if changed == content:
             continue
         corrupted_file.write_bytes(changed)
@@ -342,7 +350,7 @@ def test_two_hundred_corrupted_files_are_one_error_each(model, tmp_path):
         assert err.count("\n") == 1, (number, err)
         assert not (tmp_path / "out").exists(), number
 
-    # The file itself was not the reason.
+    # The file itself was not the reason for the errors.
     assert decompress(file, model, tmp_path / "out") == (0, "")
     assert (tmp_path / "out").read_bytes() == text
 
@@ -360,7 +368,7 @@ def in_another_process(*words, content=None, **variables):
 
 @pytest.mark.full
 def test_a_file_comes_back_in_another_process(model):
-    """The process would use another number of threads, and is connected by pipes."""
+    """It is connected by pipes. By NPROC it would use three threads, but the file says one."""
     flags = [f"--model={model}", "--out=-"]
     made = in_another_process("-", *flags, *SMALL, "--threads=1", content=TEXT)
     assert made.returncode == 0, made.stderr

@@ -38,7 +38,7 @@ PRESETS = ROOT / "txl_jax" / "presets"
 class Size(NamedTuple):
     """Expected number of parameters."""
 
-    # Counted from the original release's model, or the number in the paper.
+    # Counted from the original release's model, or the rounded number in the paper.
     parameters: float
     # Fraction by which the number may differ from it. 0 for counted numbers.
     margin: float = 0.0
@@ -63,7 +63,7 @@ def expect(program, vocab_size, **sizes):
 
 expect(
     program="enwik8",
-    vocab_size=204,  # Without newlines.
+    vocab_size=204,  # The bytes that occur in enwik8, without newlines.
     enwik8_12l=Size(41_055_436),
     enwik8_18l=Size(88e6, margin=0.01),
     enwik8_24l=Size(277_231_820),
@@ -99,6 +99,7 @@ expect(
     # The paper has no such model. The count pins the sizes.
     ptb_small=Size(2_146_832),
 )
+# Models of this project. Their counts pin the sizes.
 expect(
     program="text",
     vocab_size=256,
@@ -143,7 +144,7 @@ def resolved(name, *more):
 
 
 def complete(name, *more):
-    """Returns the same, with the name of a text, which some programs need."""
+    """Returns the same, with the name of a text, which some programs need. It is not read here."""
     if FLAGFILES[name].program == "text":
         return resolved(name, "--data.file=book.txt", *more)
     return resolved(name, *more)
@@ -200,6 +201,7 @@ def test_a_flagfile_of_evaluation_has_the_published_numbers(name):
 
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_a_flagfile_of_evaluation_changes_nothing_else_of_a_run(name, monkeypatch, tmp_path):
+    # The settings of any run, which `text` evaluates with those of the flagfile.
     recorded = txl_jax.preset("ptb_small")
     expected = config_tree.replace(recorded, evaluation_preset(name))
     words = ["text", f"--flagfile={name}"]
@@ -210,6 +212,9 @@ def test_a_flagfile_of_evaluation_changes_nothing_else_of_a_run(name, monkeypatc
 
 
 def test_a_flagfile_of_evaluation_is_applied_to_a_trained_run(tmp_path):
+    """The run's own text is scored, whichever corpus the program is for. Flags come after the file,
+    and here make its lengths short.
+    """
     run = drawn_run.of_words(tmp_path / "run", model__n_layer=1)
     short = {"eval.mem_len": 9, "eval.segment_len": 5}
     words = [f"--{name}={value}" for name, value in short.items()]
@@ -230,6 +235,7 @@ def test_a_flagfile_of_evaluation_is_applied_to_a_trained_run(tmp_path):
 
 
 def test_a_flagfile_of_evaluation_trains_no_run(tmp_path):
+    """Without --mode=eval it is an error, and no workdir is made."""
     words = ["--flagfile=enwik8_24l_dynamic", f"--workdir={tmp_path / 'new'}"]
     code, _, err = programs.run("experiments.enwik8", *words)
     assert code == 1
@@ -248,19 +254,22 @@ def test_a_flagfile_is_its_preset(name):
 @pytest.mark.parametrize("name", FLAGFILES)
 def test_a_flagfile_says_before_the_training_that_other_formats_lack_its_final_norm(name):
     model = txl_jax.preset(name).model
+    # Only a pre-norm model has this norm. Its flagfile names the flag that leaves it out.
     has_final_norm = model.layer_norm is NormPlace.PRE and model.compat.final_norm
     comments = [line for line in lines_of(name) if line.startswith("#")]
     assert ("--model.compat.final_norm=false" in "\n".join(comments)) is has_final_norm
 
 
 def test_outside_of_a_clone_a_flagfile_is_its_preset(monkeypatch, tmp_path):
+    # An empty directory, as outside of a clone. What was resolved from the files is forgotten, and
+    # later tests resolve from the files again.
     monkeypatch.setattr(flag_tree, "FLAGFILE_DIR", tmp_path)
     resolved.cache_clear()
     for name in FLAGFILES:
         assert resolved(name) == txl_jax.preset(name), name
     resolved.cache_clear()
 
-    # A program of words keeps its corpus, as with the file.
+    # The file sets no corpus, so another program than the preset's keeps its own.
     config = programs.config_of(ptb.DEFAULTS, "--flagfile=small")
     assert config == dataclasses.replace(txl_jax.preset("small"), data=ptb.DEFAULTS.data)
 
@@ -269,16 +278,17 @@ def test_outside_of_a_clone_a_flagfile_is_its_preset(monkeypatch, tmp_path):
 def test_size_is_the_published_one(name):
     expected = FLAGFILES[name].size
     built = parts(name, *SIMPLEST)
-    difference = abs(built.num_parameters - expected.parameters)
-    assert difference <= expected.margin * expected.parameters, f"{built.num_parameters:,}"
     for path, leaf in jax.tree.leaves_with_path(built.abstract_state):
         assert isinstance(leaf, jax.ShapeDtypeStruct), jax.tree_util.keystr(path)
+    difference = abs(built.num_parameters - expected.parameters)
+    assert difference <= expected.margin * expected.parameters, f"{built.num_parameters:,}"
     if name in UNTIED:
         assert parts(name, *SIMPLEST, "--model.untie_r").num_parameters == UNTIED[name]
 
 
 @pytest.mark.parametrize("name", full_but(["wt103_base"], FLAGFILES))
 def test_training_step_fits_together_at_full_size(name):
+    """It is traced with shapes: the state keeps shapes and dtypes, so the next step accepts it."""
     built = parts(name)
     step = make_train_step(built.model, built.optimizer, built.schedule, built.config)
     segments = built.abstract_segments(built.config.train)

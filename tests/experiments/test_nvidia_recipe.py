@@ -15,8 +15,8 @@ from txl_jax.runs.build import build
 
 V = 40
 WARMUP = 50
-UPDATES = 12
-# Of the drawn parameters: with it, norms lie on both sides of 10, the bound in LAMB.
+UPDATES = 12  # Within the warm-up, so that each has another learning rate.
+# Factor of the drawn parameters. With it, norms lie on both sides of 10, the bound in LAMB.
 SCALE = 1.4
 SCALED_DOWN = [
     "--model.n_layer=2",
@@ -69,6 +69,7 @@ class Oracle:
             self.tensors[name] = weight - rate * ratio * step
 
 
+# 1 has one embedding table, and 2 a table and a projection for each cluster.
 @pytest.mark.parametrize("div_val", [1, 2])
 def test_updates_are_those_of_nvidias_lamb(div_val, x64):
     words = ["--flagfile=wt103_base_nvidia", *SCALED_DOWN, f"--model.div_val={div_val}"]
@@ -88,6 +89,7 @@ def test_updates_are_those_of_nvidias_lamb(div_val, x64):
     oracle = Oracle(tensors_of(params, config.model))
     rng = np.random.default_rng(0)
     for count in range(UPDATES):
+        # Their common norm is above 0.25, so they are clipped.
         grads = jax.tree.map(lambda leaf: 0.1 * rng.normal(size=leaf.shape), params)
         params, opt_state = update(params, opt_state, grads)
         oracle.step(tensors_of(grads, config.model), float(built.schedule(count)))
@@ -98,6 +100,7 @@ def test_updates_are_those_of_nvidias_lamb(div_val, x64):
                 tensor, oracle.tensors[name], rtol=1e-9, atol=1e-12, err_msg=message
             )
 
+    # The updates met all cases of the ratio: norms above and below the bound, and biases of 0.
     norms = np.array(oracle.norms)
     assert 0.01 < np.mean(norms > 10) < 0.99
     assert (norms == 0).any()

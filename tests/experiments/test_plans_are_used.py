@@ -47,7 +47,11 @@ class Scene:
 
 
 def options_of_text(**recorded):
-    """The rows of a plan's directories of text. Those of a recorded run go together."""
+    """The rows of a plan's directories of text.
+
+    `recorded` has other arguments of `read_corpus` that change with `data_dir`. The cache of a
+    recorded run is read, but not written, and not used if --data_dir names another place.
+    """
     effect = {"read_corpus.data_dir": "/c"}
     for name, value in recorded.items():
         effect[f"read_corpus.{name}"] = value
@@ -71,9 +75,11 @@ OF_WATCHING = {
     ),
     "verbose": (True, {"train_run.verbose": True}),
 }
-MINUTES = {"minutes": (0.5, {"train_run.config.train.steps": 30})}  # A step takes a second here.
+# A step takes a second in `plan_starts`.
+MINUTES = {"minutes": (0.5, {"train_run.config.train.steps": 30})}
 TRAIN_PLAN = TrainPlan(workdir="/w")
 DEVICE_PLAN = device.Plan(configs=("one",), tiles=(), paths=("reference",), out="/o")
+# Configuration, task, rows, segment length and dtype, by default.
 CASE = ("one", "training", 4, 7, "float32")
 VANILLA = "none-vaswani-half"
 
@@ -266,6 +272,8 @@ TUNE_DYNAMIC = Scene(
         "out": ("/c", {"write_json.path": "/c/tune_dynamic.json"}),
     },
 )
+# In `plan_starts.CORPUS` the validation split has the tokens from 100 to 159, and the test split
+# those from 160 to 249. The first ones of what a program reads are kept.
 CONTEXT_LENGTH = Scene(
     program="paper.context_length",
     start=plan_starts.start_context_length,
@@ -322,6 +330,7 @@ ATTENTION = Scene(
         "out": ("/c", {"make_folder.folder": "/c", "_write.folder": "/c"}),
     },
 )
+# Contexts of 4, 6 and 8 tokens. Losses are scored from position 8 on, which has all of them.
 RECL = Scene(
     program="paper.recl",
     start=plan_starts.start_recl,
@@ -337,6 +346,8 @@ RECL = Scene(
         "out": ("/c", {"make_folder.folder": "/c/losses/w"}),
     },
 )
+# "lengths" has the encoding, the attention length and the stride of each use: the row is checked at
+# the plan's length and at the trained one, and then scored at the plan's.
 ABLATION = Scene(
     program="paper.ablation",
     start=plan_starts.start_ablation,
@@ -364,7 +375,8 @@ ABLATION_OF_A_TABLE = Scene(
     start=plan_starts.start_ablation,
     plan=ablation.Plan(lengths=(4,), out="/o"),
     rows={
-        # Three rows instead of nine are checked, and then the first is scored.
+        # Three rows instead of nine are checked, and then the first is scored. The trained lengths
+        # are 7 and, with a memory of 8, 15. Only the row without memory has a stride.
         "table": (
             "7",
             {
@@ -395,7 +407,7 @@ DEVICE = Scene(
         "configs": (("two",), {"case": ("two", *CASE[1:])}),
         "tasks": (("evaluation",), {"case": ("one", "evaluation", 1, 5, "float32")}),
         "batch_size": (5, {"case": (*CASE[:2], 5, *CASE[3:])}),
-        "shrink": (2, {"case": (*CASE[:3], 4, CASE[4])}),
+        "shrink": (2, {"case": (*CASE[:3], 4, CASE[4])}),  # Half of 7, rounded up.
         "dtype": ("bfloat16", {"case": (*CASE[:4], "bfloat16")}),
         "paths": (("tiled",), {"implementations": ["tiled 64x1024"]}),
         "out": ("/c", {"make_folder.folder": "/c"}),
@@ -437,12 +449,13 @@ SERVING = Scene(
     program="bench.serving",
     start=plan_starts.start_serving,
     plan=serving.Plan(),
+    # A single row is timed too, whatever the plan says.
     rows={"rows": (5, {"rows": [5, 1]}), "calls": (3, {"time_in_turns.calls": 3})},
 )
 SESSION = Scene(
     program="bench.session",
     start=plan_starts.start_session,
-    # The first part was measured, and the third one does not fit.
+    # An earlier command measured peaks, and 80 s are less than the limit of step.
     plan=session.Plan(parts=("peaks", "step_12l", "step"), minutes=80 / 60),
     rows={
         "minutes": (10.0, {"started": ["step", "step_12l"]}),
@@ -511,6 +524,7 @@ for scene in SCENES:
 
 @pytest.mark.parametrize(("scene", "name"), ROWS)
 def test_a_second_value_changes_what_it_should_and_nothing_else(monkeypatch, scene, name):
+    """The calls of a program with its plan, and with one setting changed, differ as declared."""
     value, effect = scene.rows[name]
     second_plan = dataclasses.replace(scene.plan, **{name: value})
 

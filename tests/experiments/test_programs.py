@@ -42,7 +42,8 @@ def test_every_program_is_listed_with_a_sentence(capsys):
     try:
         main()
     finally:
-        # The list may end its process when nobody reads it. This process has other tests to run.
+        # `main` lets SIGPIPE end its process when nobody reads the list. This process has other
+        # tests to run.
         signal.signal(signal.SIGPIPE, handler)
 
     out = capsys.readouterr().out
@@ -51,13 +52,13 @@ def test_every_program_is_listed_with_a_sentence(capsys):
         assert f"  {module}\n      {sentence}" in out
 
 
-# Programs that join other hosts.
+# Programs that join other hosts. The quickstart trains on one corpus of `CorpusName`, but alone.
 JOIN = {published.program_of(name) for name in CorpusName} - {"quickstart"}
 JOIN |= {"paper.ablation", "paper.context_length", "paper.continuation"}
 # Programs that may run on each host by themselves. All others refuse other hosts.
 EACH = {"prepare"}
-# Settings that are paths may differ between hosts. Whether all hosts reach the same workdir is
-# checked when it is opened.
+# The settings of programs that join that are paths, and so may differ between hosts. Whether all
+# hosts reach the same workdir is checked when it is opened.
 FOLDERS = {"workdir", "data_dir", "cache_dir", "out"}
 
 
@@ -81,7 +82,8 @@ def test_every_program_works_on_several_hosts_or_refuses(monkeypatch, name):
         expected = "each"
     assert options.get("hosts", "alone") == expected
     if name in JOIN:
-        # All other settings are compared between the hosts.
+        # All other settings are compared between the hosts, so that another path, such as an input,
+        # would differ unnoticed.
         assert {leaf.name for leaf in config_tree.leaves(plan) if leaf.setting.path} <= FOLDERS
 
 
@@ -91,6 +93,7 @@ def test_a_corpus_is_read_and_encoded(tmp_path, monkeypatch):
     monkeypatch.setitem(published.CORPORA, name, miniature.corpus(name))
     (tmp_path / miniature.OFFICIAL[name]).write_bytes(miniature.official(name))
 
+    # The miniature replaces the published corpus, and its archive is in --data_dir already.
     code, out, err = programs.run(
         "experiments.prepare",
         f"--corpus={name}",
@@ -99,6 +102,7 @@ def test_a_corpus_is_read_and_encoded(tmp_path, monkeypatch):
     )
 
     assert code == 0, err
+    # The first line says where the text is from. The others have a name and a value.
     printed = {}
     for line in out.splitlines()[1:]:
         key, value = line.split(None, 1)
@@ -110,7 +114,7 @@ def test_a_corpus_is_read_and_encoded(tmp_path, monkeypatch):
 
 
 GCS = pytest.mark.full  # Without gcsfs, the error is that it is not installed.
-TASK = ["--model_path=m", "--tasks=t"]
+TASK = ["--model_path=m", "--tasks=t"]  # Required, and read later than the URLs.
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from txl_jax.data.corpus import read_corpus
 from txl_jax.runs.dynamic import DynamicModel
 from txl_jax.runs.score import score
 
+# Replaces `quickstart.LEARNING`, with a rate that is high enough for so short a text.
 LEARNING = {
     "eval.batch_size": 5,
     "eval.dynamic.rule": DynamicRule.SGD,
@@ -83,7 +84,7 @@ def test_curves_end_at_the_bits_of_the_whole_test_split(tmp_path, monkeypatch):
         "with memory": config.eval,
         "learning": config_tree.replace(config, LEARNING).eval,
     }
-    # Five rows of 11 targets are read in segments of 4, 4 and 3.
+    # The 55 targets are five rows of 11, which are read in segments of 4, 4 and 3.
     assert comparison.bytes_read == pytest.approx(56 * np.array([20, 40, 55]) / 55)
     readings = {
         "without memory": comparison.without_memory,
@@ -92,6 +93,7 @@ def test_curves_end_at_the_bits_of_the_whole_test_split(tmp_path, monkeypatch):
     }
     for name, reading_of_text in readings.items():
         assert reading_of_text.bits == pytest.approx(totals_of[name].bpc), name
+        # The first byte has no loss.
         bits_of_rows = nats_of[name][1:].reshape(5, 11) / np.log(2)
         by_hand = [
             bits_of_rows[:, :4].mean(),
@@ -99,7 +101,7 @@ def test_curves_end_at_the_bits_of_the_whole_test_split(tmp_path, monkeypatch):
             bits_of_rows[:, :11].mean(),
         ]
         assert reading_of_text.curve == pytest.approx(by_hand, rel=1e-5), name
-    assert len({reading_of_text.bits for reading_of_text in readings.values()}) == 3
+    assert len({reading_of_text.bits for reading_of_text in readings.values()}) == 3, "all differ"
     assert comparison.n_bytes == 56
     assert comparison.mem_len == 7
 
@@ -107,7 +109,8 @@ def test_curves_end_at_the_bits_of_the_whole_test_split(tmp_path, monkeypatch):
 def test_lzma_may_refer_to_the_training_split(tmp_path, monkeypatch):
     monkeypatch.setattr(quickstart, "LZMA_WINDOW", 700)
     noise = np.random.default_rng(0).integers(32, 127, 250).astype(np.uint8).tobytes()
-    # The test split, the last 50 bytes, is in the training split.
+    # Of 1,000 bytes, the first 900 train and the last 50 test. These 50 are in the training split,
+    # of which the last 700 fit the window.
     content = noise[:100] * 9 + noise[150:200] + noise[50:100]
     _, corpus = drawn_run.on_text(tmp_path, content)
     test = content[-50:]
@@ -149,6 +152,7 @@ def test_the_server_is_offered_only_if_its_packages_are_installed(monkeypatch):
 
         commands = quickstart.next_commands("my runs/a")
 
+        # The last command trains on the user's own text. The others use this run.
         assert all("'my runs/a'" in command for command in commands[:-1]), missing
         offered = re.findall(r"experiments\.(\w+)", "\n".join(commands))
         assert ("serve" in offered) == (missing is None), missing
@@ -157,7 +161,10 @@ def test_the_server_is_offered_only_if_its_packages_are_installed(monkeypatch):
 
 @pytest.fixture
 def small_stdlib(tmp_path, monkeypatch):
-    """A standard library of 50 modules of 30 bytes, of which ten test and ten validate."""
+    """A standard library of 50 modules of 30 bytes, of which ten test and ten validate.
+
+    Each of these splits takes modules until it has 300 bytes.
+    """
     folder = tmp_path / "lib"
     folder.mkdir()
     for number in range(50):
@@ -182,10 +189,11 @@ def files_in(folder):
 
 @pytest.mark.usefixtures("small_stdlib")
 def test_a_directory_of_a_quickstart_with_another_split_stays_as_it_is(tmp_path, monkeypatch):
-    """Before, the library was split by position. The digest of the text tells them apart."""
+    """An earlier version split the library by position. The text's digest tells the two apart."""
     workdir = tmp_path / "run"
     flags = [*FLAGS, "--compilation_cache=off", f"--workdir={workdir}"]
     config = programs.config_of(quickstart.DEFAULTS, *FLAGS)
+    # A run as that version has left it: another split, which its description did not name.
     with monkeypatch.context() as before:
         before.setattr(
             own_text,
@@ -204,6 +212,7 @@ def test_a_directory_of_a_quickstart_with_another_split_stays_as_it_is(tmp_path,
     assert "the text was" in err
     assert "--workdir" in err
     assert err.count("\n") == 1
+    # Of the two texts in the error, only the new one's description has it.
     assert err.count("split by names") == 1
     for path, content in files.items():
         assert path.read_bytes() == content, path
@@ -219,6 +228,7 @@ def test_a_small_quickstart(tmp_path, monkeypatch):
     code, out, err = programs.run("experiments.quickstart", *words)
 
     assert code == 0, err
+    # With memory, learning, and two of lzma.
     assert len(re.findall(r"(?m)^  \d\.\d{3}  \S.*\.$", out)) == 4
     picture = (tmp_path / "run" / "quickstart.png").read_bytes()
     assert picture.startswith(b"\x89PNG")

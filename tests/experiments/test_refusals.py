@@ -11,8 +11,10 @@ from support import tiny_run
 from txl_jax.config import config_tree
 from txl_jax.errors import UserError
 
+# Without a memory, same_length must be off.
 NO_MEMORY = {"eval.mem_len": 0, "eval.same_length": False}
 WITHOUT_RECURRENCE = {"train.mem_len": 0, "train.same_length": False}
+# Shaw's encoding requires a table of some size.
 SHAW = {"model.encoding": "shaw", "model.num_positions": 9}
 
 
@@ -27,6 +29,8 @@ SHAW = {"model.encoding": "shaw", "model.num_positions": 9}
         (attention.Plan(), SHAW, r"\bshaw\b"),
         (attention.Plan(), NO_MEMORY, r"eval\.mem_len\D*\b0\b"),
         (context_length.Plan(lengths=(8, 0)), {}, r"\[8, 0\]"),
+        # A model with a memory has no windows, and so no stride. One without it must have one, and
+        # not one above the shortest length.
         (context_length.Plan(lengths=(8,), stride=4), {}, r"\bstride\D*\b4\b"),
         (context_length.Plan(lengths=(8,)), WITHOUT_RECURRENCE, r"\bstride\b"),
         (
@@ -34,12 +38,15 @@ SHAW = {"model.encoding": "shaw", "model.num_positions": 9}
             WITHOUT_RECURRENCE,
             r"\bstride\D*\b7\b.*\b6\b",
         ),
+        # The last number is the step between contexts, and the second their largest.
         (recl.Plan(lengths=(2, 8, 0)), {}, r"\b2,8,0\b"),
         (recl.Plan(lengths=(5, 9, 5)), {}, r"\b5,9,5\b"),
+        # Names with a typing error.
         (device.Plan(paths=("fusd",)), {}, "'fusd'"),
         (device.Plan(tasks=("fusd", "training")), {}, "'fusd'"),
         (device.Plan(tiles=("8x8", "fusd")), {}, "'fusd'"),
         (speed.Plan(tasks=("trainig",)), {}, r"'trainig'.*\btraining\b"),
+        # The original is code in a directory, which cannot generate.
         (
             speed.Plan(peer=Peer.ORIGINAL, peer_path="/a", tasks=("generation",)),
             {},

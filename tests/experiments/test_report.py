@@ -31,6 +31,7 @@ def perplexities(folder, kind):
 
 @pytest.mark.full
 def test_the_numbers_of_a_run_are_those_of_its_files(tmp_path):
+    """A finished run of 1,000 steps. Its throughput is the median of its records."""
     folder = recorded_run.make(tmp_path / "mine")
     out = tmp_path / "new" / "out"
 
@@ -45,7 +46,7 @@ def test_the_numbers_of_a_run_are_those_of_its_files(tmp_path):
     rate = statistics.median(rates)
     text = (out / "report.md").read_text()
     assert f"| mine | ppl {valid:.2f} | ppl {test:.2f} | 1000 | {rate:,.0f} | 0:" in text
-    assert text[:100] in printed
+    assert text[:100] in printed, "the page is printed too"
     assert "![Learning curves](report.png)" in text
 
     with open(out / "report.csv", newline="") as file:
@@ -60,6 +61,7 @@ def test_the_numbers_of_a_run_are_those_of_its_files(tmp_path):
 
 @pytest.mark.full
 def test_runs_of_several_seeds_are_one_line_over_the_steps_that_all_have(tmp_path):
+    # None stands for a finished run. Only one learning rate has several seeds.
     for seed, rate, done in ((1, 0.001, None), (2, 0.001, 700), (3, 0.001, 0), (1, 0.002, None)):
         recorded_run.make(
             tmp_path / f"{rate}+{seed}", seed=seed, optimizer__learning_rate=rate, done=done
@@ -69,7 +71,8 @@ def test_runs_of_several_seeds_are_one_line_over_the_steps_that_all_have(tmp_pat
     lines = report.learning_curves(swept_settings(runs), runs)
 
     assert list(lines) == ["learning_rate 0.001, mean of 2 seeds", "0.002+1"]
-    # The second run has done 700 steps, and the third none.
+    # The second run has done 700 steps, with an evaluation every 200. The third has no scores, so
+    # it does not count.
     first = dict(runs[0].scores("valid"))
     second = dict(runs[1].scores("valid"))
     assert lines["learning_rate 0.001, mean of 2 seeds"] == {
@@ -93,6 +96,7 @@ def test_the_figure_has_the_means_of_the_best_lines_and_their_deviations(monkeyp
 
     monkeypatch.setattr(plots, "can_draw", lambda: True)
     monkeypatch.setattr(plots, "curves", curves)
+    # Perplexities by step, of nine lines. One has two seeds, and one is too much for the figure.
     lines = {"worst": {1: [99.0]}, "mean": {1: [3.0, 5.0]}}
     means = {"mean": {1: 4.0}}
     for number in range(7):
@@ -124,13 +128,14 @@ def test_without_a_figure_the_tables_are_written(tmp_path, monkeypatch, done, re
 @pytest.mark.full
 def test_runs_of_two_measures_are_compared_by_bytes(tmp_path, monkeypatch):
     def make(name, bits):
-        """Makes a run whose measures include bits per byte."""
+        """Makes a run whose records also have these measures."""
         with monkeypatch.context() as patch:
             patch.setattr(recorded_run, "_measures", lambda rng: measures(rng) | bits)
             return recorded_run.make(tmp_path / name)
 
     measures = recorded_run._measures
     words = make("words", {"approximate_bits_per_byte": 5.0})
+    # The second run's tokens are bytes, so its bits per byte are exact.
     monkeypatch.setattr(recorded_run, "VOCABULARY", ByteVocabulary(bytes(range(256))))
     of_bytes = make("bytes", {"bits_per_byte": 2.0})
 

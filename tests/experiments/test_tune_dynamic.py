@@ -18,6 +18,7 @@ from txl_jax.errors import UserError
 from txl_jax.runs.score_splits import Kind, Split, evaluate_splits
 from txl_jax.runs.scoring_progress import Interrupted
 
+# `Scores` is best at the rate in the middle and the decay at the end, beyond which 2e-2 is tried.
 PLAN = Plan(learning_rates=(1e-3, 2e-3, 4e-3), decays=(0.0, 1e-2))
 
 
@@ -31,14 +32,17 @@ def trained(tmp_path_factory):
 
 
 class Scores:
-    """Replaces a model's scores by ones that follow from the numbers, and keeps the calls."""
+    """Replaces a model's scores by ones that follow from the numbers, and keeps the calls.
+
+    With the best numbers of a split a token has a loss of 1, and without learning one of 9.
+    """
 
     def __init__(self, monkeypatch):
         # The best numbers of each split.
         self.best = {Split.VALID: (2e-3, 1e-2), Split.TEST: (4e-3, 0.0)}
-        self.diverges_from = math.inf
-        self.stop_at = math.inf
-        self.calls = []
+        self.diverges_from = math.inf  # The smallest rate that gives no finite loss.
+        self.stop_at = math.inf  # The number of the call, from 1, that is interrupted.
+        self.calls = []  # Split, and (rate, decay) or None without learning.
         self.weights = {"weight": np.zeros(3, np.float32)}
         monkeypatch.setattr(tune_dynamic._Scores, "_nats", self.nats)
         monkeypatch.setattr(
@@ -84,6 +88,7 @@ def test_validation_chooses_and_the_test_split_is_scored_with_the_choice_alone(
 
     assert numbers(tuned) == (2e-3, 1e-2)
     rates_first = [None, (1e-3, 0.0), (2e-3, 0.0), (4e-3, 0.0)]
+    # Then a larger decay is tried, because the best one is the largest of the list.
     assert scores.of(Split.VALID)[:5] == [*rates_first, (2e-3, 1e-2)]
     assert scores.of(Split.TEST) == [None, (2e-3, 1e-2)]
     assert scores.calls[-2:] == [(Split.TEST, None), (Split.TEST, (2e-3, 1e-2))]
@@ -96,6 +101,7 @@ def test_validation_chooses_and_the_test_split_is_scored_with_the_choice_alone(
             assert stored[split][kind]["loss"] == tuned.scores[split][kind].nll
 
 
+# Of eight calls: the first, among the rates, the last of the decays, and the last of all.
 @pytest.mark.parametrize("stop_at", [1, 3, 6, 8])
 def test_a_stopped_command_goes_on_with_what_is_missing(trained, scores, tmp_path, stop_at):
     plan = dataclasses.replace(PLAN, out=str(tmp_path))
@@ -131,6 +137,7 @@ def test_stored_scores_of_other_weights_are_not_used_and_an_earlier_result_stays
     with pytest.raises(Interrupted):
         tune(*trained, plan)
 
+    # Both scores before the stop were computed again.
     assert len(scores.calls) == 2
     assert json.loads(file.read_text())["tuned"] == result
 
@@ -174,6 +181,7 @@ def test_only_the_first_tokens_are_scored(trained, scores, tmp_path):
     plan = dataclasses.replace(PLAN, out=str(tmp_path), valid_tokens=21, test_tokens=31)
     tuned = tune(*trained, plan)
     assert tuned.scores.keys() == {Split.VALID, Split.TEST}
+    # The first token of a text has no score.
     assert tuned.scores[Split.VALID][Kind.DYNAMIC].tokens == 20
     assert tuned.scores[Split.TEST][Kind.DYNAMIC].tokens == 30
 
@@ -182,6 +190,7 @@ def test_rates_that_diverge_lose(trained, scores, tmp_path, capsys):
     scores.diverges_from = 2e-3
     tuned = tune(*trained, dataclasses.replace(PLAN, out=str(tmp_path)))
     assert tuned.settings.learning_rate == 1e-3
+    # 2e-3 and 4e-3. Half of 1e-3 is tried too, and is worse.
     assert capsys.readouterr().out.count("diverged") == 2
 
 
@@ -213,12 +222,14 @@ def test_a_best_value_at_an_end_is_followed(values, best, expected, capsys):
 
     assert search("decays", values, loss_of) == expected
     assert len(tried) == len(set(tried)), "each value is scored once"
-    # Without a word a user could not tell that the best one may lie further.
+    # The search gave up at an end. Without a note a user could not tell that the best value may lie
+    # further.
     assert ("--decays" in capsys.readouterr().out) == (best == 2.0**20)
 
 
 def test_a_value_beyond_an_end_has_few_digits():
     assert beyond([0.0007, 0.0021, 0.0063], 0.0063) == 0.0189
+    # A third of it, with six digits.
     assert beyond([0.0007, 0.0021], 0.0007) == 0.000233333
 
 
@@ -238,7 +249,8 @@ def test_the_rule_is_rmsprop_unless_it_is_set():
     )
     assert with_rule(ExperimentConfig()).eval.dynamic.rule is DynamicRule.RMSPROP
     assert with_rule(recorded).eval.dynamic.rule is DynamicRule.SGD
-    # So that tuned scores do not depend on numbers that are not used.
+    # The recorded rate becomes the default, so that stored scores do not depend on a number that
+    # tuning replaces.
     assert with_rule(recorded).eval.dynamic.learning_rate == 1e-3
 
 
@@ -253,6 +265,7 @@ def test_scores_are_those_of_the_command_that_is_printed(trained, tmp_path):
     _, *words = shlex.split(tune_dynamic.command(tuned.settings, config, run))
     assert words[:3] == ["-m", "experiments.text", "--mode=eval"]
     assert words[3] == f"--workdir={run.path}"
+    # The command's own flags, read as the command does, score the same.
     command_config = precedence.config_of_words(
         ExperimentConfig(), ["text", *words[4:]], recorded=run.config
     )
@@ -263,4 +276,4 @@ def test_scores_are_those_of_the_command_that_is_printed(trained, tmp_path):
             loss = results[kind][split]["loss"]
             assert loss == pytest.approx(totals.nll, rel=1e-6), (split, kind)
             losses.add(totals.nll)
-    assert len(losses) == 4
+    assert len(losses) == 4, "two splits, without learning and with it, all differ"

@@ -13,7 +13,7 @@ from experiments.bench.compiled.cost import Peaks, cost_of
 from experiments.bench.compiled.execution import Loop, executions
 from experiments.bench.compiled.hlo import arrays_of, parse
 
-# f32[8,128] as a TPU stores it is one tile.
+# Bytes of f32[8,128], which a TPU stores as one tile.
 TILE = 4096
 
 
@@ -37,7 +37,9 @@ def program(entry, *, computations="", head=""):
         ("f32[200,5]{0,1:T(8,128)}", 8 * 256 * 4),
         # Two rows share each word, which fills up nothing more.
         ("bf16[22,8,512,64]{3,2,1,0:T(8,128)(2,1)}", 22 * 8 * 512 * 128 * 2),
+        # S(1) is the vector memory. All others are in HBM.
         ("pred[1000]{0:T(1024)(128)(4,1)S(1)}", 1024),
+        # Two numbers of 4 bits are a byte.
         ("s4[16,128]{1,0:T(8,128)}", 1024),
     ],
 )
@@ -55,6 +57,7 @@ def test_an_operation_moves_its_operands_and_results_in_hbm():
     ROOT %d = f32[8,128]{1,0:T(8,128)} add(%b, %c)
 """)
     cost = cost_of(text)
+    # S(1) is not HBM, so only %a is read there, and %d written.
     assert cost.hbm_bytes == 2 * TILE
     first_sum, second_sum = cost.operations[2:]
     assert first_sum.traffic.read == TILE
@@ -72,6 +75,7 @@ def test_asynchronous_copies_and_slices_count_once_at_the_side_in_hbm():
     %slice-done.1 = bf16[8,410]{1,0:T(8,128)(2,1)S(1)} slice-done(%slice-start.1)
     ROOT %joined = bf16[72,410]{1,0:T(8,128)(2,1)S(1)} concatenate(%copy-done.1, %slice-done.1)
 """)
+    # The copied and the sliced rows are read. 410 columns take the place of 512.
     assert cost_of(text).hbm_bytes == (64 + 8) * 512 * 2
 
 
@@ -104,6 +108,7 @@ UPDATING = """
 DOUBLING = UPDATING.replace("update-slice(%stack", "update-slice(%doubled").replace(
     "  ROOT", "  %doubled = f32[12,8,128]{2,1,0:T(8,128)} add(%stack, %stack)\n  ROOT"
 )
+# Calls of the computations above, or of the same operation outside of a fusion.
 OPERANDS = "(%stack, %new, %index, %index, %index)"
 FUSION = "fusion(%stack, %new, %index), kind=kLoop, calls=%fused"
 
@@ -162,6 +167,8 @@ def test_a_scatter_moves_its_rows_and_not_the_table():
     assert cost_of(text).hbm_bytes == 3 * 16 * 128 * 4
 
 
+# A loop over (step, stack, x) that writes the square of x into row `step` of the stack. `looped`
+# replaces STEP, which is added to the step, and LIMIT, below which it must be.
 STATE = "(s32[]{:S(2)}, f32[6,8,128]{2,1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)})"
 LOOP = f"""
 %body (state: (s32[], f32[6,8,128], f32[8,128])) -> (s32[], f32[6,8,128], f32[8,128]) {{
@@ -186,7 +193,7 @@ LOOP = f"""
 """
 
 
-# A condition whose comparison is fused, with the limit as an operand.
+# A condition whose comparison is fused, with the limit as an operand. Tests replace DIRECTION.
 FUSED = """
 %compare (step: s32[], limit: s32[]) -> pred[] {
   %step = s32[]{:S(2)} parameter(0)
@@ -200,6 +207,10 @@ FUSED_LOOP = LOOP.replace(
 
 
 def looped(*, step="1", limit="constant(6)", known="", computations=LOOP):
+    """Returns a program whose entry is a loop, by default of six rounds.
+
+    `known` has the attributes that a compiler may add to the loop.
+    """
     return program(
         f"""
     %start = {STATE} parameter(0)
@@ -213,16 +224,18 @@ def loops_of(runs):
     return [run for run in runs if isinstance(run, Loop)]
 
 
+# Five rounds are assumed where the number depends on data.
 @pytest.mark.parametrize(
     ("options", "rounds", "is_assumed"),
     [
         ({}, 6, False),
-        ({"step": "4"}, 2, False),
+        ({"step": "4"}, 2, False),  # The steps 0 and 4 are below 6.
         ({"known": ', backend_config={"known_trip_count":{"n":"9"}}'}, 9, False),
         ({"limit": "parameter(1)"}, 5, True),
         ({"computations": FUSED.replace("DIRECTION", "LT") + FUSED_LOOP}, 6, False),
         # As long as something is above 0, which is a constant but not a number of rounds.
         ({"computations": FUSED.replace("DIRECTION", "GT") + FUSED_LOOP}, 5, True),
+        # No counter from 0 is below it, so the counter does not begin there.
         ({"limit": "constant(0)"}, 5, True),
     ],
 )
@@ -233,6 +246,7 @@ def test_rounds_of_a_loop(options, rounds, is_assumed):
 
 
 def test_a_loop_multiplies_what_its_body_costs_and_names_what_it_keeps():
+    # The program's call makes two steps, and the cost is that of one.
     cost = cost_of(looped(), steps=2)
     # Each of six rounds reads x twice and writes its square, which it reads and writes as a row.
     assert cost.hbm_bytes == 6 / 2 * (3 + 2) * TILE
@@ -285,6 +299,7 @@ def test_calls_and_asynchronous_computations_run_once_and_branches_in_part():
 }
 """,
     )
+    # A negation reads a tile and writes one. It is one of two branches. The other moves nothing.
     assert cost_of(text).hbm_bytes == (1 + 1 + 1 / 2) * 2 * TILE
 
 
@@ -305,6 +320,7 @@ def test_flops_of_dots_convolutions_libraries_and_kernels():
         backend_config={"custom_call_config":{"cost_estimate":
         {"flops":"1000","transcendentals":"0","bytes_accessed":"100000"}}}
 """)
+    # The lines of JSON were only folded for this file.
     cost = cost_of(re.sub(r'":\s+\{"', '":{"', text))
     product = 2 * 4 * 8 * 16 * 32
     assert [run.flops for run in cost.operations[2:]] == [product, product, product, 1000]
@@ -320,7 +336,11 @@ def multiply_and_hash(left_ref, right_ref, seeds_ref, product_ref, hash_ref):
 
 @pytest.mark.parametrize("estimated", [0.5, 1.0, 3.0])
 def test_a_kernels_estimate_is_checked_against_its_code_and_its_grid(estimated):
-    """Four steps multiply [128, 64] by [64, 128] each, and do two integer operations on 8 x 128."""
+    """Four steps multiply [128, 64] by [64, 128] each, and do two integer operations on 8 x 128.
+
+    A low estimate is believed, and the integer operations are then in the same proportion, as if
+    steps were left out. A high one is not.
+    """
     flops = 4 * 2 * 128 * 64 * 128
     block = functools.partial(pl.BlockSpec, index_map=lambda step: (step, 0))
     kernel = pl.pallas_call(
@@ -342,6 +362,7 @@ def test_a_kernels_estimate_is_checked_against_its_code_and_its_grid(estimated):
         jax.ShapeDtypeStruct((32, 128), jnp.int32),
     )
     lowered = traced.lower(lowering_platforms=("tpu",)).as_text()
+    # The text of a compiled program has the same configuration, without the escapes.
     escaped = re.search(r'backend_config = "(.*?)", ', lowered)[1]
     config = json.loads(re.sub(r"\\([0-9A-F]{2})", lambda code: chr(int(code[1], 16)), escaped))
     text = program(f"""
@@ -378,6 +399,7 @@ def test_integer_operations_of_any_hash_count():
 }
 """,
     )
+    # The xor, the shift and the product. Sums of floats do not count.
     assert cost_of(text).integer_ops == 3 * 64 * 128
 
 
@@ -397,6 +419,9 @@ def test_the_roofline_sum_takes_the_longest_of_each_operation():
     assert cost.bound(peaks._replace(flops=1)) == "compute"
 
 
+# Of `a` with 64 bytes. In a ring of n devices, each sends (n - 1) / n of the whole array to gather
+# or scatter it, and twice as much to reduce it. Groups are written as lists, as [groups, devices],
+# as axes of a mesh, or as a part of an axis. Without groups there is one of all eight.
 @pytest.mark.parametrize(
     ("line", "kind", "sent"),
     [
@@ -464,6 +489,7 @@ def test_an_all_reduce_that_a_fusion_slices_is_a_reduce_scatter():
 """,
     )
     [(kind, total)] = cost_of(text).sent_by_kind().items()
+    # The arrays of 64 and of 128 bytes are scattered in one collective.
     assert (kind, total.times, total.sent) == ("reduce-scatter", 1, (64 + 128) * 7 / 8)
 
 
@@ -485,9 +511,12 @@ def test_a_collective_that_is_spread_over_fusions_counts_where_it_starts():
 """,
         computations=begin + end,
     )
+    # Once, of four devices.
     assert cost_of(text).sent_bytes == 256 * 3 / 4
 
 
+# The tables from which a stack frame gets its line of code. Frame 2 is a library's, which frame 1,
+# of this project, has called: a parent's number is written one too high.
 FRAMES = """
 FileNames
 1 "/home/me/clone/txl_jax/modules/block.py"

@@ -119,7 +119,11 @@ def build_step(limits):
 
 
 def attention_flops(config):
-    """The part of `flops.of_step` that kernels compute: scores and weighted sums, three passes."""
+    """The part of `flops.of_step` that kernels compute: scores and weighted sums, three passes.
+
+    A query attends to the memory and, on average, to half of its segment. The backward pass takes
+    as much as two forward passes.
+    """
     train = config.train
     model = config.model
     keys = train.mem_len + (train.segment_len + 1) / 2
@@ -193,6 +197,7 @@ def name_of(limits):
 @TPU_STEPS
 @pytest.mark.parametrize("limits", STEPS, ids=name_of)
 def test_a_step_on_tpus_costs_at_most(limits):
+    # Without the compiler this raises, so that the nightly part cannot pass without a check.
     importlib.metadata.version("libtpu")
     check(limits)
 

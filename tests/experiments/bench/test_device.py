@@ -28,7 +28,7 @@ def case(task: str, config: ExperimentConfig = CONFIG, **changes) -> Case:
     return dataclasses.replace(make_case("tiny", config, task, batch=2, dtype="float32"), **changes)
 
 
-# A window that limits no query, all queries, and a part of them.
+# Windows that limit no query, all queries, and a part of them.
 @pytest.mark.parametrize("window", [None, 1, 19])
 @pytest.mark.parametrize(("task", "passes"), [("training", 3), ("evaluation", 1)])
 def test_operations_are_counted_on_visible_pairs(task, passes, window):
@@ -41,8 +41,10 @@ def test_operations_are_counted_on_visible_pairs(task, passes, window):
     queries = sizes.mem_len + np.arange(sizes.segment_len)
     keys = np.arange(sizes.mem_len + sizes.segment_len)
     distance = queries[:, None] - keys
+    # No distance is as large as 99.
     visible = np.sum((distance >= 0) & (distance < (sizes.window or 99)))
     pairs = sizes.batch * sizes.n_head * visible
+    # A product takes two operations for each of a head's 8 features.
     assert sizes.flops() == passes * 3 * 2 * 8 * pairs
     assert dataclasses.replace(sizes, n_positions=0).flops() == passes * 2 * 2 * 8 * pairs
 
@@ -109,15 +111,18 @@ def test_each_path_has_a_row_or_a_reason(run_benchmark, monkeypatch):
         ("evaluation", "tiled 16x16"),
         ("evaluation", "plain: tiled 512x1024"),
     ]
+    # Rows, heads, queries, keys and the width of a head.
     sizes = {"training": ["2", "3", "20", "33", "8"], "evaluation": ["1", "3", "6", "24", "8"]}
     for (task, name), row in page.rows.items():
         assert re.findall(r"\d+", row["sizes"]) == sizes[task], (task, name)
         assert row["time"].endswith(" ms"), (task, name)
         assert float(row["difference"] or 0) < 1e-3, (task, name)
         assert row["speedup"] == "1.00" or name != "reference", (task, name)
+    # Of the tiles with a row, which are the default and the two of --tiles that are valid.
     choices = [line for line in page.lines if "of 3 tiles auto takes tiled" in line]
     assert len(choices) == 2
     assert all(line.startswith("- tiny, ") for line in choices)
+    # All rows except the two references, with which they are compared.
     assert "- 8 within rounding, 0 wrong" in page.lines
     assert page.has_line("- no fused, as its kernels are for TPU")
     assert page.has_line("", "take_along_axis")
@@ -139,6 +144,7 @@ def interpreted(run_benchmark):
 
 @pytest.mark.full
 def test_a_wrong_kernel_is_named_and_not_timed(run_benchmark, interpreted, monkeypatch):
+    """It has the wrong sign in what moves the scores of distances to their keys."""
     skew = kernels.skew
     monkeypatch.setattr(kernels, "skew", lambda *arguments: -skew(*arguments))
 

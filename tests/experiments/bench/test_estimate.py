@@ -32,6 +32,7 @@ TINY = [
     "--eval.clamp_len=none",
 ]
 COMPILERS = ("libtpu", "jax_cuda13_plugin", "jax_cuda12_plugin")
+# Tests that need a compiler, which only the nightly part has.
 TPU = pytest.mark.nightly(part="tpu")
 CUDA = pytest.mark.nightly(part="cuda")
 
@@ -63,6 +64,7 @@ def test_without_a_compiler_the_sizes_that_follow_from_shapes_are_printed(
     without_compilers, monkeypatch
 ):
     """Four devices share parameters, and two share heads."""
+    # Sizes are printed to the byte instead of in megabytes.
     monkeypatch.setattr("txl_jax.runtime.environment.megabytes", lambda size: f"{size} B")
 
     code, out, err = without_compilers("--topology=v4:2x2x2", "--mesh.fsdp=4", "--mesh.tensor=2")
@@ -77,8 +79,10 @@ def test_without_a_compiler_the_sizes_that_follow_from_shapes_are_printed(
     sizes = {}
     for name, size in re.findall(r"(?m)^(\w[\w ]*?) +(\d+) B per device$", out):
         sizes[name] = int(size)
-    # [N, B, M, D] in bfloat16, and valid [B].
+    # [N, B, M, D] in bfloat16, and valid [B] in int32, for the two of 8 rows that a device has.
     assert sizes["segment memory"] == 3 * (8 // 4) * 32 * 64 * 2 + 4 * 8 // 4
+    # Float32 over eight devices, except for arrays that are whole on each. Adam has two moments of
+    # them, and counts.
     assert parameters * 4 / 8 < sizes["parameters"] < parameters * 4 / 8 * 1.2
     assert 2 * sizes["parameters"] <= sizes["optimizer"] <= 2 * sizes["parameters"] + 64
 
@@ -102,7 +106,7 @@ def test_programs_are_compiled_and_read(topology, device, tmp_path):
     assert len(re.findall(r"(?m)^\| bytes in memory \| [\d.]+ [kMG]B \|", out)) == 3
     assert len(re.findall(r"(?m)^\| sent to other devices \|", out)) == 3
     assert re.search(r"[\d.]+ x the textbook's", out)
-    # Each text says again what was printed.
+    # --programs stores the text of each compiled program.
     texts = sorted(tmp_path.iterdir())
     assert [text.stem.rpartition("-")[2] for text in texts] == sorted(estimate.TASKS)
     assert all("\nENTRY " in text.read_text() for text in texts)
@@ -133,11 +137,13 @@ assert found == {{"ALL_REDUCE"}} and " all-gather" in text, found
 
 @TPU
 def test_each_configuration_has_the_smallest_slice_that_fits():
+    """Of v5e all sizes are tried, from one chip on, and of v4 the one that is named."""
     out = compiled("--configs=small", "--topology=v5e,v4:2x2x1", "--tasks=training")
     expected = [("v5e:1x1", "data 1, fsdp 1, tensor 1"), ("v4:2x2x1", "data 1, fsdp 4, tensor 1")]
     assert re.findall(r"(?m)^small on (\S+):.*\((.*)\)$", out) == expected
 
 
+# `memory` is what the compiler leaves of the device's memory for a program.
 @pytest.mark.parametrize(
     ("topology", "rows", "memory"),
     [
@@ -164,6 +170,7 @@ def test_every_slice_is_known_to_libtpu(generation):
     [
         (["--topology=v5e:2x2", "--mesh.fsdp=3"], r"\b3 x 1\b.*\b4\b"),
         (["--topology=v5e:2x2", "--configs=smal"], r"\benwik8_12l\b.*'smal'.*\bsmall\b"),
+        # The package that has the compiler, which is missing.
         (["--topology=h200x8", "--configs=small"], "jax-cuda13-plugin"),
         (["--topology=v5e", "--configs=small", "--mesh.fsdp=2"], r"--mesh\.fsdp.*--configs"),
     ],
@@ -173,6 +180,7 @@ def test_mistakes_are_named(without_compilers, flags, expected):
     assert code == 1 and re.search(expected, err), err
 
 
+# `count` is the number of devices, and `expected` the mesh's axes (data, fsdp, tensor).
 @pytest.mark.parametrize(
     ("rows", "count", "expected"),
     [
@@ -187,14 +195,18 @@ def test_meshes_use_all_devices_with_as_many_as_possible_on_fsdp(rows, count, ex
 
     first, second = estimate.meshes(config, count)
 
+    # The same mesh with the configuration's own remat, and with full.
     for changes in (first, second):
         mesh = (changes["mesh.data"], changes["mesh.fsdp"], changes["mesh.tensor"])
         assert mesh == expected
     assert first["model.remat"] == config.model.remat
     assert second["model.remat"] == Remat.FULL
+    # Three devices divide neither these rows nor four heads.
     assert not list(estimate.meshes(config, 3))
 
 
+# `known` is what the error offers: a known chip or, if only the size is wrong, a size of this chip.
+# A host has 2 x 2 chips, so slices larger than a host have even numbers. A v4 has three axes.
 @pytest.mark.parametrize(
     ("name", "known"),
     [
@@ -232,10 +244,11 @@ def built_on(**sizes):
         ({}, 0),
         # All weights, 2 MB, gathered twice and scattered once.
         ({"fsdp": 4}, 3 * 2e6 * 3 / 4),
+        # An all-reduce of all gradients, which sends each part twice.
         ({"data": 4}, 2 * 2e6 * 3 / 4),
         # Of the scattered gradients, a quarter is left to reduce.
         ({"data": 2, "fsdp": 4}, 3 * 2e6 * 3 / 4 + 2 * 2e6 / 4 * 1 / 2),
-        # Two all-reduces of 16 x 100 x 1,000 numbers in each layer and direction.
+        # Two all-reduces of 16 x 100 x 1,000 numbers, 3.2 MB, in each layer and direction.
         ({"tensor": 2}, 24 * 4 * 2 * 3.2e6 * 1 / 2),
     ],
 )
@@ -257,6 +270,7 @@ ENTRY %main (a: bf16[1000,1000]) -> bf16[1000,1000] {
     cost = cost_of(program, steps=1)
     program_report.print_cost(cost, built_on(fsdp=4), "training", CHIPS["v5e"])
     rows = capsys.readouterr().out.splitlines()
+    # 2 GFLOP and 6 MB in milliseconds, at a v5e's FLOPs and bytes in a second.
     assert f"| matmuls | 2.00 GFLOP | {2e12 / 197e12:.2f} ms |" in rows
     assert f"| bytes in memory | 6.00 MB | {6e9 / 819e9:.2f} ms |" in rows
     # A quarter of the matrix comes from each device; the textbook's 4.5 MB is for all weights.
@@ -265,6 +279,7 @@ ENTRY %main (a: bf16[1000,1000]) -> bf16[1000,1000] {
 
 
 def test_every_device_has_a_peak_and_a_memory():
+    """Each is of the order that accelerators have, in FLOPs, operations and bytes, per second."""
     for chip in CHIPS.values():
         # A TPU v3 has 900 GB/s in two devices.
         assert 4e11 < chip.bandwidth < 1e13, chip.kind

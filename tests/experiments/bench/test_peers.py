@@ -46,6 +46,7 @@ def make_components(changes):
 
 
 def make(kind=HuggingFaceModel, **changes):
+    """Makes a peer with clusters. Its updates are too small to change a loss."""
     components = make_components(CLUSTERS | {"optimizer.learning_rate": 1e-12})
     return kind(components.config, tiny_run.params(components.model), vocab_size=tiny.V, **changes)
 
@@ -74,7 +75,8 @@ def segments(tokens: np.ndarray):
 @pytest.mark.parametrize("changes", [{}, CLUSTERS], ids=["full softmax", "clusters"])
 def test_losses_are_ours_and_each_task_has_its_counterpart(changes, capsys, monkeypatch):
     components = make_components(changes)
-    [peer] = peers.checked_peers(components, None)  # With full memories.
+    [peer] = peers.checked_peers(components, None)
+    # The check has filled its memories.
     for use, rows in (("evaluation", tiny.B), ("training", tiny.B), ("generation", 1)):
         assert [tuple(states.shape) for states in peer._memory[use]] == tiny.N * [(M, rows, tiny.D)]
     assert float(re.search(r"loss: (\S+) nats", capsys.readouterr().out)[1]) < 2e-5
@@ -84,10 +86,11 @@ def test_losses_are_ours_and_each_task_has_its_counterpart(changes, capsys, monk
         theirs.call()
         assert theirs.tokens == tokens, name
 
+    # With other settings than the peer's, our losses differ from its losses. Then nothing is timed.
     monkeypatch.setattr(
         peers, "apply_preset", lambda config, _: config_tree.replace(config, {"eval.clamp_len": 2})
     )
-    with pytest.raises(UserError, match=rf"\b{peers.TOLERANCE:g} nats\b"):  # Then nothing is timed.
+    with pytest.raises(UserError, match=rf"\b{peers.TOLERANCE:g} nats\b"):
         peers.checked_peers(components, None)
 
 
@@ -113,6 +116,7 @@ def test_the_originals_losses_are_ours_eager_and_compiled(changes, capsys):
 @HUGGINGFACE
 @pytest.mark.parametrize("top_k", [3, None])
 def test_generation_draws_what_the_library_draws(top_k):
+    """Token by token over its memory, until the memory's first tokens are long gone."""
     peer = make()
     import torch
 
@@ -122,7 +126,7 @@ def test_generation_draws_what_the_library_draws(top_k):
     first = torch.zeros((1, 1), dtype=torch.int64)
     expected = peer._model.generate(first, max_new_tokens=3 * M, do_sample=True, top_k=top_k or 0)
     assert tokens == expected[0, 1:].tolist()
-    assert len(set(tokens)) > 2
+    assert len(set(tokens)) > 2, "it does not repeat itself"
 
 
 @pytest.mark.parametrize(
@@ -146,6 +150,7 @@ def test_training_and_evaluation_carry_their_memory(kind, changes):
     steps = [peer.train_step(*first), peer.train_step(*second)]
     np.testing.assert_allclose(steps, means, rtol=1e-5)
 
+    # The second segment was read with the first in the memory.
     from_an_empty_memory = make(kind, **changes).evaluate(*second)
     assert np.abs(second_losses - from_an_empty_memory).max() > 1e-3
 
@@ -154,12 +159,14 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UserError, match=r"\btorch\b.*\[peer\]"):
         HuggingFaceModel(CONFIG, {}, vocab_size=tiny.V)
-    monkeypatch.setattr(peers, "_DIGEST", hashlib.sha256().hexdigest())  # No file was read.
+    # The directory's files, of which there are none, count as the release's.
+    monkeypatch.setattr(peers, "_DIGEST", hashlib.sha256().hexdigest())
     with pytest.raises(UserError, match=r"\btorch\b.*\[peer\]"):
         OriginalModel(CONFIG, {}, vocab_size=tiny.V, path="/nowhere", compiled=False)
 
 
 def test_another_folder_and_models_that_the_original_lacks_are_refused(tmp_path):
+    """Code that is not the release's is not run."""
     (tmp_path / "pytorch").mkdir()
     (tmp_path / "pytorch" / "mem_transformer.py").write_text(
         "raise AssertionError('other code was run')"

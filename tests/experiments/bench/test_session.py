@@ -17,13 +17,14 @@ from experiments.bench.trace_table import Share
 from support import ROOT
 from txl_jax.errors import UserError
 
+# Limits are in seconds. `Machine` measures the parts, and not their functions.
 FIRST = Part("first", "a first thing", limit=100, measure=None)
 SECOND = Part("second", "a second thing", limit=150, measure=None)
 THIRD = Part("third", "a third thing", limit=60, measure=None)
 
 
 class Machine:
-    """A clock, and processes that measure parts on it."""
+    """A clock, and the processes that measure parts, in which it runs on."""
 
     def __init__(self, out):
         self.out = out
@@ -33,6 +34,10 @@ class Machine:
         self.exit_codes = {}  # By part, or 0.
 
     def run_alone(self, command, log, limit):
+        """Replaces the process of a part: takes its time, and writes its output and its result.
+
+        Returns how it failed, or an empty text.
+        """
         [name] = [word.partition("=")[2] for word in command if word.startswith("--inside=")]
         self.started.append(name)
         seconds = self.takes.get(name, 50)
@@ -149,6 +154,7 @@ def test_the_least_time_is_enough_for_a_part(machine):
 
 
 def test_less_time_than_a_part_needs_is_an_error():
+    """Of the real parts, the longest has a limit of 100 s, and peaks one of 45 s."""
     Plan(minutes=100 / 60).validate()
     with pytest.raises(UserError, match="minutes"):
         Plan(minutes=1).validate()
@@ -184,6 +190,7 @@ def test_a_part_that_hangs_leaves_no_process(tmp_path):
 
 
 def test_all_parts_fit_two_commands_of_five_minutes_if_they_take_half_of_their_limits():
+    """No part begins in the last seconds of a command that are less than its limit."""
     names = [part.name for part in PARTS]
     assert len(set(names)) == len(names)
     limits = [part.limit for part in PARTS]
@@ -195,6 +202,7 @@ def test_all_parts_fit_two_commands_of_five_minutes_if_they_take_half_of_their_l
 def test_without_its_device_each_part_fails_by_itself(tmp_path):
     command = [sys.executable, "-m", "experiments.bench.session", "--parts=peaks,step_12l"]
     command += ["--miniature", f"--out={tmp_path}"]
+    # There is no GPU, or no plugin for it, so JAX cannot start.
     environment = os.environ | {"JAX_PLATFORMS": "cuda"}
     done = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
@@ -213,6 +221,7 @@ def test_a_step_in_miniature_has_its_time_bytes_and_lines_of_code(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True)
     result = json.loads((tmp_path / "miniature/step.json").read_text())
     model, times, memory, trace = result["tables"]
+    # Rows and tokens of a segment.
     assert model["rows"][0][model["columns"].index("sizes")] == "2 x 96"
     assert float(times["rows"][0][0].removesuffix(" ms")) > 0
     assert memory["rows"][0][0].endswith(" s")
@@ -232,7 +241,10 @@ def event(name, start, duration, instruction=None):
 
 
 def shares_of(line_name, events):
-    """Returns own time in nanoseconds and number of events by name, on a line of a trace."""
+    """Returns own time in nanoseconds and number of events by name, on a line of a trace.
+
+    An event's own time is the time in which no event within it runs.
+    """
     shares = trace_table.collections.defaultdict(Share)
     line = SimpleNamespace(name=line_name, events=events)
     trace_table._add_own_times(trace_table._events_of(line), shares)
@@ -259,6 +271,7 @@ def test_on_tpus_an_events_name_is_its_instruction():
 def test_instructions_of_one_line_of_code_are_added_up():
     shares = {"dot.1": Share(2.0, 1), "dot.2": Share(3.0, 2), "copy.7": Share(4.0, 3)}
     shares["copy.8"] = Share(4.5, 1)
+    # Copies have no line of code, and are added up by their kind. The longest time comes first.
     by_source = trace_table.shares_by_source(shares, {"dot.1": "a.py:1", "dot.2": "a.py:1"})
     assert by_source == [("copy", Share(8.5, 4)), ("a.py:1", Share(5.0, 3))]
 

@@ -39,6 +39,8 @@ def test_tasks_are_timed_in_turns_and_compared_call_by_call():
     assert order == list("abababab")
     assert len(ours.seconds) == len(peer.seconds) == 3
 
+    # The cells are the median, the slowest and the fastest of 16, 8 and 4 tokens per second. The
+    # peer has 2, 1.6 and 1.
     ours.seconds = [1.0, 2.0, 4.0]
     peer.seconds = [4.0, 5.0, 8.0]
     assert ours.cells == ["8", "4", "16"]
@@ -47,6 +49,7 @@ def test_tasks_are_timed_in_turns_and_compared_call_by_call():
 
 
 def test_tokens_follow_the_power_law():
+    """A token of rank r is as frequent as (r + 2.7) ** -1.1, for ranks from 1 on."""
     expected = np.cumsum((np.arange(tiny.V) + 3.7) ** -1.1)
     counts = np.bincount(timing.draw_tokens(tiny.V, 100_000), minlength=tiny.V)
     np.testing.assert_allclose(np.cumsum(counts) / 100_000, expected / expected[-1], atol=0.005)
@@ -69,11 +72,14 @@ def test_a_row_per_task_and_generation_twice_with_tails(capsys):
 
     speed.run(plan, types.SimpleNamespace(config=lambda: config))
 
+    # The lines before are the model, the machine and the table's head. A row has three samples of
+    # one token at a time, and the memory of 7.
     first, second = capsys.readouterr().out.splitlines()[5:]
     assert cells_of(first)[:3] == ["generation", "3 x 1", "7"]
     assert cells_of(second)[:3] == ["generation, every tail read", "3 x 1", "7"]
 
 
+# Tokens of a call: 2 segments of 2 x 4, 8 segments of 1 x 3, and 16 tokens of 3 samples.
 @pytest.mark.parametrize(
     ("name", "tokens", "shape", "mem_len"),
     [
@@ -128,6 +134,8 @@ def test_tokens_that_are_read_again_are_not_counted_and_windows_not_timed(compon
         "eval.mem_len": 0,
         "eval.same_length": False,
     }
+    # Windows of 4 tokens, of which 3 are new: a call has 2 windows in each of 2 rows, and computes
+    # 4 tokens for each 3 that count.
     strided = build(config_tree.replace(CONFIG, changes), vocab_size=tiny.V)
     training = speed.training(strided)
     assert training.tokens == 12

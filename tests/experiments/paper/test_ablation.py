@@ -15,7 +15,7 @@ from txl_jax.config import Encoding, LossPart, config_tree
 from txl_jax.metrics import Measure
 from txl_jax.runs.scoring_progress import Interrupted
 
-SIX = Table.WIKITEXT103
+SIX = Table.WIKITEXT103  # Table 6 of the paper.
 RECURRENT, SHAW = TABLES[SIX][:2]
 VANILLA, AL_RFOU = TABLES[SIX][-2:]
 L = tiny_run.L
@@ -40,6 +40,7 @@ def run(base, plan, folder, **others):
 
 
 def test_a_row_outside_the_table_is_known_by_its_name():
+    """A name has the row's settings, and at its end a segment length that is not the base's."""
     assert row_named(SIX, RECURRENT.name) is RECURRENT
     row = row_named(SIX, "recurrence-al_rfou-half-24")
     assert row == Row(True, Encoding.AL_RFOU, LossPart.HALF, segment_len=24)
@@ -81,10 +82,11 @@ def test_rows_are_trained_scored_and_reported(base, tmp_path, monkeypatch):
             assert set(score.at) == {4, trained_length}, case
             assert score.init == score.at[trained_length], case
             assert score.best == min(score.at.values()), case
+            # As good as the best, to the bits per byte that count as equal.
             assert score.at[score.length] <= score.best + 0.0005, case
 
     record = json.loads((tmp_path / "ablation.json").read_text())
-    assert len(record["scores"]) == 4
+    assert len(record["scores"]) == 4, "two rows with two seeds"
     assert record["seeds"] == [1, 2]
     header, *rows = (tmp_path / "ablation.csv").read_text().splitlines()
     assert header == "row,seed,init,best,length"
@@ -98,14 +100,14 @@ def test_rows_are_trained_scored_and_reported(base, tmp_path, monkeypatch):
     page = (tmp_path / "ablation.md").read_text()
     assert f" | {mean:+.4f} ({deviation:.4f}, 2) | " in page
 
-    # Nothing is scored again.
+    # Nothing is scored again: there is no function to score with.
     monkeypatch.setattr(ablation, "score_with_line", None)
     assert run(base, PLAN, tmp_path) == results
 
 
 @pytest.mark.nightly(part="long")
 def test_a_stopped_job_goes_on(base, tmp_path, capsys):
-    """It is stopped while lengths are scored.
+    """It is stopped in training, and then while lengths are scored.
 
     The length that was scored stays, until windows have another stride.
     """
@@ -113,7 +115,10 @@ def test_a_stopped_job_goes_on(base, tmp_path, capsys):
     printed = []
 
     def scored():
-        """Returns the lines of scores at attention length 4 so far."""
+        """Returns the lines of scores at attention length 4 so far, of all commands.
+
+        As a request to stop, it holds once the first of these lines is printed.
+        """
         printed.append(capsys.readouterr().out)
         return re.findall(r"length\D*\b4\b.*\bbits per byte\b", "".join(printed))
 
@@ -130,6 +135,7 @@ def test_a_stopped_job_goes_on(base, tmp_path, capsys):
 
 
 def test_the_shortest_length_that_is_as_good():
+    """Perplexities may differ by 0.01, and bits by 0.0005. The best is at the trained length."""
     config = row_config(tiny_run.CONFIG, RECURRENT, 1)
     scores = {4: 9.0, 8: 5.005, L + M: 5.0, 40: 5.001}
     assert ablation._summarize(config, scores, Measure.PPL) == (5.0, 5.0, 8, scores)
@@ -137,6 +143,9 @@ def test_the_shortest_length_that_is_as_good():
 
 
 def test_the_whole_table_follows_from_a_base_with_tied_positions(base):
+    """Settings that a row cannot have are reset: tied positions except for the relative encoding,
+    and tokens of warm-up for windows.
+    """
     tied = config_tree.replace(base[0], {"model.tie_positions": True, "eval.warmup_tokens": 3})
     Plan(lengths=(4,), stride=2, out="unused").check(tied)
     assert row_config(tied, RECURRENT, 1).model.tie_positions

@@ -37,11 +37,15 @@ def read(model, *, segments, clamp_len=None):
 
 
 @pytest.mark.full
+# The preset "tf" lets each query attend to one more key.
 @pytest.mark.parametrize(("untie_r", "preset", "window"), [(False, "ours", M), (True, "tf", M + 1)])
 def test_probabilities_are_those_of_the_model_by_distance(
     untie_r, preset, window, x64, monkeypatch
 ):
-    """They are the softmax's, when the layers run one by one outside of the scan."""
+    """They are the softmax's, which is noted while the layers run one by one outside of the scan.
+
+    Distances are clamped, so that the study must clamp them too.
+    """
     model = tiny.make(dtype=DType.FLOAT64, untie_r=untie_r, compat=tiny.compat_config(preset))
     params = tiny.variables(model)["params"]
     (_, before), (weights, _) = read(model, segments=2, clamp_len=2)
@@ -71,7 +75,7 @@ def test_probabilities_are_those_of_the_model_by_distance(
 
     for by_distance, of_keys in zip(weights.probabilities, probabilities, strict=True):
         for row in range(L):
-            # Distances window - 1 .. 0.
+            # The keys at distances window - 1 .. 0, of M in the memory and L in the segment.
             in_window = of_keys[:, :, row, M + row + 1 - window : M + row + 1]
             np.testing.assert_allclose(
                 by_distance[:, :, row], in_window[..., ::-1], rtol=0, atol=1e-12
@@ -80,11 +84,13 @@ def test_probabilities_are_those_of_the_model_by_distance(
 
 @pytest.mark.full
 def test_term_d_is_the_same_for_every_query_and_term_b_is_not(x64):
+    """Both depend on the distance, term (b) also on the query."""
+    # After four segments the memory is full.
     *_, (weights, _) = read(tiny.make(dtype=DType.FLOAT64), segments=4)
     d = np.asarray(weights.terms.d)
     b = np.asarray(weights.terms.b)
     np.testing.assert_allclose(d, np.broadcast_to(d[:, :1, :, :1], d.shape), rtol=0, atol=1e-12)
-    assert np.abs(b - b[:, :1, :, :1]).max() > 0.1
+    assert np.abs(b - b[:, :1, :, :1]).max() > 0.1, "compared with the first query of each head"
 
     # By its definition, term d is v times W_R R of each distance.
     params = tiny.variables(tiny.make(dtype=DType.FLOAT64))["params"]["stack"]
@@ -98,7 +104,7 @@ def test_term_d_is_the_same_for_every_query_and_term_b_is_not(x64):
 def test_spans_and_the_widest_heads():
     # Each of two heads in three layers attends to one distance only.
     distances = [[1, 4], [3, 2], [0, 1]]
-    average = np.eye(5)[distances]
+    average = np.eye(5)[distances]  # [N, H, A], all of the weight at one distance.
     assert attention.mean_distances(average).tolist() == [[1, 4], [3, 2], [0, 1]]
     assert attention.widest(average, 3) == [(0, 1), (1, 0), (2, 1)]
     assert attention.widest(average, 5) == [(0, 1), (1, 0), (2, 1), (1, 1), (0, 0)]
@@ -125,6 +131,7 @@ def test_averages_are_over_queries_with_a_full_memory_and_everything_is_written(
     average = draw(run, tmp_path)
 
     assert any(tmp_path.glob("*.png")) == plots.can_draw()
+    # Three heads are shown unless others are chosen, for the last query.
     assert (tmp_path / "attention.md").read_text().count("| layer ") == 3
     record = json.loads((tmp_path / "attention.json").read_text())
     heads = record["heads"]
@@ -142,7 +149,8 @@ def test_averages_are_over_queries_with_a_full_memory_and_everything_is_written(
 
     # The mean by hand, from the queries' own probabilities. The memory of 9 tokens is full from the
     # third segment of 5 on.
-    monkeypatch.setattr(plots, "can_draw", lambda: False)  # Ninety pictures.
+    # It would draw two pictures of each of 45 queries.
+    monkeypatch.setattr(plots, "can_draw", lambda: False)
     everywhere = tuple(range(10, 55))
     draw(run, tmp_path, positions=everywhere)
     with np.load(tmp_path / "attention.npz") as arrays:
@@ -167,6 +175,8 @@ def test_a_head_can_be_chosen(run, tmp_path):
 def test_a_stop_writes_nothing_and_missing_positions_are_refused(run, tmp_path):
     with pytest.raises(Interrupted):
         draw(run, tmp_path / "a", stop_requested=lambda: True)
+    # 12 tokens are two segments of 5, in which no query has a full memory of 9. Of 55 tokens, the
+    # queries from 10 to 54 have one.
     with pytest.raises(ValueError, match=r"\b12\b.*\b9\b"):
         draw(run, tmp_path / "a", tokens=12)
     with pytest.raises(ValueError, match=r"\b10\b.*\b54\b.*\b3\b"):
@@ -177,6 +187,7 @@ def test_a_stop_writes_nothing_and_missing_positions_are_refused(run, tmp_path):
 def test_heads_that_the_model_lacks_are_refused():
     with pytest.raises(ValueError, match=r"\b0\b.*\b1\b.*\b2\.0\b"):
         Plan(heads=("2.0",)).check(tiny_run.CONFIG)
+    # The last layer has more digits than Python converts to an integer.
     for text in ("1", "a.b", "1.2.3", "9" * 5000 + ".0"):
         with pytest.raises(ValueError, match=r"heads must be layer\.head"):
             Plan(heads=(text,)).validate()

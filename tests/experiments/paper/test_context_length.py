@@ -19,7 +19,8 @@ from txl_jax.runs.score_splits import Split
 from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runs.validation import as_record
 
-# They differ from the defaults, so that a sweep must set or keep them.
+# Settings of evaluation that differ from the defaults. A sweep must set the first, and keep the
+# others.
 GIVEN = {"eval.same_length": False, "eval.clamp_len": 4, "eval.batch_size": 2}
 
 
@@ -96,6 +97,7 @@ def test_without_recurrence_windows_are_scored(make_run, tmp_path, changes):
 
 @pytest.mark.full
 def test_a_stop_leaves_the_rows_before_it(recurrent, capsys):
+    """It is stopped while the second of two lengths is scored."""
     printed = []
 
     def first_is_printed():
@@ -103,7 +105,7 @@ def test_a_stop_leaves_the_rows_before_it(recurrent, capsys):
         return re.search(r"(?m)^valid\b\D*\b5\b", "".join(printed))
 
     config, *others = recurrent
-    # With short segments a split takes several calls.
+    # With short segments a split takes several calls, between which a stop is noticed.
     config = config_tree.replace(config, {"eval.segment_len": 2})
     with pytest.raises(Interrupted, match=r"\b8\b"):
         sweep((config, *others), [5, 8], stop_requested=first_is_printed)

@@ -14,6 +14,7 @@ from txl_jax.config import LineMark, Network, Tokenizer, config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.runs.scoring_progress import Interrupted
 
+# Words, punctuation and brackets, and the corpus WikiText-103's mark of a hyphen.
 WORDS = ["the", "cat", "sat", "@-@", "on", "(", "a", ")", "mat", ",", "and", "was", "seen", "."]
 
 
@@ -43,7 +44,8 @@ def write(run, path, stop_requested=lambda: False, **others):
 def test_a_page_has_the_continuations_of_the_model_and_of_the_text(run, tmp_path):
     page = write(run, tmp_path / "page.md", starts=(3, 20), context=11)
 
-    # The model continues the context, as generation does.
+    # The model continues the context of 11 tokens from token 3 on by 7, as generation does. The
+    # text's own 7 follow the context too.
     config, corpus, _, parts = run
     blocks = tiny_run.generator(parts.model, config.eval).tokens(
         np.asarray(corpus.test)[3:14], config.generate
@@ -59,6 +61,7 @@ def test_a_stop_writes_nothing_and_an_impossible_start_or_network_is_refused(run
     n_token = len(run[1].test)
     with pytest.raises(Interrupted):
         write(run, page, context=3, stop_requested=lambda: True)
+    # The last start leaves a context of 11 and a continuation of 7.
     with pytest.raises(ValueError, match=rf"\b{n_token - 18}\b.*\b{n_token}\b"):
         write(run, page, starts=(n_token,), context=11)
     lstm = config_tree.replace(run[0], {"model.network": Network.LSTM})
@@ -68,6 +71,7 @@ def test_a_stop_writes_nothing_and_an_impossible_start_or_network_is_refused(run
 
 
 def test_a_text_is_shown_as_it_is():
+    """It is indented by four spaces, so that Markdown shows its marks instead of reading them."""
     corpus = types.SimpleNamespace(vocabulary=ByteVocabulary(bytes(range(256))))
     text = "    - *a* # 1\n\n" + "word " * 30
     tokens = np.frombuffer(text.encode(), np.uint8)
@@ -76,7 +80,7 @@ def test_a_text_is_shown_as_it_is():
 
     assert first == "        - *a* # 1"
     assert second == ""
-    # A long line is folded into two.
+    # A line of 150 characters is folded at 100.
     assert len(folded) == 2
     assert "".join(line[4:] for line in folded) == "word " * 30
     assert max(len(line) for line in folded) <= 104

@@ -20,6 +20,7 @@ def test_studies_of_one_run(make_run, bucket, tmp_path):
     assert "context_length.csv" in names(workdir.path)
     short = config_tree.replace(config, {"generate.length": 5})
     continuation.write(short, corpus, workdir, continuation.Plan(context=9))
+    # The context, the model's continuation and the text's own.
     assert read(f"{workdir.path}/continuation.md").decode().count("\n### ") == 3
     average = attention.draw(*run, attention.Plan(out=str(bucket / "maps"), positions=(20,)))
     pictures = {"average.png", "heads-20.png", "terms-20.png"}

@@ -23,9 +23,10 @@ LENGTHS = range(100, 1000, 100)
 
 
 def losses(*stops: int) -> dict[int, np.ndarray]:
-    """Returns losses of one model for each stop, by length, at positions of 4 and 2 nats.
+    """Returns losses [models, positions] by context length, of one model for each stop.
 
-    A model's losses fall by 0.02 nats every hundred tokens up to its stop.
+    At 100 tokens positions have 4 or 2 nats, so the hardest tenth of them are positions of 4. A
+    model's losses fall by 0.02 nats every hundred tokens of context up to its stop.
     """
     hard = np.array([4.0, 2.0, 4.0, 2.0, 2.0, 2.0, 4.0, 2.0, 2.0, 2.0])
     by_length = {}
@@ -37,6 +38,9 @@ def losses(*stops: int) -> dict[int, np.ndarray]:
 
 @pytest.mark.parametrize(("ratio", "first"), [(0.1, 300), (0.5, 300), (1.0, 300), (1.0, None)])
 def test_a_model_whose_gain_stops_at_a_known_length_or_never(ratio, first):
+    """The first model stops at `first` or, for None, not within the lengths. The second stops at
+    700. Both do so at any fraction of the hardest positions.
+    """
     of_first, of_second = recl.gains(losses(first or 5000, 700), ratio=ratio)
     assert recl.effective_length(of_first) == first
     assert recl.effective_length(of_second) == 700
@@ -50,7 +54,8 @@ def test_baseline_and_hardest_positions_are_the_groups():
         100: np.array([[3.0, 5.0, 1.0], [4.0, 1.0, 6.0]]),
         200: np.array([[2.9, 4.0, 1.0], [2.0, 0.9, 5.0]]),
     }
-    # Baselines 3, 1 and 1, so the first position is the hardest.
+    # The baseline is the better model's loss with the shorter context: 3, 1 and 1. A tenth of three
+    # positions is one, the first, which is the hardest.
     [[first], [second]] = recl.gains(by_length, ratio=0.1)
     assert (first.context, first.longer) == (100, 200)
     assert first.relative == pytest.approx(1 - math.exp(2.9 - 3))
@@ -59,18 +64,21 @@ def test_baseline_and_hardest_positions_are_the_groups():
 
 
 def test_each_length_has_its_own_baseline():
-    """The first model stops at 300. The second one continues, and then its gains count in full."""
+    """The baseline at 400 tokens is the first model's, which stopped at 300. From 500 on it is the
+    second model's own, whose gains then count in full.
+    """
     by_length = losses(300, 300)
     for length in LENGTHS:
         by_length[length][1] += 0.005 - 0.02 * max(length - 400, 0) / 100
     _, steps = recl.gains(by_length, ratio=1.0)
     assert steps[3].context == 400
-    # From 0.005 above to 0.015 below.
+    # The second model goes from 0.005 above the baseline, which counts as no loss more, to 0.015
+    # below it.
     assert steps[3].relative == pytest.approx(1 - math.exp(-0.015), rel=1e-6)
     assert steps[4].relative == pytest.approx(1 - math.exp(-0.02), rel=1e-6)
 
 
-PLAN = Plan(lengths=(2, 8, 3), stride=3, batch_size=4)
+PLAN = Plan(lengths=(2, 8, 3), stride=3, batch_size=4)  # Contexts of 2, 5 and 8 tokens.
 MODELS = {
     "ours": {"model.encoding": Encoding.RELATIVE},
     "LSTM": {"model.network": Network.LSTM},
@@ -112,6 +120,7 @@ def test_losses_are_those_of_the_context_alone_and_are_kept(group, tmp_path, mon
     lengths = run(group, tmp_path)
     members, corpus = group
     tokens = np.asarray(corpus.test)
+    # Every third token has a loss, from the first one with the longest context of 8 on.
     n_loss = len(range(8, len(tokens), 3))
     for member in members:
         changes = {name.replace(".", "__"): value for name, value in MODELS[member].items()}
@@ -132,7 +141,7 @@ def test_losses_are_those_of_the_context_alone_and_are_kept(group, tmp_path, mon
 
     assert list(lengths) == list(MODELS)
     for member, of_ratios in lengths.items():
-        assert len(of_ratios) == 3, member
+        assert len(of_ratios) == len(recl.RATIOS), member
     record = json.loads((tmp_path / "recl.json").read_text())
     assert record["recl"] == lengths
     assert record["tokens"] == n_loss
@@ -143,7 +152,7 @@ def test_losses_are_those_of_the_context_alone_and_are_kept(group, tmp_path, mon
         assert {name: str(value) for name, value in step.items()} == row
     assert any(tmp_path.glob("*.png")) == plots.can_draw()
 
-    # Nothing is computed again.
+    # Nothing is computed again: there is no function for it.
     monkeypatch.setattr(recl, "context_losses", None)
     assert run(group, tmp_path) == lengths
     # The losses of another plan do not count.
@@ -153,6 +162,9 @@ def test_losses_are_those_of_the_context_alone_and_are_kept(group, tmp_path, mon
 
 @pytest.mark.full
 def test_plans_and_groups_that_cannot_be_compared_are_refused(group, tmp_path):
+    """A text of 56 tokens without one of 200, a single run, names that are equal, and names that
+    would lead out of --out. A stop is not an error of the plan, and is passed on.
+    """
     with pytest.raises(ValueError, match=r"\b56\b.*\b200\b"):
         run(group, tmp_path, dataclasses.replace(PLAN, lengths=(100, 200, 100)))
     with pytest.raises(Interrupted):
@@ -161,7 +173,6 @@ def test_plans_and_groups_that_cannot_be_compared_are_refused(group, tmp_path):
         dataclasses.replace(PLAN, workdirs=("a",)).load_runs()
     with pytest.raises(ValueError, match="ours, ours"):
         dataclasses.replace(PLAN, workdirs=("a", "b"), names=("ours", "ours")).load_runs()
-    # Such a name would lead out of --out.
     for name in ("../outside", "/outside", "..", ".", ".hidden", "a/b", ""):
         with pytest.raises(ValueError, match=r"\bnames\b.*--out"):
             dataclasses.replace(PLAN, workdirs=("a", "b"), names=("ours", name)).load_runs()

@@ -15,6 +15,7 @@ A = 9  # Attention length.
 L = 5  # Tokens of a segment.
 S = 8  # Segments of a call.
 CONFIG = ExperimentConfig(model=tiny.CONFIG, eval=EvalConfig(segment_len=L, clamp_len=4))
+# The program's model, scaled down.
 SMALL = [
     "--model.n_layer=1",
     "--model.d_model=16",
@@ -24,6 +25,7 @@ SMALL = [
 ]
 
 
+# Settings of the relative encoding only, which the sliding window's model cannot have.
 @pytest.mark.parametrize("own", ["untie_r", "tie_positions"])
 def test_both_sides_have_the_same_sizes_and_see_the_same_number_of_tokens(own):
     model = ModelConfig(n_layer=3, d_inner=30, **{own: True})
@@ -32,7 +34,7 @@ def test_both_sides_have_the_same_sizes_and_see_the_same_number_of_tokens(own):
     ours = table9.our_config(config, 800)
     window.validate()
     ours.validate()
-    # As published.
+    # As published, the sliding window's model has absolute positions, and the rest is the same.
     assert ours.model == config.model
     assert config.model.encoding is Encoding.RELATIVE
     assert window.model == dataclasses.replace(
@@ -80,7 +82,7 @@ def test_a_window_scores_one_token_and_ours_all_of_its_segments(monkeypatch):
 
 def test_seconds_are_per_token(monkeypatch):
     clock = itertools.count()
-    # A call takes a second.
+    # A call takes a second, which is for one token of the window, or for 8 of ours.
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
     monkeypatch.setattr(table9, "_sliding_window", lambda *_: Task("", 1, lambda: None))
     monkeypatch.setattr(table9.speed, "evaluation", lambda *_: Task("", 8, lambda: None))
@@ -96,6 +98,7 @@ def test_the_program_prints_a_table():
         "experiments.paper.table9", *SMALL, "--lengths=20,800", "--calls=3"
     )
     assert code == 0, err
+    # The paper has a speedup for 800, and none for 20.
     own, published = (line.split("|") for line in out.splitlines()[-2:])
     assert own[1].strip() == "20"
     assert own[9].strip() == ""
@@ -106,4 +109,5 @@ def test_the_program_prints_a_table():
             float(cell.replace(",", "")) for cell in row[2:9]
         )
         assert slowest >= window >= fastest
+        # The printed numbers are rounded.
         assert ratio == pytest.approx(window / ours, rel=0.02, abs=0.6)
