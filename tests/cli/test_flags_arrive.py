@@ -45,7 +45,9 @@ PROGRAMS = []
 for folder in HEADINGS:
     PROGRAMS += filter(uses_cli, programs_in(folder))
 
-# Values for plans that check theirs, by program and setting: typed values, and a flagfile's.
+# Values for plans that check theirs, by program and setting: typed values, and a flagfile's. All
+# other values are made from numbers, which begin at another `start_at` for each source, so that a
+# value shows where it is from.
 CHOSEN = {}
 IN_FILE = {}
 
@@ -73,6 +75,7 @@ choose(
     typed={"parts": ("peaks",), "inside": "step"},
     in_file={"parts": ("step", "step_12l"), "inside": "attention"},
 )
+# --peer_path, which also has a value, is only for this peer.
 choose(
     "bench.speed",
     typed={"tasks": ("evaluation",), "peer": "original"},
@@ -86,7 +89,7 @@ choose(
 
 # Settings that a plan requires by its own check.
 NOT_EMPTY = {"experiments.bench.estimate": ("topology",)}
-COMPAT = "nvidia"
+COMPAT = "nvidia"  # One of the presets of --compat. Typed settings win over it.
 # The documented short names of flags.
 ALIASES = {
     "experiments.prepare": {"corpus": "data.corpus"},
@@ -135,9 +138,9 @@ class Started:
 
 @pytest.fixture
 def compiled_in(monkeypatch, tmp_path):
-    """Runs programs that do not check whether settings go together.
+    """Lets programs start with values that do not go together, and files that do not exist.
 
-    Returns the arguments of `keep_compiled`.
+    Returns the arguments of `keep_compiled`, which stores no compiled functions here.
     """
     arguments = {}
 
@@ -262,6 +265,7 @@ def test_each_typed_flag_arrives(declare, start, name):
     if options.get("config"):
         assert_same(started.config, config_with(options, settings))
     assert started.flags == known, "each flag has a value here"
+    # By default, compiled functions are kept by the programs that read a text.
     assert started.compiled_in == {
         "named": started.plan.compilation_cache,
         "by_default": hasattr(started.plan, "data_dir") or name == "experiments.quickstart",
@@ -272,7 +276,7 @@ def test_each_typed_flag_arrives(declare, start, name):
 def test_each_flag_of_a_file_arrives_unless_it_is_typed_behind_it(declare, start, tmp_path, name):
     """The file gives every flag a value, and every second flag is typed as well, with another."""
     kind, options = declare(name)
-    # A file may not set the settings that load code.
+    # A file may not set the settings that load code, so these are typed.
     not_in_files = {leaf.name for leaf in config_tree.leaves(kind) if leaf.setting.loads_code}
     values = second_values(kind, chosen=CHOSEN.get(name), start_at=100)
     typed = every_second(values)
@@ -335,6 +339,7 @@ for program, aliases in ALIASES.items():
 
 @pytest.mark.parametrize(("name", "alias"), EVERY_ALIAS)
 def test_an_alias_sets_its_own_setting_alone(declare, start, name, alias):
+    """The settings of the program's other aliases keep their defaults."""
     kind, options = declare(name)
     setting = ALIASES[name][alias]
     value = second_values(ExperimentConfig, start_at=1000)[setting]
@@ -363,6 +368,7 @@ BY_CORPUS = (
 
 @pytest.mark.parametrize("name", BY_CORPUS)
 def test_a_corpus_that_is_named_brings_its_usual_settings(start, name):
+    # Flags without which these programs do not start.
     needed = {
         "experiments.ensemble": ["--workdir=run"],
         "experiments.paper.ablation": ["--out=out"],
@@ -389,6 +395,7 @@ def test_a_word_that_is_not_a_flag_is_an_error_but_for_the_files_of_two_programs
 def test_processes_that_flags_announce_are_joined(start, monkeypatch):
     joined = []
     monkeypatch.setattr(other_hosts, "join", joined.append)
+    # There are no other processes to compare the plan with.
     monkeypatch.setattr(other_hosts, "check_same", lambda plan: None)
 
     start("experiments.enwik8", "--coordinator=a:1", "--num_processes=3", "--process_id=2")
@@ -401,7 +408,9 @@ def test_processes_that_flags_announce_are_joined(start, monkeypatch):
 
 @pytest.mark.parametrize("value", ["", "none"])
 def test_a_value_that_is_not_of_the_settings_type_is_refused(value):
-    """An empty value is a text or an empty list. Only optional settings may be none."""
+    """An empty value is a text or an empty list. Only optional settings may be none, and choices
+    that have this name.
+    """
     values = flags.FlagValues()
     flag_tree.define(ExperimentConfig(), values)
     tried = 0
@@ -414,7 +423,7 @@ def test_a_value_that_is_not_of_the_settings_type_is_refused(value):
         with pytest.raises(UserError, match=rf"{re.escape(leaf.name)}\b"):
             flag_tree.parse(["program", f"--{leaf.name}={value}"], values)
         tried += 1
-    assert tried > 50
+    assert tried > 50, "most settings refuse it"
 
 
 # A recorded run: typed settings win over its record, and the others are as recorded.
@@ -525,14 +534,15 @@ def own_run(compiled_in, tmp_path):
 
 
 # Modes of a trained run with the flags of learning that are typed, without their group
-# "eval.dynamic.", and the flags among them that have no effect.
+# "eval.dynamic.", and the flags among them that have no effect. Only scoring learns, and `shared`
+# is about documents of --input.
 LEARNING_NOTES = {
     "--mode=train --rule=sgd --decay=0.5": {"rule", "decay"},
     "--mode=generate --rule=sgd": {"rule"},
     "--mode=generate --input=in --rule=sgd": {"rule"},
     "--mode=eval --rule=sgd --shared=true": {"shared"},
     "--mode=score --rule=sgd --shared=true": {"shared"},
-    # The default rate, so that it is not an error.
+    # A rate without a rule. Another one than the default would be an error.
     "--mode=eval --learning_rate=0.001": {"learning_rate"},
     "--mode=eval --rule=none": set(),
     "--mode=score --input=in --rule=sgd --shared=true": set(),
@@ -554,6 +564,7 @@ def test_flags_of_learning_have_no_effect_where_nothing_is_scored(flags_of_learn
 @pytest.mark.parametrize(("rule", "unread"), [("none", False), ("sgd", True)])
 @pytest.mark.usefixtures("own_run", "calls")
 def test_the_batch_has_no_effect_on_documents_that_are_learned(rule, unread):
+    """They are learned one by one. Without a rule they are scored in batches."""
     words = [f"--eval.dynamic.rule={rule}", "--eval.batch_size=4"]
 
     code, out, err = programs.run(

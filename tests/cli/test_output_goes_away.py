@@ -1,5 +1,8 @@
 """Tests commands whose output or terminal goes away while they work: no step is lost, and commands
 whose results nobody reads exit with 141.
+
+The exit code after a signal is 128 + its number: 129 for SIGHUP, 130 for SIGINT (Ctrl-C), and 141
+for SIGPIPE.
 """
 
 import json
@@ -29,6 +32,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(text, tmp_path_factory):
+    # Names with a space, and with brackets that are a pattern for `glob`.
     workdir = tmp_path_factory.mktemp("run [best]") / "lr[0.1]"
     code, _, err = programs.run("experiments.text", *SHORT, *text, f"--workdir={workdir}")
     assert code == 0, err
@@ -91,6 +95,7 @@ def test_a_run_continues_if_nobody_reads_its_output(text, tmp_path, both):
 
 
 def test_ctrl_c_with_tee_saves(text, tmp_path):
+    """In `command | tee log`, Ctrl-C ends tee as well, so the pipe has no reader any more."""
     reader, writer = os.pipe()
     process = start(
         "experiments.text", *ENDLESS, *text, f"--workdir={tmp_path}", stdout=writer, stderr=writer
@@ -137,7 +142,7 @@ def test_nohup_lets_a_run_finish(text, tmp_path):
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_run_needs_neither_stream(text, tmp_path, stream):
-    """After `>&-`, a file of the run must not get the number of standard output."""
+    """After `>&-` or `2>&-`, a file of the run must not get the number of the closed stream."""
     closing = {"stdout": "exec 1>&-", "stderr": "exec 2>&-"}[stream]
     process = start(
         "experiments.text",
@@ -178,6 +183,7 @@ def test_a_result_that_nobody_reads_ends_quietly_with_141(trained, tmp_path, nam
     _, err = process.communicate(timeout=SECONDS)
 
     assert process.returncode == 141
+    # Neither "Broken pipe" nor "broken pipe".
     assert "roken" not in err, err
     assert "Traceback" not in err, err
     if name == "eval":
@@ -199,7 +205,9 @@ def test_a_full_disk_behind_standard_output_is_an_error(trained):
 
 
 def test_what_a_stranger_wrote_into_a_run_cannot_act_on_the_terminal(trained, tmp_path):
-    """The description of the text, which several commands print."""
+    """The description of the text, which several commands print, has a sequence that clears the
+    screen and a line that looks like an error. Both are printed as escapes.
+    """
     config = json.loads((trained / "config.json").read_text())
     config["text"]["description"] = "a book\x1b[2J\nerror: none"
     run = tmp_path / "run"

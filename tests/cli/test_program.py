@@ -40,15 +40,18 @@ from txl_jax.runs.run import Run, TextInfo, recorded_folders
 from txl_jax.runs.scoring_progress import Interrupted
 from txl_jax.runtime import distributed, stop
 
+# The error of a collective whose other process has ended.
 GLOO = (
     "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection "
     "closed by peer"
 )
-SEVERAL = other_hosts.Processes(2, "a test", {})
+SEVERAL = other_hosts.Processes(2, "a test", {})  # Two processes, without arguments for JAX.
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.TextPlan):
+    """The plan of the tests' programs: a list, a path that is required, and a repeated flag."""
+
     lengths: tuple[int, ...] = setting((1, 2), "Lengths.")
     from_: str = setting("", "Folder.", path=True, required=True)
     member: tuple[str, ...] = setting((), "Members.", repeated=True)
@@ -92,9 +95,11 @@ def test_a_plan_has_absolute_paths_and_the_job_what_was_typed(start, tmp_path, m
     assert code == 0
     assert plan.lengths == (3, 4)
     assert plan.from_ == str(tmp_path / "here")
+    # A flag that is repeated is not split at commas, which lists are.
     assert plan.member == ("a=1,2", "b")
     assert job.words == ["word"]
     assert job.flagfile == "mine"
+    # Errors begin with the place of a setting, which is empty for a typed one.
     assert job.places == {"from": "", "member": "", "lengths": "mine.flags, line 1: "}
 
 
@@ -117,6 +122,7 @@ def test_the_config_is_the_flags_over_the_defaults(start):
     assert code == 0
     config, of_flagfile = configs
     assert config == config_tree.replace(defaults, {"model.n_layer": 2})
+    # The typed flag wins over the flagfile's 16 layers. The other numbers are the flagfile's.
     assert of_flagfile.model.n_layer == 2
     assert of_flagfile.model.d_model == 410
     assert of_flagfile.eval.mem_len == 640
@@ -145,10 +151,12 @@ def test_a_study_prints_its_notes(start, capsys):
     code, _ = start(*words, run=run, config=ExperimentConfig())
 
     assert code == 0
+    # A tenth of the 50 steps.
     assert "optimizer.warmup_steps is 5 instead of 100" in capsys.readouterr().out
 
 
 def test_processes_agree_on_the_plan_but_for_its_paths(start, monkeypatch):
+    """This process joins the others before the settings are compared."""
     done = []
     monkeypatch.setattr(other_hosts, "announced", lambda environment: SEVERAL)
     monkeypatch.setattr(other_hosts, "join", done.append)
@@ -175,6 +183,7 @@ def test_a_program_of_one_host_refuses_others_and_one_of_each_host_does_not_ask(
 
 
 def interrupt(plan, job):
+    """Ends as a program does that was asked to stop."""
     with job.stop:
         stop.request_stop("a test")
         raise Interrupted("the middle")
@@ -187,8 +196,10 @@ def test_the_exit_code_is_the_programs(start, capsys):
 
 
 def test_the_exit_code_after_a_stop_is_the_signals(start, monkeypatch, capsys):
+    # The request is made in an event of this test's own, because none can be taken back.
     monkeypatch.setattr(stop, "_stop_requested", threading.Event())
     code, _ = start("--from=x", run=interrupt)
+    # 128 + SIGTERM, for which a request without a signal counts.
     assert code == 143
     assert "stopped   on request in the middle, rerun the same command" in capsys.readouterr().out
 
@@ -311,6 +322,7 @@ def test_sizes_and_compatibility_come_from_the_trained_model(trained, warm_start
     assert config.model.compat == trained_config.model.compat
     assert config.model.compat != ExperimentConfig().model.compat
 
+    # A text without sizes takes the settings of the small model, with a batch of 16.
     assert config.model.dropout == preset("small").model.dropout
     assert config.train.batch_size == 16
     assert config.data.tokenizer.kind is Tokenizer.BYTE
@@ -343,12 +355,14 @@ def test_sizes_of_a_flagfile_yield_to_the_trained_model_and_nothing_else_does(wa
 
 
 def test_typed_sizes_of_another_model_are_refused(warm_start, tmp_path):
+    """They are refused behind a flagfile as well, whose own settings of the model yield."""
     with pytest.raises(UserError, match=r"model\.n_layer is 4 instead of 1\. Omit"):
         warm_start("--flagfile=small", "--model.n_layer=4")
 
     flagfile = tmp_path / "mine.flags"
     flagfile.write_text("--compat=ours\n--model.layer_norm=pre\n--model.cutoffs=2\n")
     config, _ = warm_start(f"--flagfile={flagfile}")
+    # The trained model's settings.
     assert config.model.layer_norm is NormPlace.POST
     assert config.model.cutoffs == ()
     assert not config.model.compat.final_norm
@@ -403,7 +417,7 @@ def test_own_text_without_sizes_takes_the_small_model_and_says_so(config_in, tmp
 def test_own_text_with_a_setting_of_the_model_takes_the_papers_and_says_so(config_in, word):
     config, notes = config_in(word)
     assert config.model.d_model == ExperimentConfig().model.d_model
-    assert config.train.steps == 400_000
+    assert config.train.steps == 400_000, "the paper's"
     assert len(notes) == 1, "the paper's batch is named"
 
 
@@ -434,7 +448,7 @@ def test_a_warm_up_that_was_not_typed_becomes_a_tenth_of_the_steps(config_in, wo
     assert "warm-up" in notes[-1]
     assert "is 10 instead of 100" in notes[-1]
 
-    # More steps than the warm-up need no change.
+    # More steps than the default warm-up of 100 need no change.
     config, _ = config_in(*words, "--train.steps=105")
     assert config.optimizer.warmup_steps == 100
 
@@ -445,6 +459,7 @@ def test_a_warm_up_that_was_typed_must_be_shorter_than_the_training(config_in):
 
 
 def test_a_run_that_gets_more_steps_keeps_its_warm_up(config_in, tmp_path):
+    """Its record has 10, a tenth of its first steps, and the flagfile has 100."""
     config, _ = config_in("--train.steps=100")
     runs.record(tmp_path / "new", config, own_bytes())
     for steps in (100, 200, 800):
@@ -452,11 +467,13 @@ def test_a_run_that_gets_more_steps_keeps_its_warm_up(config_in, tmp_path):
         assert longer == config_tree.replace(config, {"train.steps": steps}), steps
         assert len(notes) == 1, steps
 
+    # A typed one wins over the record.
     config, _ = config_in("--optimizer.warmup_steps=7")
     assert config.optimizer.warmup_steps == 7
 
 
 def test_a_note_about_a_recorded_warm_up_reads_forwards(config_in, tmp_path):
+    """It names the recorded number, which is kept, before the flagfile's."""
     recorded = config_tree.replace(
         preset("small"), {"optimizer.warmup_steps": 3, "data.file": str(tmp_path / "text")}
     )
@@ -484,7 +501,7 @@ def test_an_error_names_where_settings_come_from_that_nobody_typed(config_in, tm
     err = error_of("--optimizer.weight_decay=0.1", "--model.n_layer=1")
     assert "(optimizer.name comes from the defaults)" in err
 
-    # All settings are typed.
+    # The settings that do not go together are all typed.
     typed = ["--train.segments_per_call=5", "--train.steps=1", "--optimizer.warmup_steps=0"]
     assert "comes from" not in error_of(flagfile, *typed)
     typed = ["--optimizer.weight_decay=0.1", "--optimizer.name=adam", "--model.n_layer=1"]
@@ -500,7 +517,7 @@ def test_an_error_names_where_settings_come_from_that_nobody_typed(config_in, tm
         ("--mode=score --input=in --per_token --data.order=sentences", ["data.order"]),
         ("--mode=generate --generate.length=3 --data.roll=rows", ["data.roll"]),
         ("--input_format=lines", ["input_format"]),
-        # The recorded number of steps, and a flagfile's settings, are not noted.
+        # A value that the record has too, and the settings of a flagfile, are not noted.
         ("--mode=eval --train.steps=24 --flagfile=small", []),
         ("--train.mem_len=9 --generate.length=7", []),
     ],
@@ -509,6 +526,7 @@ def test_typed_flags_that_a_mode_does_not_read_are_named_once(start, capsys, com
     trained = config_tree.replace(ExperimentConfig(), {"train.steps": 24})
 
     def run(plan, job):
+        """Notes what is unread as the command of a corpus does, without a run."""
         config = flag_tree.build(trained)
         recorded = trained
         if plan.mode == "train":
@@ -565,7 +583,7 @@ def test_training_resumes_in_the_recorded_directories_and_other_modes_write_to_n
     assert folders("--mode=generate") == defaults
     assert folders("--mode=score", "--input=a") == defaults
 
-    # A record that cannot be read is not used.
+    # Directories of a record that cannot be read are not used. The error comes later.
     (tmp_path / "run" / "config.json").write_text("{")
     assert folders() == defaults
 
@@ -593,12 +611,16 @@ def caused_by(error, cause):
     return error
 
 
+# The error of JAX's coordination service about a process that did not come.
 UNAVAILABLE = RuntimeError("UNAVAILABLE: barrier")
 
 
 @pytest.fixture
 def one_of_several_processes(monkeypatch):
-    """Makes this process one of several, which waits for nobody."""
+    """Makes this process one of several.
+
+    It neither talks to the others, nor waits until it is known which one is lost.
+    """
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "is_multiprocess", lambda: False)
     monkeypatch.setattr(other_hosts, "SECONDS_TO_NAME", 0)
@@ -618,15 +640,17 @@ def test_a_lost_process_has_an_exit_code_of_its_own(request, capsys, error):
     assert not other_hosts.lost_another(error), "a process by itself has no other to lose"
     request.getfixturevalue("one_of_several_processes")
 
+    # EX_TEMPFAIL: the same command may succeed.
     assert exit_code_for(error) == other_hosts.LOST == 75
 
     err = capsys.readouterr().err
     assert err.startswith("error: ")
-    # Another error than the library's is printed.
+    # The library's text is not all that is printed.
     assert err != f"error: {error}\n"
 
 
 def error_known_to_all():
+    """Returns an error that all processes have, so that none of them is lost."""
     error = RemoteProcessError("process 1: Connection reset by peer")
     error.known_to_all = True
     return error
@@ -687,7 +711,7 @@ def test_a_bug_in_xla_is_not_out_of_memory():
 
 @pytest.mark.full
 def test_a_run_that_a_cpu_cannot_hold_ends_with_an_error(tmp_path):
-    """Its memory has 31 GB, and a process may have 24 GiB.
+    """The model's memory of 120 million tokens has 31 GB, and the process may have 24 GiB.
 
     Nothing is allocated, because the system refuses at once.
     """
@@ -703,6 +727,7 @@ def test_a_run_that_a_cpu_cannot_hold_ends_with_an_error(tmp_path):
         f"--workdir={tmp_path / 'run'}",
     )
     ended = subprocess.run(
+        # 24 GiB in KiB.
         ["bash", "-c", 'ulimit -v 25165824; exec "$@"', "bash", *command],
         cwd=ROOT,
         env=os.environ | ON_PATH | {"JAX_PLATFORMS": "cpu"},
@@ -716,6 +741,7 @@ def test_a_run_that_a_cpu_cannot_hold_ends_with_an_error(tmp_path):
 
 
 def test_a_process_lost_at_the_end_is_reported_unless_a_mistake_was(monkeypatch):
+    """At the end processes wait for each other. A command that failed ends with its own code."""
     exits = []
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(other_hosts.os, "_exit", exits.append)
@@ -727,6 +753,7 @@ def test_a_process_lost_at_the_end_is_reported_unless_a_mistake_was(monkeypatch)
     assert exits == [1]
 
 
+# An error of the system as Python raises it for a path.
 READ_ONLY = OSError(errno.EROFS, "Read-only file system", "/mnt/report")
 
 
@@ -759,6 +786,8 @@ def test_a_bug_keeps_its_traceback(capsys):
 
 
 def test_errors_name_flags_by_the_short_names_that_the_command_has(start, capsys):
+    """Longer names that only begin with the same words stay."""
+
     def fail(plan, job):
         raise UserError(
             "pass --data.tokenizer.kind=byte, not --data.tokenizer.kinds or --data.tokenizer.kind.x"
@@ -809,7 +838,7 @@ def test_another_kind_of_token_drops_what_the_program_sets_for_its_own():
     config = parsed("--data.tokenizer.kind=char", "--data.tokenizer.min_count=2", base=base)
     assert config.data == data_config(kind=Tokenizer.CHAR, min_count=2)
 
-    # A vocabulary's file has its own counts.
+    # A vocabulary's file says which words count, so the least count becomes 1.
     from_file = config_tree.replace(
         base, {"data.tokenizer.vocab_file": "/words", "data.tokenizer.min_count": 1}
     )
@@ -834,6 +863,7 @@ def test_mistakes_are_named(word, pattern):
 
 
 def test_a_flag_that_a_flagfile_overrides_is_a_warning(capsys):
+    """The last one wins, and here the file comes last. The warning names the line of the file."""
     config = parsed("--train.batch_size=3", "--model.n_layer=2", "--flagfile=enwik8_12l")
     assert config.train.batch_size == 22
     first, second = sorted(capsys.readouterr().err.splitlines())
@@ -904,7 +934,10 @@ def test_a_flagfile_from_a_pipe(tmp_path):
 
 
 def test_flagfiles_that_include_the_next_twice_are_refused(tmp_path):
-    """Thirty of them would be read a thousand million times, even without a flag in the last."""
+    """Thirty of them would be read 2**30 times, even without a flag in the last.
+
+    The limit is 100 flagfiles. So many are read.
+    """
     for number in range(30):
         (tmp_path / f"f{number}").write_text(f"--flagfile={tmp_path}/f{number + 1}\n" * 2)
     (tmp_path / "f30").write_text("")

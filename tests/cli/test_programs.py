@@ -28,7 +28,7 @@ from txl_jax.runtime import stop
 SIMPLE_MODEL = ["--model.n_layer=1", "--model.dropout.rate=0"]
 SHORT = [*programs.steps(2, every=2), *SIMPLE_MODEL]
 LAYER_NORM = "model.layer_norm"
-MINUTES_STEPS = 20
+MINUTES_STEPS = 20  # Steps that --minutes gives here, without timing any.
 
 
 def run(program, *flags):
@@ -166,8 +166,15 @@ def test_minutes_set_the_steps_at_the_first_start_alone(own_text, tmp_path, monk
     asked = []
 
     def steps_in(seconds, *_):
+        """Notes the time. A second call would find more steps."""
         asked.append(seconds)
-        return FittingSteps(MINUTES_STEPS * len(asked), 0.1, 30, 7, compilation=None)
+        return FittingSteps(
+            steps=MINUTES_STEPS * len(asked),
+            update_seconds=0.1,
+            advised_steps=30,
+            advised_minutes=7,
+            compilation=None,
+        )
 
     monkeypatch.setattr(plans, "steps_in", steps_in)
     lines = [*own_text, *SIMPLE_MODEL, "--optimizer.warmup_steps=30", f"--{LAYER_NORM}=pre"]
@@ -181,12 +188,13 @@ def test_minutes_set_the_steps_at_the_first_start_alone(own_text, tmp_path, monk
     succeed("text", *flags)
     recorded = read_json(tmp_path / "run" / "config.json")
     assert recorded["config"]["train.steps"] == MINUTES_STEPS
+    # A tenth of the steps, which are too few for the flagfile's pre-norm.
     assert recorded["config"]["optimizer.warmup_steps"] == 2
     assert recorded["config"][LAYER_NORM] == "post"
 
     out = succeed("text", *flags)
     assert re.search(r"(?m)^finished +already", out)
-    assert asked == [30]
+    assert asked == [30], "seconds, asked for once"
     assert read_json(tmp_path / "run" / "config.json") == recorded
 
     err = fail("text", *flags, "--train.steps=40")
@@ -203,7 +211,9 @@ def fit_steps(monkeypatch, config, *, steps, places):
     was timed is used, and the notes.
     """
     timed: Any = object()
-    fitting = FittingSteps(steps, 0.1, 30, 7, compilation=timed)
+    fitting = FittingSteps(
+        steps=steps, update_seconds=0.1, advised_steps=30, advised_minutes=7, compilation=timed
+    )
     monkeypatch.setattr(plans, "steps_in", lambda *_: fitting)
     new_run: Any = types.SimpleNamespace(is_new=True, notes=[])
     job: Any = types.SimpleNamespace(places=places)
@@ -226,6 +236,7 @@ def fit_steps(monkeypatch, config, *, steps, places):
     ],
 )
 def test_minutes_for_few_steps_choose_post_norm(steps, places, changes, expected, monkeypatch):
+    # The preset has pre-norm.
     config = config_tree.replace(preset("own_bytes"), changes)
     fitted, uses_timed_step, notes = fit_steps(monkeypatch, config, steps=steps, places=places)
 
@@ -244,7 +255,7 @@ def test_minutes_never_replace_post_norm(monkeypatch):
     )
     assert uses_timed_step
     assert fitted.model.layer_norm is NormPlace.POST
-    assert len(notes) == 1
+    assert len(notes) == 1, "only the number of steps"
 
 
 @pytest.mark.full
@@ -267,7 +278,7 @@ def test_another_text_is_scored_in_place_of_the_runs_own(undisturbed, tmp_path, 
         "the run belongs to another corpus's command"
     )
     assert trained_on["description"] in out, "the run's own text is named"
-    assert "949" in out, "the other text is named"
+    assert "(949 tokens)" in out, "of the other text's 950 bytes, all except the first are scored"
     assert sorted(recorded.iterdir()) == before
     assert len(list((tmp_path / "tokens").glob("text-*"))) == 1
 
@@ -416,10 +427,12 @@ def test_json_lines_are_trained_on_and_scored(tmp_path):
         f"--workdir={tmp_path / 'run'}",
     ]
     succeed("text", *flags, "--data.json_field=text")
+    # 3,290 bytes of 200 texts, and the end of each.
     text = read_json(tmp_path / "run" / "results.json")["text"]
     assert text.startswith("own text, 3,490 bytes")
 
-    # Documents are read as in training, from the same field.
+    # Documents are read as in training, from the same field. Of 7 bytes the first has no score. An
+    # empty line is not a document, and the last document has no such field.
     path.write_text('{"text": "one\\ntwo"}\n\n{"text": ""}\n{"no": 1}\n')
     score = ["--mode=score", f"--workdir={tmp_path / 'run'}", f"--input={path}"]
     code, out, err = run("text", *score)
@@ -427,7 +440,7 @@ def test_json_lines_are_trained_on_and_scored(tmp_path):
     assert code == 1
     assert f"line 4 of {path}" in err
 
-    # Without a field, each line is a document.
+    # Without a field, each line is a document, also an empty one.
     out = succeed("text", *score, "--data.json_field=none")
     assert [record["tokens"] for record in json_lines(out)] == [19, 0, 11, 8]
 
@@ -527,7 +540,7 @@ def test_a_model_that_may_only_be_read_is_evaluated_and_generates(drawn, read_on
     assert "\nthe cat " in generated
     assert "sample-seed0" not in generated
 
-    # The files are all that this mode makes.
+    # Files are all that the mode score makes, so it needs a place for them.
     assert "--out" in fail_to_use("score", read_only, *of_text)
     assert content(read_only) == before
 
@@ -586,7 +599,7 @@ def test_prompts_of_a_file_become_records_on_the_output(drawn, tmp_path):
         (2, 1, "sat on a"),
     ]
 
-    # The first sample is the text that the prompt has by itself.
+    # The first sample is the text that the prompt alone gets. Its length is 12 words.
     text = records[0]["text"]
     assert len(text.split()) > 5
     generated = use("generate", workdir, "--generate.prompt=the cat", f"--out={tmp_path}")
@@ -599,6 +612,7 @@ def test_prompts_of_a_file_become_records_on_the_output(drawn, tmp_path):
 
 
 def test_a_stop_ends_a_file_of_documents_after_a_complete_record(drawn, tmp_path, monkeypatch):
+    # The request is made in an event of this test's own, because none can be taken back.
     monkeypatch.setattr(stop, "_stop_requested", threading.Event())
     stop.request_stop("a test")
     (tmp_path / "in.txt").write_text("the cat\n" * 9)
@@ -606,6 +620,8 @@ def test_a_stop_ends_a_file_of_documents_after_a_complete_record(drawn, tmp_path
 
     code, out, err = run("text", *flags)
 
+    # 128 + SIGTERM, for which the request counts.
     assert code == 143, err
     assert "stopped" in err
+    # The output is one record, of the first document.
     assert json.loads(out)["index"] == 0

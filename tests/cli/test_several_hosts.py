@@ -122,12 +122,14 @@ def test_what_two_processes_began_one_ends_with_the_numbers_of_an_undisturbed_ru
     started[1].send_signal(signal.SIGTERM)
     (code_0, out_0, err_0), (code_1, out_1, err_1) = processes.finish(started)
 
+    # 128 + SIGTERM, in both processes, though only the second got it.
     assert code_0 == 143, err_0
     assert code_1 == 143, err_1
     assert out_1 == ""
     assert "Traceback" not in err_0 + err_1, err_0 + err_1
     step = int(re.search(r"(?m)^stopped\D*(\d+)", out_0)[1])
     assert 4 <= step < STEPS
+    # All eight devices are on one mesh axis, in two processes.
     assert re.search(r"\bdata 8\b.*\bfsdp 1\b.*\btensor 1\b.*\b2\b", out_0)
     assert max(int(path.name) for path in latest.iterdir()) == step
     assert (latest / str(step) / "digests.json").exists()
@@ -220,6 +222,10 @@ def test_two_processes_save_whole_checkpoints_in_a_directory_whose_name_is_a_pat
 
 @pytest.mark.full
 def test_a_step_that_one_process_cannot_open_does_not_count_and_both_end(text_file, tmp_path):
+    """Its array is missing for the second process alone. Both print the error, and step 2 stays the
+    latest one.
+    """
+    # The second process misses an array of step 4, for which it waits half a second.
     script = (
         "import jax; from experiments import text; from txl_jax import cli; "
         "from txl_jax.runtime import checkpoint, stored_arrays; "
@@ -255,6 +261,8 @@ def test_a_step_that_one_process_cannot_open_does_not_count_and_both_end(text_fi
 # How a process finds out about the others
 
 
+# The environment of a process in a job of Slurm: in the shell of salloc, in a script of sbatch, in
+# an interactive step on one node, as one of four tasks of srun, and as one of two, a task a node.
 SALLOC_SHELL = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "node[1-2]"}
 SBATCH_SCRIPT = SALLOC_SHELL | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 INTERACTIVE_STEP = SBATCH_SCRIPT | {"SLURM_STEP_NODELIST": "node1", "SLURM_STEP_NUM_TASKS": "1"}
@@ -265,6 +273,7 @@ BY_HAND = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROC
 
 @pytest.fixture(autouse=True)
 def without_tpu(monkeypatch):
+    """No test depends on whether this machine has a TPU."""
     monkeypatch.setattr(other_hosts, "_has_tpu", lambda: False)
 
 
@@ -299,11 +308,12 @@ def test_a_process_by_itself_waits_for_nobody(environment):
 @pytest.mark.parametrize(
     ("environment", "count", "all_devices"),
     [
-        # Two tasks of a node share its GPUs: jax gives each its own.
+        # Two tasks of a node share its GPUs: jax gives each its own. Otherwise a task uses all
+        # devices that it sees.
         pytest.param(SRUN, 4, False, id="two tasks a node"),
         pytest.param(ONE_A_NODE, 2, True, id="one task a node"),
         pytest.param(SRUN | {"CUDA_VISIBLE_DEVICES": "3"}, 4, True, id="visible devices"),
-        # The environment names them.
+        # The environment names the devices already.
         pytest.param(ONE_A_NODE | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, 2, False, id="local device ids"),
     ],
 )
@@ -317,6 +327,7 @@ def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices(
 
 
 def test_flags_come_before_the_environment_and_both_before_slurm(monkeypatch):
+    """Of the job's four tasks nothing is left."""
     monkeypatch.setattr(os, "environ", SRUN | BY_HAND)
     with programs.own_flags():
         other_hosts.define_flags()
@@ -356,6 +367,7 @@ def test_half_an_announcement_is_refused(environment, expected):
         other_hosts.announced(environment)
 
 
+# The attribute of a TPU's metadata that lists the hosts of a slice.
 ENDPOINTS = "worker-network-endpoints"
 
 
@@ -395,6 +407,7 @@ def test_the_hosts_of_a_tpu_slice_are_asked_of_its_metadata(attributes, count):
         environment = {"GCE_METADATA_IP": server.host}
 
         assert other_hosts.announced(environment) == expected
+        # Variables by which this process does not use the TPU, or only its own.
         for alone in (
             {"JAX_PLATFORMS": "cpu"},
             {"TPU_SKIP_MDS_QUERY": "1"},
@@ -413,6 +426,7 @@ def test_the_hosts_that_the_environment_of_a_tpu_names_are_counted():
 def test_a_tpu_whose_metadata_server_does_not_answer_is_an_error_and_a_proxy_is_not_asked(
     monkeypatch,
 ):
+    # Nobody listens at port 9. A server that is reached has no attributes, and is asked for two.
     monkeypatch.setattr(other_hosts, "_METADATA_TRIES", 2)
     with MetadataServer() as server:
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
@@ -433,10 +447,12 @@ def test_process_0_names_a_lost_process_to_the_others_and_listens_to_no_stranger
 ):
     exits = queue.Queue()
     monkeypatch.setattr(other_hosts.os, "_exit", exits.put)
+    # In an orderly end of this process nothing is to be held up.
     monkeypatch.setattr(other_hosts.atexit, "register", lambda act: None)
     addresses = []
 
     def broadcast(find):
+        """Keeps the address and the key that process 0 sends to the others."""
         addresses.append(find())
         return addresses[0]
 
@@ -450,6 +466,7 @@ def test_process_0_names_a_lost_process_to_the_others_and_listens_to_no_stranger
         connection.sendall(words.encode())
         return connection
 
+    # A process sends the key and its number. The stranger sends only a number.
     with connect("1") as stranger, connect(f"{key}1") as lost, connect(f"{key}2") as other:
         assert stranger.recv(100) == b""
         assert exits.empty()
@@ -481,6 +498,7 @@ def test_connections_that_grpc_gives_20_s_outlast_a_link_that_is_cut_for_a_momen
         server = stack.enter_context(listening.accept()[0])
         assert (limit(server), limit(client)) == (20_000, 0)
         other_hosts._outlast_cuts()
+        # Twice the 25.6 s, in milliseconds.
         assert limit(listening) == limit(server) > 2 * 25_600
         assert limit(client) == 0, "without a limit TCP tries for longer"
 
@@ -495,6 +513,8 @@ NIGHTLY = pytest.mark.nightly(part="long")
 SHORT = [*programs.TINY, *programs.steps(2, every=2), "--train.batch_size=8"]
 
 
+# What the second process gets in addition, and what the first one says about it. OTHER and
+# ELSEWHERE stand for paths.
 @pytest.mark.parametrize(
     ("of_second", "first_prints"),
     [
@@ -523,6 +543,7 @@ def test_hosts_that_differ_are_refused_by_name_and_none_hangs(
     places = {"OTHER": other, "ELSEWHERE": tmp_path / "elsewhere"}
     flag, _, value = of_second.partition("=")
     changed = [f"{flag}={places.get(value, value)}"]
+    # A workdir that does not appear is waited for half a second.
     script = (
         "from experiments import text; from txl_jax import cli; from txl_jax.runs import run; "
         "run._SECONDS_TO_APPEAR = 0.5; cli.train_main(text.DEFAULTS)"
@@ -544,6 +565,7 @@ def test_hosts_that_differ_are_refused_by_name_and_none_hangs(
 
 @NIGHTLY
 def test_one_process_that_is_left_alone_reports_it():
+    # It waits two seconds for the others instead of five minutes.
     script = (
         "from txl_jax import cli; from txl_jax.cli import other_hosts; "
         "other_hosts.START_SECONDS = 2; other_hosts._SILENT_SECONDS = 0.2; "
