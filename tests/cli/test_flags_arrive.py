@@ -230,7 +230,10 @@ def defaults_of(kind):
 
 
 def unlike(values, typed, defaults):
-    """Returns the values of a flagfile, with the default where the same value is typed."""
+    """Returns the values of a flagfile, with the default where the same value is typed.
+
+    So both differ also for settings with two values, such as true and false.
+    """
     values = dict(values)
     for name in values.keys() & typed.keys():
         if values[name] == typed[name]:
@@ -300,7 +303,7 @@ def test_each_flag_of_a_file_arrives_unless_it_is_typed_behind_it(declare, start
 
     expected = in_file | typed
     for leaf in config_tree.leaves(kind):
-        # Each repeated flag adds an entry.
+        # Each repeated flag adds an entry, to those of the file too.
         if leaf.setting.repeated and leaf.name in typed:
             expected[leaf.name] = in_file[leaf.name] + typed[leaf.name]
     assert_same(started.plan, absolute(kind, expected))

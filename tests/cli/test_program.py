@@ -62,7 +62,7 @@ class Plan(cli.TextPlan):
 
 @pytest.fixture
 def start(monkeypatch):
-    """Runs a program with a command line.
+    """Runs a program of the tests, by default one that does nothing, with a command line.
 
     Returns its exit code, and the plan and the job that it was called with, or None for both.
     """
@@ -583,7 +583,7 @@ def test_training_resumes_in_the_recorded_directories_and_other_modes_write_to_n
     assert folders("--mode=generate") == defaults
     assert folders("--mode=score", "--input=a") == defaults
 
-    # Directories of a record that cannot be read are not used. The error comes later.
+    # Directories of a record that cannot be read are not used.
     (tmp_path / "run" / "config.json").write_text("{")
     assert folders() == defaults
 

@@ -327,7 +327,7 @@ def test_the_tasks_of_a_slurm_step_are_counted_and_keep_their_devices(
 
 
 def test_flags_come_before_the_environment_and_both_before_slurm(monkeypatch):
-    """Of the job's four tasks nothing is left."""
+    """The flag's number wins over the environment's, and of Slurm's four tasks nothing is left."""
     monkeypatch.setattr(os, "environ", SRUN | BY_HAND)
     with programs.own_flags():
         other_hosts.define_flags()
@@ -447,7 +447,8 @@ def test_process_0_names_a_lost_process_to_the_others_and_listens_to_no_stranger
 ):
     exits = queue.Queue()
     monkeypatch.setattr(other_hosts.os, "_exit", exits.put)
-    # In an orderly end of this process nothing is to be held up.
+    # The thread that ends a process keeps a lock, for which the process would wait at its exit.
+    # Here it only seems to end.
     monkeypatch.setattr(other_hosts.atexit, "register", lambda act: None)
     addresses = []
 
@@ -541,6 +542,7 @@ def test_hosts_that_differ_are_refused_by_name_and_none_hangs(
     other = tmp_path / "other.txt"
     other.write_text("four three two one " * 400)
     places = {"OTHER": other, "ELSEWHERE": tmp_path / "elsewhere"}
+    # The flags of the first process are the same without it.
     flag, _, value = of_second.partition("=")
     changed = [f"{flag}={places.get(value, value)}"]
     # A workdir that does not appear is waited for half a second.

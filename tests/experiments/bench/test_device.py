@@ -66,7 +66,10 @@ class Page(NamedTuple):
 
 @pytest.fixture
 def run_benchmark(tmp_path, capsys):
-    """Runs the benchmark with some settings, and returns its `Page`."""
+    """Runs the benchmark with some settings, and returns its `Page`.
+
+    The configuration "tiny", which no flagfile has, is `CONFIG`.
+    """
 
     def run(**settings):
         out = tmp_path / "out"
@@ -111,7 +114,8 @@ def test_each_path_has_a_row_or_a_reason(run_benchmark, monkeypatch):
         ("evaluation", "tiled 16x16"),
         ("evaluation", "plain: tiled 512x1024"),
     ]
-    # Rows, heads, queries, keys and the width of a head.
+    # Rows, heads, queries, keys and the width of a head. --batch_size is for training only. The
+    # cache of 16 keys has 18, which are whole segments of 6, and the segment itself adds 6.
     sizes = {"training": ["2", "3", "20", "33", "8"], "evaluation": ["1", "3", "6", "24", "8"]}
     for (task, name), row in page.rows.items():
         assert re.findall(r"\d+", row["sizes"]) == sizes[task], (task, name)

@@ -1,5 +1,6 @@
 """Tests of the session on a device: it goes on where it stopped, after failures too."""
 
+import collections
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ THIRD = Part("third", "a third thing", limit=60, measure=None)
 
 
 class Machine:
-    """A clock, and the processes that measure parts, in which it runs on."""
+    """A clock, and processes that measure parts while it runs."""
 
     def __init__(self, out):
         self.out = out
@@ -190,7 +191,7 @@ def test_a_part_that_hangs_leaves_no_process(tmp_path):
 
 
 def test_all_parts_fit_two_commands_of_five_minutes_if_they_take_half_of_their_limits():
-    """No part begins in the last seconds of a command that are less than its limit."""
+    """In the last seconds of a command, no part begins whose limit is longer."""
     names = [part.name for part in PARTS]
     assert len(set(names)) == len(names)
     limits = [part.limit for part in PARTS]
@@ -245,7 +246,7 @@ def shares_of(line_name, events):
 
     An event's own time is the time in which no event within it runs.
     """
-    shares = trace_table.collections.defaultdict(Share)
+    shares = collections.defaultdict(Share)
     line = SimpleNamespace(name=line_name, events=events)
     trace_table._add_own_times(trace_table._events_of(line), shares)
     return {name: (round(share.seconds * 1e9), share.events) for name, share in shares.items()}
