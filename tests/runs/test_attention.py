@@ -37,6 +37,9 @@ LARGE = Tile(8, 16)
 
 
 def test_a_start_with_other_settings_keeps_what_they_do_not_touch():
+    """No choice of attention depends on log_every, and only the one for evaluation on
+    eval.mem_len.
+    """
     run = Run("somewhere")
     assert run.attention_for(ExperimentConfig()) == AttentionPaths("auto", "auto"), "a new run"
 
@@ -51,8 +54,8 @@ def test_a_start_with_other_settings_keeps_what_they_do_not_touch():
     reference = Implementation("reference")
     assert kept({"train.log_every": 7}) == AttentionPaths(tiled, reference)
     assert kept({"eval.mem_len": 12}) == AttentionPaths(tiled, "auto")
-    asked = AttentionPaths("reference", "reference")
-    assert kept({"model.attention": "reference"}) == asked
+    typed = AttentionPaths("reference", "reference")
+    assert kept({"model.attention": "reference"}) == typed, "a typed path is used for both"
 
 
 def test_hosts_compare_their_choices(monkeypatch):
@@ -108,7 +111,9 @@ def tiles(monkeypatch):
 
 @pytest.fixture(scope="module")
 def both(corpus, tmp_path_factory):
-    """The run with small tiles when it has ended, and stopped in the middle."""
+    """The run with small tiles when it has ended, and stopped after its first call, of 2 of the 4
+    updates.
+    """
     whole = Run(tmp_path_factory.mktemp("whole"))
     stopped = Run(tmp_path_factory.mktemp("stopped"))
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -159,6 +164,7 @@ def start_again(workdir, config, corpus):
 
 @pytest.mark.full
 def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, tiles):
+    # As if the run had begun on a TPU, whose kernels cannot serve here.
     rewrite(stopped, {"training": "fused mosaic_roll 128x256", "evaluation": "tiled 4x8"})
     [line] = start_again(stopped, CONFIG, corpus)
     assert "training was fused mosaic_roll 128x256 and is now tiled 4x8 " in line
@@ -170,10 +176,13 @@ def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, t
     assert "training was tiled 4x8 and is now reference, " in line
     assert "evaluation was tiled 4x8 and is now reference" in line
     assert recorded(stopped) == {"training": "reference", "evaluation": "reference"}
+
+    # The replacement is recorded, so later starts and uses of the trained run log no line.
     assert start_again(stopped, CONFIG, corpus) == []
     components = TrainedModel.of(Run.read(stopped.path), CONFIG).build(log=pytest.fail)
     assert str(components.model.attention.cached) == "reference"
 
+    # A use of the trained run replaces what cannot serve too, though it records nothing.
     rewrite(stopped, {"training": "reference", "evaluation": "tiled 4x8"})
     lines = []
     TrainedModel.of(Run.read(stopped.path), CONFIG).build(log=lines.append)
@@ -186,7 +195,19 @@ def test_what_cannot_serve_any_more_is_replaced_with_one_line(stopped, corpus, t
 
 
 FUSED = Implementation("fused", "mosaic_gather", Tile(16, 128), interpret=True)
-SHORT = AttentionCall("cpu", "cpu", "float32", 3, 4, 7, 15, 5, 15)
+# In training: 8 slots of memory and 7 queries.
+SHORT = AttentionCall(
+    platform="cpu",
+    device_kind="cpu",
+    dtype="float32",
+    batch=3,
+    n_head=4,
+    segment_len=7,
+    n_keys=15,
+    d_head=5,
+    n_positions=15,
+)
+# In evaluation: a KV cache of 10 slots and 5 queries.
 OVER_A_CACHE = dataclasses.replace(SHORT, segment_len=5, n_keys=15, capacity=10)
 
 
@@ -220,6 +241,7 @@ def wrong_mask(monkeypatch):
 
 
 def wrong_gradient(monkeypatch):
+    """The gradient of values is doubled, so it is off by all of its largest element."""
     real = kernels._score_gradient
 
     def doubled(step, operands, residuals, scratch):
@@ -231,6 +253,8 @@ def wrong_gradient(monkeypatch):
 
 
 def failing_with(error):
+    """Returns a fault that raises this error where a kernel multiplies matrices."""
+
     def plant(monkeypatch):
         def fail(*args):
             raise error
@@ -245,6 +269,8 @@ def not_a_number(monkeypatch):
     monkeypatch.setattr(kernels, "dot", lambda *args: jax.numpy.nan * real(*args))
 
 
+# The function that plants a fault, and what the reason for the reference says then. Of an error's
+# text it has the first line.
 FAULTS = {
     "nan": (not_a_number, "is wrong"),
     "mask": (wrong_mask, "is wrong"),
@@ -274,7 +300,7 @@ def test_a_wrong_kernel_is_named_and_replaced_or_an_error_if_it_was_asked_for(
     assert words in training.reason
     assert "\n" not in training.reason
 
-    # The difference is known already.
+    # The finding of this process is used again, without another comparison.
     monkeypatch.setattr(attention_check, "largest_difference", pytest.fail)
     with pytest.raises(UserError, match=r"fused .*--model.attention"):
         tiny_run.parts(model__attention="fused")
@@ -307,11 +333,15 @@ def test_sound_kernels_are_used_and_compared_once(on_tpu, monkeypatch):
     assert training.implementation == FUSED
     assert not training.replaces_failed
     assert training.reason.startswith("kernels for a TPU; within ")
+
     monkeypatch.setattr(attention_check, "largest_difference", pytest.fail)
-    assert tiny_run.parts().attention.training == training
+    assert tiny_run.parts().attention.training == training, "it was not compared again"
+
+    # A model that is not trained does not use the kernel, so nothing is compared even without a
+    # finding.
     attention_check._findings.clear()
     not_compared = build(tiny_run.CONFIG, vocab_size=tiny.V, uses=["evaluation"])
-    assert not_compared.attention.training[0] == FUSED
+    assert not_compared.attention.training.implementation == FUSED
     # On a CPU, only interpreted kernels are compared.
     assert attention_check.compare(Implementation("stored"), SHORT).sentence == ""
 
@@ -332,15 +362,19 @@ def test_what_fails_on_one_host_is_used_on_none(on_tpu, monkeypatch):
 
 
 def test_the_kernel_over_a_cache_is_compared_too(monkeypatch):
-    assert attention_check.compare(FUSED, OVER_A_CACHE)[0] is False
+    sound = attention_check.compare(FUSED, OVER_A_CACHE)
+    assert not sound.failed
+    assert sound.sentence.startswith("within "), "it was compared"
+
+    # A fault: scores by distance have the wrong sign.
     real = cached.skew_from
     monkeypatch.setattr(cached, "skew_from", lambda *args: -real(*args))
     monkeypatch.setattr(attention_check, "_findings", {})
     assert "its output differs" in attention_check.compare(FUSED, OVER_A_CACHE).sentence
 
 
-# All weight is on the only key, so gradients of scores are 0, and relative differences of them
-# would divide by 0.
+# All weight is on the only key, so gradients of scores are 0 up to rounding, and a difference
+# relative to their largest element could be of any size. The comparison divides by 0.1 then.
 ONE_KEY = {"segment_len": 1, "n_keys": 1, "n_positions": 1}
 
 
@@ -349,6 +383,7 @@ ONE_KEY = {"segment_len": 1, "n_keys": 1, "n_positions": 1}
     [
         dataclasses.replace(SHORT, dtype="bfloat16", dropout=True, window=6),
         dataclasses.replace(SHORT, has_position_score=True, **ONE_KEY),
+        # Scores by distance alone, without position keys.
         dataclasses.replace(
             OVER_A_CACHE, has_position_score=True, n_positions=0, cache_dtype="bfloat16"
         ),

@@ -16,7 +16,8 @@ from txl_jax.runs import time_budget
 from txl_jax.runs.run import Run
 
 MORE = 36
-# Lines of JAX's log of compilations. The first has also what is read from the persistent cache.
+# Beginnings of lines in JAX's log. The first line also comes for a program that is read from the
+# persistent cache instead of compiled, and the second only for such a program.
 COMPILED = "Finished XLA compilation of jit(step) "
 CACHE_HIT = "Persistent compilation cache hit for 'jit_step' "
 
@@ -35,7 +36,9 @@ def empty_cache(tmp_path):
 def fit(minutes, config, corpus, run):
     """Returns the config and the compiled step that a plan with --minutes trains with."""
     plan = plans.TimedPlan(minutes=minutes)
-    return plan.fit_steps(config, corpus, Job(plan, config, [], {}, None), run)
+    # No flag was typed.
+    job = Job(plan, defaults=config, words=[], places={}, flagfile=None)
+    return plan.fit_steps(config, corpus, job, run)
 
 
 @pytest.mark.usefixtures("empty_cache")
@@ -50,6 +53,7 @@ def test_the_step_is_compiled_once_for_minutes_and_for_more_steps(
         average=AverageConfig(),
         train__segments_per_call=1,
     )
+    # One call of the step is timed, instead of calls for five seconds.
     monkeypatch.setattr(time_budget, "_SECONDS_TO_TIME", 0)
 
     def count(line):
@@ -58,8 +62,9 @@ def test_the_step_is_compiled_once_for_minutes_and_for_more_steps(
     with jax.log_compiles():
         run = Run(tmp_path / "run")
         fitted, timed_step = fit(10.0, config, corpus, run)
-        # The warm-up and the steps are not the ones that were timed.
-        assert fitted.train.steps > MORE
+        # Ten minutes have more steps than the config that was timed, and the warm-up is changed,
+        # too: the compiled step serves other lengths.
+        assert fitted.train.steps > MORE > config.train.steps
         fitted = tiny.changed(fitted, optimizer__warmup_steps=1)
         outcome = runs.train(
             fitted, corpus, run, compiled_step=timed_step, stop_requested=stop_after(2)
@@ -68,7 +73,8 @@ def test_the_step_is_compiled_once_for_minutes_and_for_more_steps(
         assert outcome.step > 0
         assert (count(COMPILED), count(CACHE_HIT)) == (1, 0)
 
-        # A start without the step of the timing, as in another process.
+        # A start without the step of the timing, as in another process, finds the program in the
+        # persistent cache.
         more = tiny.changed(fitted, train__steps=fitted.train.steps + MORE)
         assert runs.train(more, corpus, run, stop_requested=stop_after(2)).step > outcome.step
         assert (count(COMPILED), count(CACHE_HIT)) == (2, 1)
@@ -76,7 +82,11 @@ def test_the_step_is_compiled_once_for_minutes_and_for_more_steps(
 
 @pytest.mark.parametrize(("steps", "n_note"), [(20, 2), (30, 1)], ids=["too few", "enough"])
 def test_few_steps_are_noted_before_training(config, corpus, tmp_path, monkeypatch, steps, n_note):
-    fitting = time_budget.FittingSteps(steps, 0.25, 30, 7, compilation=None)
+    """Another note, which always comes, has the number of steps."""
+    fitting = time_budget.FittingSteps(
+        steps, update_seconds=0.25, advised_steps=30, advised_minutes=7, compilation=None
+    )
+    # Nothing is timed.
     monkeypatch.setattr(plans, "steps_in", lambda seconds, *rest: fitting)
     run = Run(tmp_path)
     fitted, _ = fit(0.5, config, corpus, run)

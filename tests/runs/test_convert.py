@@ -44,25 +44,32 @@ from txl_jax.runs.convert import TargetFormat
 
 pytestmark = pytest.mark.usefixtures("traces_kept")
 
+# A text much longer than the memory of the models here, and a short one.
 TEXTS = [drawn_run.TEXT[:200], drawn_run.TEXT[200:230]]
+# The presets of --compat.
 PRESET_NAMES = {TargetFormat.HUGGINGFACE: "hf", TargetFormat.ORIGINAL: "pytorch"}
 LEAVES = {leaf.name: leaf for leaf in config_tree.leaves(ExperimentConfig)}
 convert = functools.partial(convert_job.convert, log=lambda line: None)
 
 
 def flip(path):
+    """Changes one bit, near the end of the last array."""
     content = bytearray(path.read_bytes())
     content[-2] ^= 1
     path.write_bytes(content)
 
 
 def rewrite(path, **values):
+    """Replaces or adds values in a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    """A workdir of words with wt103's structure, and results."""
+    """A workdir of words with wt103's structure, and results.
+
+    The scores are made up: no two are equal, so that none can take another's place unnoticed.
+    """
     folder = tmp_path_factory.mktemp("runs") / "run"
     made = drawn_run.of_words(folder, **drawn_run.WT103)
     scores = {"loss": 1.5, "bpc": 2.25, "perplexity": 4.5, "tokens": 100.0, "step": drawn_run.STEP}
@@ -134,6 +141,8 @@ PRE_NORM = {
     "model.compat.final_norm": False,
     "model.compat.layer_norm_eps": 1e-12,
 }
+# Learned positions. The original stores Al-Rfou's table by head, so all heads together must be as
+# wide as the model: 2 * 8 = 16.
 LEARNED = {"model.num_positions": 9, "model.n_head": 2, "model.d_head": 8, "model.d_model": 16}
 SHAW = {"model.encoding": Encoding.SHAW, "model.compat.shaw_terms": ShawTerms.ORIGINAL} | LEARNED
 # Every kind of model that a format has, by what decides on its names and on its formula.
@@ -182,7 +191,8 @@ def test_a_model_that_goes_to_another_format_comes_back_the_same(tmp_path, name,
     assert after.step == before.step == drawn_run.STEP
     settings = portable.stored_settings(after.config)
     expected_settings = portable.stored_settings(before.config)
-    # A table as wide as the model has two names.
+    # For a table as wide as the model, d_embed may be None or that width. The sizes of all arrays
+    # are compared above.
     for stored in (settings, expected_settings):
         stored["model.d_embed"] = None
     assert settings == expected_settings
@@ -242,7 +252,7 @@ def test_a_recommended_recipe_goes_out_and_comes_back(recipe, to_format, tmp_pat
     assert portable.stored_settings(after.config) == portable.stored_settings(before.config)
     [expected] = before.score(TEXTS[:1], per_token=True)
     [nats] = after.score(TEXTS[:1], per_token=True)
-    assert len(expected) > 2 * before.config.eval.mem_len
+    assert len(expected) > 2 * before.config.eval.mem_len, "the memory is in use"
     np.testing.assert_allclose(nats, expected, rtol=0, atol=1e-6)
 
 
@@ -261,6 +271,7 @@ def check_files_of_hugging_face(folder, model):
     assert (folder / "vocab.txt").read_text().splitlines() == list(model.vocabulary.words)
     with safe_open(folder / "model.safetensors", "np") as file:
         assert file.metadata() == {"format": "pt"}, "transformers rejects a file without it"
+        # The first tail has the words 5, 6 and 7, of size 64 / 4.
         assert file.get_tensor("transformer.word_emb.emb_layers.1.weight").shape == (3, 16)
         assert "crit.out_layers.1.weight" not in set(file.keys()), "a shared tensor is stored once"
 
@@ -279,8 +290,8 @@ class Refused(NamedTuple):
     """A model whose formula a format cannot hold."""
 
     changes: dict[str, Any]
-    flags: list[str]  # The error names them.
-    only: TargetFormat | None = None  # The format, or None for all formats.
+    flags: list[str]  # The error names them. PRESET in them stands for the format's preset.
+    only: TargetFormat | None = None  # The format, or None for both other formats.
 
 
 REFUSED = {
@@ -311,7 +322,7 @@ def test_a_formula_that_a_format_cannot_hold_is_an_error_before_anything_is_writ
     for to_format in formats:
         with pytest.raises(UserError) as raised:
             original.check_exportable(config.model, Format(str(to_format)))
-        # A model with one of the flags can be converted.
+        # A model with one of the flags can be converted: the advice of the error works.
         for flag in refused.flags:
             typed = flag.replace("PRESET", PRESET_NAMES[to_format])
             assert typed in str(raised.value)
@@ -324,13 +335,14 @@ def test_a_formula_that_a_format_cannot_hold_is_an_error_before_anything_is_writ
 
 
 def config_of_flag(name, value):
+    """Returns a typed flag as a change of the config. Flags here are words or booleans."""
     assert LEAVES[name].setting.flag, f"--{name} is not a flag"
     kind = type(config_tree.get(ExperimentConfig(), name))
     return {name: kind(value) if issubclass(kind, str) else value == "true"}
 
 
 def test_a_refused_model_leaves_nothing(tmp_path, monkeypatch):
-    """The default of --model.layer_norm=pre."""
+    """A model with --model.layer_norm=pre has by default a last norm, which other formats lack."""
     made = drawn_run.of_words(tmp_path / "run", **{"model.layer_norm": NormPlace.PRE})
     monkeypatch.setattr(
         convert_job.storage, "new_folder", lambda folder: pytest.fail("it began to write")
@@ -344,6 +356,7 @@ def test_a_refused_model_leaves_nothing(tmp_path, monkeypatch):
 def test_existing_files_are_not_overwritten(folder, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
+    # A directory with a file, a file, and a directory inside of the one that is read.
     for target in (tmp_path / "full", tmp_path / "full" / "file", folder / "new"):
         with pytest.raises(UserError, match=re.escape(str(target))):
             convert(folder, target)
@@ -353,7 +366,7 @@ def test_existing_files_are_not_overwritten(folder, tmp_path):
 
 
 def test_a_checkpoint_that_does_not_verify_leaves_nothing(folder, tmp_path, monkeypatch):
-    """A disk that changes a byte, and a writer that mixes up two arrays."""
+    """A writer that mixes up two arrays, and a disk that changes a bit, are noticed."""
     write = safetensors.write
 
     def swapped(path, leaves, **options):
@@ -398,7 +411,8 @@ def change_size(path):
     rewrite(path, config=config | {"model.d_inner": 7})
 
 
-# A file, how it is corrupted, and what the error says.
+# A file, the function that corrupts it, and what the error says. "newer format": the format's
+# version is 1 so far.
 CORRUPTIONS = {
     "flipped bit": ("model.safetensors", flip, r"model\.safetensors"),
     "no weights": ("model.safetensors", os.unlink, r"model\.safetensors"),
@@ -433,9 +447,11 @@ def test_a_corrupted_file_is_named(folder, tmp_path, name, corrupt, message):
 
 
 def test_the_error_for_a_directory_of_models_names_some_of_them(tmp_path):
+    """Five at most, of the directories with a config.json. It does not read them."""
     for number in range(9):
         (tmp_path / f"run{number}").mkdir()
-        if number:
+        # The first directory is not a run's.
+        if number > 0:
             (tmp_path / f"run{number}" / "config.json").touch()
     with pytest.raises(UserError, match=r"contains no run") as raised:
         txl_jax.load(tmp_path)
@@ -450,6 +466,7 @@ def test_errors_for_other_directories_say_what_to_do(folder, tmp_path):
         txl_jax.load(tmp_path)
     with pytest.raises(UserError, match=r"member is 'seed=2'"):
         txl_jax.load(folder, member="seed=2")
+    # Weights of PyTorch must be converted first.
     torch_bytes.write_zip(tmp_path / "pytorch_model.bin", {"a": np.zeros(2, np.float32)})
     with pytest.raises(
         UserError, match=r"python -m experiments\.convert --from=\S+ --to=NEW_DIRECTORY"
@@ -458,6 +475,7 @@ def test_errors_for_other_directories_say_what_to_do(folder, tmp_path):
 
 
 def test_a_portable_checkpoint_of_subwords_has_the_tokenizer(tmp_path):
+    # All bytes, and some tokens of several bytes.
     made = drawn_run.of_words(
         tmp_path / "run", tokenizer=Tokenizer.SUBWORD, **{"data.tokenizer.vocab_size": 290}
     )
@@ -487,6 +505,8 @@ def test_a_run_and_its_conversion_are_loaded_from_a_bucket(bucket, tmp_path):
 
 @pytest.mark.full
 def test_a_conversion_that_was_killed_is_not_a_portable_checkpoint(workdir, bucket, storage):
+    # Two uploads are served. config.json, which makes a directory a portable checkpoint, is the
+    # last one.
     storage.refuse("POST", after=2)
     with pytest.raises(UserError, match="cannot write to gs://"):
         convert(workdir.path, str(bucket))
@@ -524,7 +544,7 @@ THEIR_WARNINGS = pytest.mark.filterwarnings(
 
 @pytest.fixture(scope="module")
 def library():
-    """(torch, transformers)."""
+    """(torch, transformers), which are imported only by nightly tests."""
     import torch
     import transformers.models.transfo_xl
 
@@ -544,6 +564,7 @@ def test_a_model_of_transformers_there_and_back(library, tmp_path, untie_r, safe
         transformers.TransfoXLConfig(**SIZES, untie_r=untie_r)
     ).eval()
     with torch.no_grad():
+        # Biases and norms begin as zeros and ones, which could be mixed up unnoticed.
         for name, value in peer.named_parameters():
             if "bias" in name or "layer_norm" in name:
                 value += 0.1 * torch.randn_like(value)
@@ -557,6 +578,7 @@ def test_a_model_of_transformers_there_and_back(library, tmp_path, untie_r, safe
     ids = np.random.default_rng(0).integers(V, size=20)
     prompt = ids[:5]
     with torch.no_grad():
+        # 200 tokens are many times the memory. One prompt needs no padding, whatever its id.
         written = peer.generate(
             torch.tensor(prompt[None]), max_new_tokens=200, do_sample=False, pad_token_id=0
         )
@@ -639,7 +661,8 @@ def test_a_run_with_its_preset_has_the_nats_of_transformers(library, tmp_path, c
 def float64(library, x64, monkeypatch):
     """float64 in both libraries."""
     torch, _ = library
-    # Their attention casts to float32 and there writes the lowest number of float64.
+    # Their attention casts scores to float32, and fills masked ones with the lowest number of
+    # float64, which float32 cannot store. So `Tensor.float` must not cast.
     monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)
     return {"model.dtype": DType.FLOAT64}
 
@@ -657,7 +680,7 @@ def test_a_recipe_with_its_preset_has_the_nats_of_transformers(library, tmp_path
     text = drawn_run.TEXT[:1200]
     [ours] = model.score([text], per_token=True)
     theirs = nats_of_transformers(library, tmp_path / "theirs", model, text)
-    assert len(ours) == len(theirs) > 300
+    assert len(ours) == len(theirs) > 300, "the text has 337 words, and more bytes"
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-6 * theirs.max())
 
 
@@ -677,7 +700,7 @@ def test_a_recipe_differs_in_transformers_only_at_the_beginning(library, tmp_pat
 
     mem_len = model.config.eval.mem_len
     tolerance = 1e-6 * theirs.max()
-    assert np.abs(theirs - ours)[:mem_len].max() > 1000 * tolerance
+    assert np.abs(theirs - ours)[:mem_len].max() > 1000 * tolerance, "the beginning differs"
     end = model.config.model.n_layer * mem_len
-    assert len(ours) == len(theirs) > 10 * end
+    assert len(ours) == len(theirs) > 10 * end, "most of the text is after the beginning"
     np.testing.assert_allclose(theirs[end:], ours[end:], rtol=0, atol=tolerance)

@@ -19,16 +19,21 @@ from txl_jax.runs import ensemble
 from txl_jax.runs.run import MASKS_VERSION, RESULTS, Run, TextInfo
 from txl_jax.runtime.lock import NAME, is_held
 
+# The fields of `DropoutConfig` that are rates.
 RATES = ("rate", "attention", "input", "output", "qkv", "embedding")
-WITHOUT = {"model.dropout.rate": 0.0}
+STEPS = 12
+# A config without dropout, and one with it. The file of the text is never read.
 CONFIG = config_tree.replace(
     ExperimentConfig(data=own_text(file="a.txt", kind=Tokenizer.WORD)),
-    WITHOUT | {"train.steps": 12},
+    {"model.dropout.rate": 0.0, "train.steps": STEPS},
 )
 WITH = config_tree.replace(CONFIG, {"model.dropout.rate": 0.1})
 TEXT = TextInfo("text", "own text", "d" * 64, WordVocabulary(("<eos>", "the", "<unk>")))
+# The step of the latest checkpoint, after which updates are left.
 DONE = 8
-OTHERS = (1, MASKS_VERSION + 1)
+assert DONE < STEPS
+LATER_VERSION = MASKS_VERSION + 1
+OTHERS = (1, LATER_VERSION)
 
 
 def record_of(folder: Path) -> dict:
@@ -48,7 +53,7 @@ def make(folder: Path, config=WITH, *, version=1, done=DONE, members=()) -> Path
     """Records a run with masks of a version, and with a checkpoint of step `done`."""
     runs.record(folder, config, TEXT, members)
     rewrite(folder, version)
-    # The lock of the process that trained it.
+    # The lock of the process that trained it, which is gone.
     (folder / NAME).write_text("1")
     if done:
         (folder / "checkpoints" / "latest" / str(done)).mkdir(parents=True)
@@ -84,18 +89,21 @@ def raises_without_writing(folder: Path, version: int, *words: str):
 
 
 def test_a_new_run_records_the_version_of_its_masks(tmp_path):
+    """Version 2: with another number here, older runs with dropout could no longer resume."""
     runs.record(tmp_path / "run", WITH, TEXT)
     assert record_of(tmp_path / "run")["dropout_masks"] == MASKS_VERSION == 2
     assert start(tmp_path / "run") == MASKS_VERSION
 
 
-@pytest.mark.parametrize(("name", "version"), [*((name, 1) for name in RATES), ("rate", 3)])
+@pytest.mark.parametrize(
+    ("name", "version"), [*((name, 1) for name in RATES), ("rate", LATER_VERSION)]
+)
 def test_a_run_with_other_masks_is_not_trained_further(tmp_path, name, version):
     config = config_tree.replace(CONFIG, {f"model.dropout.{name}": 0.1})
     folder = make(tmp_path / "run", config, version=version)
     with raises_without_writing(folder, version, f"--init_from={folder}"), Run.open(folder) as run:
         run.compare(config)
-    # It can be read, for everything else.
+    # It can be read, to be scored or sampled.
     assert Run.read(folder).dropout_masks == version
 
 
@@ -127,18 +135,24 @@ def test_with_patience_a_run_may_have_ended_before(tmp_path):
     folder = make(tmp_path / "run", config)
     with raises_without_writing(folder, 1), Run.open(folder) as run:
         run.compare(config)
+
+    # The results say that it has ended at its checkpoint.
     results = {"steps": DONE, "eval": config_tree.to_dict(config.eval)}
     (folder / RESULTS).write_text(json.dumps(results))
     assert start(folder, config) == 1
+    # With another patience, or by other evaluations, it may not have ended there.
     for changes in ({"train.patience": 3}, {"train.patience": None}, {"eval.mem_len": 7}):
         with raises_without_writing(folder, 1), Run.open(folder) as run:
             run.compare(config_tree.replace(config, changes))
+
+    # Results of an earlier end, after which the run continued.
     (folder / RESULTS).write_text(json.dumps(results | {"steps": DONE - 1}))
     with raises_without_writing(folder, 1), Run.open(folder) as run:
         run.compare(config)
 
 
 def test_the_rates_of_members_decide_not_those_of_their_base(tmp_path):
+    """A member may have dropout though its base has none, and no member though their base has."""
     some = [{"seed": 1}, {"model.dropout.output": 0.5}]
     folder = make(tmp_path / "some", CONFIG, members=some)
     with raises_without_writing(folder, 1, "--mode=split"), Run.open(folder) as run:
@@ -151,6 +165,7 @@ def test_the_rates_of_members_decide_not_those_of_their_base(tmp_path):
 def test_a_member_that_is_split_off_has_the_masks_of_its_ensemble(tmp_path, monkeypatch):
     members = [{"seed": 1}, {"seed": 2}]
     folder = make(tmp_path / "both", members=members)
+    # The checkpoint is an empty directory, so there is nothing to copy.
     for name in ("_copy_latest", "_copy_best", "_copy_records"):
         monkeypatch.setattr(ensemble, name, lambda *arguments: DONE)
     ensemble.split_off(str(folder), "seed=2", str(tmp_path / "alone"))
@@ -158,6 +173,7 @@ def test_a_member_that_is_split_off_has_the_masks_of_its_ensemble(tmp_path, monk
 
 
 def test_a_record_that_changes_before_its_lock_is_not_used(tmp_path):
+    """A run with masks of another version is locked by `compare`, not when it is opened."""
     folder = make(tmp_path / "run", CONFIG)
     with Run.open(folder) as run:
         before = (folder / "config.json").read_text()

@@ -29,10 +29,11 @@ from txl_jax.runs.trained import TrainedModel
 
 pytestmark = pytest.mark.usefixtures("traces_kept")
 
-# With the pull, the parameters at the start of each document matter too.
+# `decay` pulls the parameters toward those that it began to learn with, so these matter too.
 RULE = DynamicConfig(rule="rmsprop", learning_rate=0.02, decay=0.05)
 SHARED = dataclasses.replace(RULE, shared=True)
-# L = 5, M = 9: empty, one token, parts of a segment, past the memory. Sorted they differ.
+# L = 5, M = 9: empty, one token, parts of a segment, past the memory. They are not in the order of
+# their lengths, in which documents are read if nothing is learned.
 LENGTHS = [0, 7, 1, 2, 40, 6, 0, 23]
 FLOAT64: dict[str, Any] = {"model__dtype": DType.FLOAT64}
 
@@ -81,7 +82,7 @@ def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
 @pytest.mark.parametrize("network", full_but(["transformer_xl"], ["transformer_xl", "lstm"]))
 @pytest.mark.usefixtures("x64")
 def test_each_document_is_learned_as_if_it_were_the_only_one(network):
-    # Lengths of a batch have no effect.
+    # A batch size and warm-up tokens, which are for a single text, have no effect on documents.
     lengths = {"eval__batch_size": 3, "eval__warmup_tokens": 10}
     model = tiny_model.make(model__network=network, **FLOAT64, **lengths)
     before = jax.tree.map(np.array, model.params)
@@ -94,11 +95,13 @@ def test_each_document_is_learned_as_if_it_were_the_only_one(network):
     assert_same(nats_of, [alone(apart, ids) for ids in documents])
     assert {nats.dtype for nats in nats_of} == {np.dtype(np.float64)}
 
-    # Order and other documents have no effect, and nothing was learned for good.
+    # Order, batch size and other documents have no effect, and nothing was learned for good. The
+    # first token of a document is not scored, and a token is a byte.
     again = model.score(documents[::-1], dynamic=RULE, batch_size=5)[::-1]
     assert [total.nats for total in again] == [nats.sum() for nats in nats_of]
-    assert [total.tokens for total in again] == [0, 6, 0, 1, 39, 5, 0, 22]
-    assert [total.bytes for total in again] == [0, 6, 0, 1, 39, 5, 0, 22]
+    n_scored = [max(length - 1, 0) for length in LENGTHS]
+    assert [total.tokens for total in again] == n_scored
+    assert [total.bytes for total in again] == n_scored
     tiny_run.assert_equal(jax.device_get(model.params), before)
 
 
@@ -114,6 +117,7 @@ def test_documents_that_share_parameters_are_one_pass_with_an_empty_memory_for_e
     # A second call begins with the trained parameters.
     again = list(model.score_stream(documents, per_token=True, dynamic=SHARED))
     assert_same(again, nats_of)
+    # The longest document by itself has other losses.
     assert np.abs(nats_of[4] - alone(apart, documents[4])).max() > 1e-3
 
 
@@ -148,12 +152,15 @@ def test_a_mistake_of_the_iterator_comes_after_the_results_before_it():
     stream = model.score_stream(["abba", "cab", "Z"], dynamic=RULE)
 
     assert [next(stream).tokens, next(stream).tokens] == [3, 2]
+    # "Z" is byte 90, which the vocabulary does not have.
     with pytest.raises(UserError, match=r"\b90\b"):
         next(stream)
 
 
 def test_a_loss_that_is_not_finite_names_document_segment_and_rate():
     model = tiny_model.make()
+    # The first update of the second document ruins the parameters, so its segment 1, from 0, is the
+    # first whose loss is not finite. The first document has one segment.
     rule = DynamicConfig(rule="sgd", learning_rate=1e30)
 
     stream = model.score_stream(["abba", "abba cab " * 3, "a"], dynamic=rule)
@@ -197,13 +204,14 @@ def test_mistakes_in_the_rule_are_refused(rule, words):
 
 
 def test_without_a_rule_nothing_is_learned():
-    # Also if the record of the run has one.
+    """Not even if the record of the run has a rule."""
     recorded = tiny_model.make(eval__dynamic=DynamicConfig(rule="sgd", learning_rate=0.5))
     texts = ["abba cab", "dab " * 5]
 
     expected = tiny_model.make().score(texts)
 
     assert recorded.score(texts) == expected
+    # A `DynamicConfig` must have a rule: the recorded one does not take its place.
     with pytest.raises(UserError, match=r"rule.*sgd.*dynamic=None"):
         recorded.score(texts, dynamic=DynamicConfig(learning_rate=1e-3))
     assert recorded.score(texts, dynamic=recorded.config.eval.dynamic) != expected
@@ -227,7 +235,8 @@ def run(tmp_path_factory):
 def records(run, lines, rule: DynamicConfig, *, per_token=False, written=None):
     """The records of documents.
 
-    `written` gets the lines of records, also the ones before a mistake.
+    `written` gets the lines of records, also the ones before a mistake. Lines are numbered from 11,
+    so that the number of a line is not the number of its document.
     """
     if written is None:
         written = []
@@ -253,8 +262,10 @@ def test_the_documents_of_a_file_have_the_losses_of_score(run, rule):
 
     expected = model.score(LINES, dynamic=rule)
     assert [record["nats"] for record in per_document] == [total.nats for total in expected]
-    assert [record["tokens"] for record in per_document] == [21, 0, 0, 19, 6]
-    assert [record.get("bytes", 0) for record in per_document] == [21, 0, 0, 19, 6]
+    # All bytes but the first of each line. A record of no tokens has no number of bytes.
+    n_scored = [max(len(line) - 1, 0) for line in LINES]
+    assert [record["tokens"] for record in per_document] == n_scored
+    assert [record.get("bytes", 0) for record in per_document] == n_scored
 
 
 @pytest.mark.parametrize(
@@ -265,6 +276,7 @@ def test_the_documents_of_a_file_have_the_losses_of_score(run, rule):
 def test_a_note_says_that_no_document_has_a_second_segment_to_learn_for(
     run, capsys, lines, shared, is_noted
 ):
+    """Unless documents share what they learn. A segment has 5 tokens."""
     records(run, lines, dataclasses.replace(RULE, shared=shared))
 
     note = re.search(r"(?m)^note +nothing was learned\b.*shared=true", capsys.readouterr().out)
@@ -292,7 +304,8 @@ def test_a_loss_that_is_not_finite_names_line_segment_and_rate_after_the_records
 
 
 def test_a_run_whose_evaluations_learn_is_quantized_and_generates_as_ever(run, tmp_path):
-    # A server has only these dtypes to set, not the rule of the record.
+    # A server can set these dtypes, with which a model cannot learn, but no rule. So it must start
+    # though the record has a rule, which is dropped.
     for dtypes in ({"weight_dtype": "int8"}, {"cache_dtype": "bfloat16"}):
         quantized = txl_jax.load(run.path, **dtypes)
         assert quantized.config.eval.dynamic.rule is None

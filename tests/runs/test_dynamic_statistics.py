@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import shlex
+import types
 from pathlib import Path
 
 import jax
@@ -128,7 +129,8 @@ def plain_sums(model: DynamicModel, tokens: np.ndarray):
 
 def test_they_are_sums_of_squared_gradients_at_the_trained_parameters(x64, text, tmp_path):
     config, corpus = text
-    # A loss of all positions without dropout, whatever training has.
+    # Gradients are of the loss of all positions without dropout, though training has dropout and
+    # scores half of each segment.
     config = tiny.changed(config, model__dtype=DType.FLOAT64, train__loss=LossPart.HALF)
     run, _ = drawn_run.make(tmp_path / "run", config, corpus)
 
@@ -136,22 +138,25 @@ def test_they_are_sums_of_squared_gradients_at_the_trained_parameters(x64, text,
 
     expected = plain_sums(model, corpus.train)
     tiny_run.assert_close(model.statistics, expected, rtol=1e-9, atol=1e-12)
-    assert min(np.max(leaf) for leaf in jax.tree.leaves(expected)) > 1e-6
+    assert min(np.max(leaf) for leaf in jax.tree.leaves(expected)) > 1e-6, "no array is only zeros"
+    # Without a text, they are read from the file.
     again = model_of(TrainedModel.of_run(run))
     tiny_run.assert_equal(again.statistics, model.statistics)
 
 
-def test_their_number_is_a_five_thousandth_of_the_segments_of_a_row(text, monkeypatch):
+def test_their_number_is_a_five_thousandth_of_the_segments_of_a_row(text):
+    """As published, for a single row: several rows sum as many segments each. At least one."""
     config, _ = text
-    model = DynamicModel.__new__(DynamicModel)
     published = tiny.changed(config, eval__dynamic__statistics_segments=None)
-    built = type("Built", (), {"config": published})
-    object.__setattr__(model, "built", built)
+    # Only the settings of the model are asked for, so nothing is built.
+    built = types.SimpleNamespace(config=published)
+    model = DynamicModel(built, params=None)
 
-    # Of enwik8's 90 million bytes, 140 segments of 128.
+    # The first token is no target. enwik8 has 90 million bytes to train on, here in segments of 5.
     for n_token, expected in ((90_000_001, 3600), (5000 * L * 2 + 1, 2), (5000 * L * 2, 1), (9, 1)):
         assert dynamic_statistics._count_segments(model, range(n_token)) == expected, n_token
 
+    # A number that is set must fit into the text, in all rows.
     built.config = config
     n_token = ROWS * SEGMENTS * L + 1
     assert dynamic_statistics._count_segments(model, range(n_token)) == SEGMENTS
@@ -164,6 +169,7 @@ def test_the_file_is_used_again_and_gives_the_same_scores(
 ):
     config, corpus = text
     content = (evaluated / NAME).read_bytes()
+    # To compute them again would be an error.
     monkeypatch.delattr(dynamic_statistics, "_sum_over_text")
 
     results = evaluate_splits(config, corpus, Run.read(evaluated))
@@ -173,7 +179,8 @@ def test_the_file_is_used_again_and_gives_the_same_scores(
     assert (evaluated / NAME).read_bytes() == content
     assert f"read from {evaluated / NAME}" in capsys.readouterr().out
 
-    # Another text needs the file, and has it.
+    # If another text is scored, the training text is not at hand, but the file serves. The splits
+    # that are scored are the same.
     other = dataclasses.replace(corpus, digest="0" * 64, train=corpus.train[::-1])
     assert evaluate_splits(config, other, Run.read(evaluated))["dynamic"] == results["dynamic"]
 
@@ -218,6 +225,7 @@ def test_a_file_of_other_weights_or_of_another_text_is_refused_or_made_again(tex
     run = Run.read(evaluated)
     run.text = other_text
     other = TrainedModel.of_run(run)
+    # Errors show the first 20 characters of a digest.
     with pytest.raises(UserError, match=f"text_sha256 is {corpus.digest[:20]} instead of 0"):
         model_of(other)
 
@@ -231,6 +239,7 @@ def test_a_file_of_other_weights_or_of_another_text_is_refused_or_made_again(tex
 def test_without_file_and_training_text_the_error_has_the_command_that_makes_it(
     text, made, tmp_path
 ):
+    # The command must quote the space.
     folder = copy_of(made[0], tmp_path / "a run")
     (folder / NAME).unlink()
     run = opened(folder)
@@ -255,7 +264,10 @@ def test_without_file_and_training_text_the_error_has_the_command_that_makes_it(
 
 
 def unevaluated(trained) -> DynamicModel:
-    """The model without statistics, with any parameters."""
+    """The model without statistics, with any parameters.
+
+    It is built for another rule, because for its own `learning_model` would look for them.
+    """
     built = learning_model(
         opened(trained.path, eval__dynamic=DynamicConfig(rule=DynamicRule.SGD)), None
     ).built
@@ -299,12 +311,14 @@ def test_a_read_only_run_has_its_file_in_out(text, made, evaluated, tmp_path, mo
     evaluate_splits(config, corpus, trained)
     assert (out / NAME).exists()
     assert not (evaluated / NAME).exists()
+    # The file is used again: to compute the sums again would be an error.
     monkeypatch.delattr(dynamic_statistics, "_sum_over_text")
     evaluate_splits(config, corpus, trained)
 
 
 def test_the_file_of_the_run_is_used_with_out_too(text, evaluated, tmp_path, monkeypatch):
     config, corpus = text
+    # To compute the sums again would be an error.
     monkeypatch.delattr(dynamic_statistics, "_sum_over_text")
     trained = dataclasses.replace(opened(evaluated), out=str(tmp_path / "out"))
     evaluate_splits(config, corpus, trained)
@@ -323,6 +337,7 @@ def test_an_interrupted_write_leaves_the_old_file(evaluated, monkeypatch):
     file = dynamic_statistics._read(str(evaluated / NAME))
 
     def interrupted(path, *rest, **options):
+        """Is stopped by Ctrl-C when half of the file is written."""
         Path(path).write_bytes(b"half")
         raise KeyboardInterrupt
 
@@ -357,7 +372,7 @@ def test_a_portable_checkpoint_has_the_file(text, made, evaluated, tmp_path, cap
 
 
 def test_a_portable_checkpoint_without_the_file_is_one_error(text, evaluated, tmp_path):
-    # The file of other weights is left where it is.
+    # A file of other weights is not copied.
     file = dynamic_statistics._read(str(evaluated / NAME))
     rewrite(evaluated, metadata=file.metadata | {"weights_sha256": "0" * 64})
     lines = []
@@ -368,7 +383,8 @@ def test_a_portable_checkpoint_without_the_file_is_one_error(text, evaluated, tm
 
     for name in ("other", "none"):
         assert not (tmp_path / name / NAME).exists()
-        # Even the run's own text does not help, as the checkpoint does not say that it is.
+        # Even the run's own text does not help, as a portable checkpoint does not record which text
+        # it was trained on.
         with pytest.raises(UserError, match=r"rms.*--workdir=RUN.*experiments\.convert"):
             model_of(opened(tmp_path / name), corpus=text[1], folder=str(tmp_path))
 
@@ -376,7 +392,8 @@ def test_a_portable_checkpoint_without_the_file_is_one_error(text, evaluated, tm
 def rewrite(folder, *, metadata=None, **arrays):
     """Writes the file again with other metadata or arrays. None removes an array.
 
-    The metadata has the digest of the arrays that are written.
+    Names of arrays are passed with "__" in the place of "/". With other arrays, the metadata has
+    their digest, so that the digest is not what gives them away.
     """
     path = folder / NAME
     file = dynamic_statistics._read(str(path))
@@ -392,12 +409,14 @@ def rewrite(folder, *, metadata=None, **arrays):
 
 
 def flip(folder):
+    """Changes one bit, near the end of the last array."""
     content = bytearray((folder / NAME).read_bytes())
     content[-7] ^= 1
     (folder / NAME).write_bytes(content)
 
 
 def read(folder):
+    """Returns the array that a corruption changes."""
     file = dynamic_statistics._read(str(folder / NAME))
     return file.sums[QUERY.replace("__", "/")].read()
 
@@ -423,10 +442,11 @@ def change_dtype(folder):
 
 
 def put(value):
-    """Returns a function that changes one element of an array."""
+    """Returns a function that sets one element of an array to this value."""
 
     def change(folder):
         array = read(folder).copy()
+        # Any element, inside of the array.
         array.flat[3] = value
         rewrite(folder, **{QUERY: array})
 
@@ -471,11 +491,14 @@ def test_a_corrupted_file_is_an_error_also_where_it_could_be_made_again(text, ev
 
 
 def test_metadata_is_shortened_and_printable_in_errors(evaluated):
+    """A stranger's file could fill a terminal, or clear it, as this escape sequence does."""
     file = dynamic_statistics._read(str(evaluated / NAME))
     rewrite(evaluated, metadata=file.metadata | {"eval.segment_len": "\x1b[2J" * 100_000})
     with pytest.raises(UserError, match=r"segment_len is .{1,100} instead of 5") as raised:
         model_of(opened(evaluated))
     assert "\x1b" not in str(raised.value)
+
+    # The metadata of a file of another program.
     rewrite(evaluated, metadata={"format": "pt"})
     with pytest.raises(UserError, match="weights_sha256 is missing instead of"):
         model_of(opened(evaluated))

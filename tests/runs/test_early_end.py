@@ -105,7 +105,10 @@ def out_of_patience(losses, patience=2):
 
 
 def mean_is_due(losses):
-    """Whether the last loss is worse than the best, not counting the loss right before it."""
+    """Whether the last loss is worse than the best, not counting the loss right before it.
+
+    This is the criterion for a patience of 1.
+    """
     return len(losses) > 2 and losses[-1] > min(losses[:-2])
 
 
@@ -134,7 +137,7 @@ def test_a_run_ends_when_its_patience_does(base, whole, tmp_path):
 def test_evaluations_that_are_made_again_after_a_kill_count_once(base, whole, tmp_path):
     """The log has their losses already, from before the kill."""
     last = first_evaluation(whole, out_of_patience)
-    assert last > 3, "the losses before the kill would not use up the patience twice"
+    assert last > 3, "with fewer losses before the kill, counting them twice would change nothing"
 
     with pytest.raises(KilledError):
         run(base, tmp_path, hooks=[kill_at(last - 1)], train__patience=2)
@@ -165,7 +168,7 @@ def test_the_mean_begins_when_validation_stops_improving(base, whole, tmp_path):
     assert state.scored_params is state.average.params
     mean = jax.tree.leaves(state.average.params)[0]
     last = jax.tree.leaves(state.params)[0]
-    assert np.abs(mean - last).max() > 1e-3
+    assert np.abs(mean - last).max() > 1e-3, "the mean is of several updates"
 
 
 def test_the_mean_begins_in_an_evaluation_that_a_stop_cut_short(base, averaged, tmp_path):
@@ -212,8 +215,8 @@ def test_the_mean_begins_in_an_evaluation_that_a_stop_cut_short(base, averaged, 
 
 @pytest.mark.full
 def test_losses_of_other_settings_are_not_compared(base, tmp_path):
-    """At another temperature losses are worse than before. Compared with them, they would end a run
-    of little patience at once.
+    """At another temperature losses are worse than before. Compared with the earlier ones, they
+    would end a run whose patience is a single evaluation at once.
     """
     stopped, before = run(base, tmp_path, hooks=[stop_at(3)])
     assert not stopped.finished

@@ -22,14 +22,16 @@ from txl_jax.training.step import make_train_step
 STEPS = 12
 RATE = "optimizer.learning_rate"
 DROPOUT = "model.dropout.rate"
-# One rate of dropout is 0 in one member and not in others. Other rates differ from it throughout.
+# Members differ in each kind of setting in which they can: seed, learning rate and a dropout rate,
+# which is 0 in one member only. The rates of `base` for attention and embedding are the same in all
+# members, and never the same as this one.
 MEMBERS = [{"seed": 3}, {DROPOUT: 0.0, "seed": 4, RATE: 0.02}, {DROPOUT: 0.5}]
 NAMES = ["seed=3", "seed=4+learning_rate=0.02+dropout.rate=0.0", "dropout.rate=0.5"]
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """(config, corpus)."""
+    """(config, corpus), from which the members differ."""
     changes = {
         "model__dropout__attention": 0.2,
         "model__dropout__embedding": 0.1,
@@ -81,14 +83,18 @@ def test_each_is_the_run_that_it_would_be_alone(base, tmp_path, x64):
     tiny_run.assert_close(state, expected_state, rtol=1e-6, atol=1e-9)
 
 
+# `n_compared` members, from the last one, are compared with a run by itself, which takes a
+# compilation each.
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "n_compared"),
     [(DType.FLOAT64, 1e-9, 1), pytest.param(DType.BFLOAT16, 2e-2, 2, marks=pytest.mark.full)],
     ids=["float64", "bfloat16"],
 )
 def test_a_step_of_all_members_is_the_step_of_each_alone(dtype, tolerance, n_compared, x64):
-    """Members differ in seed, rates of dropout and learning rate. In bfloat16 a traced rate must
-    widen nothing.
+    """Members differ in seed, rates of dropout and learning rate.
+
+    In bfloat16 the rates, which are traced arrays, must not make activations float32. The losses
+    would show it, which then would have other roundings than a run with constant rates.
     """
     config = config_tree.replace(
         tiny_run.CONFIG, {"model.dtype": dtype, "model.dropout.attention": 0.2}
@@ -112,13 +118,13 @@ def test_a_step_of_all_members_is_the_step_of_each_alone(dtype, tolerance, n_com
         step(lengths, variation, jax.tree.map(twice, state), jax.tree.map(twice, segments))
     )
 
-    assert abs(metrics.nats[0] - metrics.nats[1]) > 1e-3 * metrics.nats[0]
+    assert abs(metrics.nats[0] - metrics.nats[1]) > 1e-3 * metrics.nats[0], "the members differ"
     for member in range(len(configs) - n_compared, len(configs)):
         member_config = configs[member]
         alone = build(member_config, vocab_size=tiny.V)
         lone_step = make_train_step(alone.model, alone.optimizer, alone.schedule, member_config)
         expected_after, expected = jax.device_get(jax.jit(lone_step)(state, segments))
-        # In bfloat16 the same roundings, up to the order of sums.
+        # In bfloat16 losses have the same roundings, up to the order of sums.
         np.testing.assert_allclose(
             metrics.nats[member], expected.nats, rtol=min(2e-3, tolerance), err_msg=f"{member}"
         )

@@ -21,11 +21,11 @@ from txl_jax.data.subwords import SubwordVocabulary
 from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
+from txl_jax.inference.generate import BLOCK
 from txl_jax.runs.generate import generate_text, read_prompt, read_stop
 
 pytestmark = pytest.mark.usefixtures("traces_kept")
 
-BLOCK = 16
 LENGTH = 40  # Without a stop, blocks of 16, 16 and 8.
 
 
@@ -71,7 +71,8 @@ def letter_of_first_block(texts):
 def test_each_sample_ends_with_its_first_stop(run, whole):
     """With a token, or with the text of several tokens, here from one block to the next."""
     config, _, workdir = run
-    for stop in (whole[0][13:17], letter_of_first_block(whole)):
+    across_blocks = whole[0][BLOCK - 3 : BLOCK + 1]
+    for stop in (across_blocks, letter_of_first_block(whole)):
         texts, printed = write(run, stop=stop)
         for text, longer in zip(texts, whole, strict=True):
             before, matched, _ = longer.partition(stop)
@@ -82,6 +83,7 @@ def test_each_sample_ends_with_its_first_stop(run, whole):
         [from_python] = txl_jax.load(workdir.path).generate([""], settings)
         assert from_python == texts[0]
 
+    # These texts are the ones up to the letter, the last stop.
     assert len(texts[0]) < LENGTH
     assert any(len(text) > BLOCK for text in texts), "blocks continue for the others"
     path = Path(workdir.path, "sample-seed4.txt")
@@ -109,6 +111,7 @@ def test_keys_and_values_are_stored_as_the_evaluation_stores_them(run, monkeypat
 
 
 def test_a_stop_ends_after_a_block_and_while_the_prompt_is_read(run):
+    """A request to stop, as by Ctrl-C. Blocks that are complete are kept."""
     questions = iter([False, False])
     texts, _ = write(run, stop_requested=lambda: next(questions, True))
     assert len(texts[0]) == 2 * BLOCK, "a question after each block"
@@ -131,23 +134,30 @@ def test_models_that_cannot_generate_are_an_error(run, changes, message):
         generate_text(config_tree.replace(config, changes), workdir)
 
 
+# A vocabulary with this mark at the end of a line.
 words = functools.partial(WordVocabulary, ("<eos>", "the", "<unk>", "cat", "<S>", "<s>"))
 
 
 def test_a_stop_is_a_token_or_the_text_of_several():
+    r"""The id of a token, which is its place in the vocabulary, or bytes that are looked for.
+
+    As in a prompt, \n, \t and \\ are typed for a newline, a tab and a backslash.
+    """
     for vocabulary, stop, token in (
         (ByteVocabulary(b"\n a"), "", None),
         (ByteVocabulary(b"\n a"), "a", 2),
-        (ByteVocabulary(b"\n\\n"), "\\\\", 1),
-        # As Python takes a byte of the command line that is no UTF-8.
+        (ByteVocabulary(b"\n\\n"), "\\\\", 1),  # A backslash.
+        # Python passes a byte of the command line that is not UTF-8 as a surrogate.
         (ByteVocabulary(b"\n\xff"), "\udcff", 1),
         (CharacterVocabulary("a\né\N{REPLACEMENT CHARACTER}"), "a", 0),
+        # The mark of a line's end, by its own word or as a newline.
         (words(LineMark.EOS), "<eos>", 0),
         (words(LineMark.DOUBLE_S), "\\n", 4),
-        (words(LineMark.S, lower_case=True), "The", 1),
+        (words(LineMark.S, lower_case=True), "The", 1),  # Read as "the", like a prompt.
         (ByteVocabulary(b"\t\n a"), "\\t", 0),
         (ByteVocabulary(b"\n a"), "a a", b"a a"),  # Several tokens are a text.
         (ByteVocabulary(b"\n a"), " \\n", b" \n"),
+        # A word is decoded with the space after it.
         (words(LineMark.EOS), "the cat", b"the cat "),
         (words(LineMark.EOS), "the\\n", b"the \n"),
         (SubwordVocabulary(hf_tokenizers.byte_level()), "a", b"a"),  # It may be inside of a token.
@@ -156,6 +166,9 @@ def test_a_stop_is_a_token_or_the_text_of_several():
 
 
 def test_the_error_for_a_stop_without_a_known_token_names_its_tokens():
+    """And how many there are: a vocabulary that drops newlines, or has no mark for them, reads a
+    newline as no token.
+    """
     for vocabulary, stop, pattern in (
         (words(LineMark.EOS), "the zebra", r"\b2\b.*'the', '<unk>'"),
         (ByteVocabulary.all_bytes(Newlines.DROP), "\\n", r"'\\\\n'.*\b0\b"),
@@ -190,7 +203,8 @@ def test_escapes_mean_the_same_in_prompt_and_stop_and_at_documents_ends():
     vocabulary = ByteVocabulary(bytes(range(256)))
     assert read_prompt(GenerateConfig(prompt=typed)) == meant
     assert read_stop(GenerateConfig(stop=typed), vocabulary) == meant
-    assert find_tokens(vocabulary, r"\t", name="data.reset_at") == [9]
-    assert find_tokens(vocabulary, r"\\", name="data.reset_at") == [92]
+    # Documents end with a single token.
+    assert find_tokens(vocabulary, r"\t", name="data.reset_at") == [ord("\t")]
+    assert find_tokens(vocabulary, r"\\", name="data.reset_at") == [ord("\\")]
     with pytest.raises(UserError, match=r"data\.reset_at.*'a a'.*\b3\b.*'a', ' ', 'a'"):
         find_tokens(vocabulary, "a a", name="data.reset_at")

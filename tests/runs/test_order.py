@@ -13,6 +13,8 @@ from txl_jax.runs.checkpoints import RunCheckpoints
 from txl_jax.runs.run import Run
 from txl_jax.training.member_axis import Members
 
+# The steps after which the run of conftest.py is evaluated and saved. The losses become better from
+# one evaluation to the next, so each saves the best parameters.
 EVALUATED = [8, 16, 24]
 SAVED = [6, 12, 18, 24]
 
@@ -33,7 +35,9 @@ def test_the_record_is_written_first_and_the_vocabulary_before_its_config(events
 
 
 def test_before_each_checkpoint_the_log_is_sealed_and_then_the_lock_confirmed(events):
-    """Records up to there are not made again. Without its lock it would write into another run."""
+    """A resumed run does not repeat the records before its checkpoint, so they must last. A run
+    that has lost its lock would write into another run.
+    """
     made = calls(events)
     saved = []
     for place, (call, checkpoint) in enumerate(made):
@@ -42,7 +46,8 @@ def test_before_each_checkpoint_the_log_is_sealed_and_then_the_lock_confirmed(ev
         saved.append(checkpoint)
         assert made[place - 1] == ("confirm", ""), checkpoint
         if checkpoint.startswith("latest"):
-            # Sealing confirms too.
+            # The log is sealed, which confirms the lock too. Then it is confirmed for the
+            # checkpoint.
             assert made[place - 3 : place - 1] == [("seal", ""), ("confirm", "")], checkpoint
     assert saved == [
         *("latest/6", "best/8", "latest/12", "best/16", "latest/18", "best/24", "latest/24")
@@ -57,6 +62,7 @@ def test_the_best_parameters_last_before_a_checkpoint_that_counts_on_them(events
             order.assert_in_order(events, best_lasts, ("save", f"latest/{step}"))
 
 
+# Two of the latest checkpoints are kept, and one of the best.
 @pytest.mark.parametrize(
     ("new", "old"), [("latest/18", "latest/6"), ("latest/24", "latest/12"), ("best/24", "best/16")]
 )
@@ -87,7 +93,7 @@ def test_a_run_that_has_lost_its_lock_saves_nothing(tmp_path, monkeypatch):
         raise UserError("the lock was lost")
 
     monkeypatch.setattr(Run, "confirm", lost)
-    parameters = {"x": jnp.arange(3)}
+    parameters = {"x": jnp.arange(3)}  # Any array.
     with RunCheckpoints(Run(tmp_path), Members(), keep=1, log=print) as checkpoints:
         with pytest.raises(UserError, match="lost"):
             checkpoints.save(1, parameters, {})

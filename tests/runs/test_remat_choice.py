@@ -24,6 +24,7 @@ from txl_jax.sharding.mesh import abstract_mesh
 pytestmark = pytest.mark.usefixtures("traces_kept")
 
 CONFIG = tiny_run.CONFIG
+# Attention as on GPUs and as on TPUs. Only the first one stores scores for the backward pass.
 STORED = Implementation("stored")
 FUSED = Implementation("fused", "mosaic_roll", Tile(512, 1024))
 
@@ -52,10 +53,12 @@ def test_auto_is_none_on_a_cpu_and_on_accelerators_what_fits(on_tpu, monkeypatch
     assert CONFIG.model.remat is Remat.AUTO
     assert chosen().remat is Remat.DOTS, "unknown memory"
     on_tpu(10**9)
-    assert chosen().remat is Remat.DOTS
+    assert chosen().remat is Remat.DOTS, "enough for the tiny model"
     on_tpu(10**4)
-    assert chosen().remat is Remat.FULL
-    assert chosen(model__remat=Remat.NONE).remat is Remat.NONE
+    assert chosen().remat is Remat.FULL, "too little memory"
+    assert chosen(model__remat=Remat.NONE).remat is Remat.NONE, "not auto"
+
+    # Without the patches, it is a CPU.
     monkeypatch.undo()
     assert chosen().remat is Remat.NONE
 
@@ -66,7 +69,7 @@ def test_the_model_of_a_run_has_the_choice_and_the_config_keeps_auto(on_tpu):
     assert built.config.model.remat is Remat.AUTO
     only_evaluated = build(CONFIG, vocab_size=tiny.V, uses=["evaluation"])
     assert only_evaluated.remat is None
-    assert chosen(model__network=Network.LSTM) is None
+    assert chosen(model__network=Network.LSTM) is None, "nothing to choose for other networks"
 
 
 def test_every_member_of_an_ensemble_needs_memory(on_tpu, monkeypatch):
@@ -90,8 +93,8 @@ class Compiled(NamedTuple):
     tolerance: float  # How far the estimate may be from the peak, relative to it.
 
 
-# Steps with `none` were compiled when they still stored the masks of dropout, which the estimate
-# leaves out.
+# Peaks are the compilers' numbers. Steps with `none` were compiled when they still stored the masks
+# of dropout, which the estimate leaves out, so their tolerances are larger.
 COMPILED = [
     Compiled("enwik8_12l", 204, 22, 1, "tpu", Remat.DOTS, 3.80, 0.05),
     Compiled("enwik8_24l", 204, 8, 1, "gpu", Remat.DOTS, 12.8, 0.05),
@@ -153,6 +156,7 @@ def test_a_run_keeps_what_it_began_with_on_another_machine(
     assert record["remat"] == "dots"
     assert record["config"]["model.remat"] == "auto"
 
+    # The next start is on a CPU, where a new run would begin with `none`.
     monkeypatch.undo()
     again, notes = start(config, corpus, tmp_path)
     assert again == ChosenRemat(Remat.DOTS, "as in earlier starts")
@@ -161,6 +165,7 @@ def test_a_run_keeps_what_it_began_with_on_another_machine(
 
 
 def test_a_typed_value_changes_the_choice_and_auto_keeps_it_from_then_on(config, corpus, tmp_path):
+    # It begins on a CPU, with `none`.
     start(config, corpus, tmp_path)
     full = config_tree.replace(config, {"model.remat": Remat.FULL})
     changed, notes = start(full, corpus, tmp_path)
@@ -172,7 +177,9 @@ def test_a_typed_value_changes_the_choice_and_auto_keeps_it_from_then_on(config,
 
 
 def test_runs_from_before_there_was_a_choice_keep_none(config, corpus, tmp_path, on_tpu):
-    """They have it in their settings. A library's call with new defaults says auto."""
+    """They have `none` in their settings, and no choice in their record. A call of the library that
+    resumes them with today's defaults passes `auto`.
+    """
     old = config_tree.replace(config, {"model.remat": Remat.NONE})
     start(old, corpus, tmp_path)
     record = read_record(tmp_path)
@@ -197,6 +204,7 @@ def test_a_member_that_is_split_off_keeps_the_choice(config, corpus, tmp_path, m
     remat = ChosenRemat(Remat.DOTS, "a reason")
     with Run.open(tmp_path / "all") as run:
         run.record_start(config, corpus, members=members, remat=remat)
+    # Nothing was trained, so there is no checkpoint to copy.
     for name in ("_copy_latest", "_copy_best", "_copy_records"):
         monkeypatch.setattr(ensemble, name, lambda *args: 0)
     ensemble.split_off(str(tmp_path / "all"), "seed=1", str(tmp_path / "one"))
@@ -219,6 +227,7 @@ def test_a_run_begun_on_an_accelerator_ends_elsewhere_with_the_same_numbers(
     assert runs.train(config, corpus, tmp_path / "whole").finished
     stop = runs.stop_after(5)
     assert not runs.train(config, corpus, tmp_path / "stopped", stop_requested=stop).finished
+    # The second start is on a CPU.
     monkeypatch.undo()
     assert runs.train(config, corpus, tmp_path / "stopped").finished
     assert runs.numbers(tmp_path / "stopped") == runs.numbers(tmp_path / "whole")

@@ -23,6 +23,7 @@ from txl_jax.runs.run_tables import markdown, means, read_runs
 from txl_jax.runtime import storage as files
 from txl_jax.runtime.lock import NAME
 
+# The file of the text is never read.
 CONFIG = ExperimentConfig(data=own_text(file="a.txt", kind=Tokenizer.WORD))
 WORDS = WordVocabulary(("<eos>", "the", "<unk>", "cat"))
 TEXT = TextInfo("text", "own text", "d" * 64, WORDS)
@@ -73,14 +74,17 @@ def test_of_two_starts_of_a_new_run_the_later_is_refused(tmp_path):
     ids=["text", "vocabulary"],
 )
 def test_another_text_or_vocabulary_is_an_error(folder, digest, words, named):
-    """The text's digest decides, whatever its description says; the vocabulary may be another file
-    of words.
+    """The text's digest decides, whatever its description says. The same text may have another
+    vocabulary, here of 5 words instead of 4.
     """
     with Run.open(folder) as run, pytest.raises(UserError, match=rf"\b{named}\b"):
         run.record_start(CONFIG, TextInfo("text", "own text", digest, WordVocabulary(words)))
 
 
 def test_settings_are_compared_before_a_text_is_read(folder, tmp_path):
+    """`compare` needs no text. The error names all settings that must not change, and not
+    train.log_every, which may.
+    """
     warm = config_tree.replace(CONFIG, {"init_from": "old"})
     runs.record(tmp_path / "warm", warm, TEXT)
     minimum = config_tree.replace(CONFIG, {"data.tokenizer.min_count": 2, "train.log_every": 2})
@@ -121,7 +125,8 @@ def test_members_are_compared_and_chosen(tmp_path):
             Run.read(path, member=member)
 
 
-# Contents that are not a record, and changes of the record that make it invalid.
+# Contents of config.json that are not a record and, as dicts, changes of a record that make it
+# invalid. Format 3 is today's (`FORMAT`): with another number it would be the error.
 CORRUPTED_RECORDS = {
     "not JSON": "{",
     "a list": "[]",
@@ -130,7 +135,8 @@ CORRUPTED_RECORDS = {
     "empty": "",
     "attention": {"attention": {"training": "tild 4x8"}},
     "members": {"members": 3},
-    "warm start": {"warm_start": 3, "text": {}},
+    # The text is invalid here. A warm start of any kind can be read.
+    "text without digest": {"warm_start": 3, "text": {}},
 }
 
 
@@ -165,6 +171,9 @@ def test_a_corrupted_vocabulary_is_named(folder, content):
 
 @pytest.mark.parametrize("number", [None, 2, "3", FORMAT + 1])
 def test_a_record_of_another_format_is_an_error_whatever_else_it_contains(folder, number):
+    """Records of format 1 have no number. Another format may have settings that are unknown here,
+    which must not be what the error is about.
+    """
     record = {"config": {"model.n_later": 3}}
     if number is not None:
         record["format"] = number
@@ -177,6 +186,7 @@ def test_a_record_of_another_format_is_an_error_whatever_else_it_contains(folder
 
 
 def test_a_lock_clears_what_killed_runs_began_and_nothing_else(folder):
+    # Temporary files of a process with the number 12, which is gone.
     begun = [
         ".config.json.12.tmp",
         ".vocabulary.txt.12.tmp",
@@ -184,6 +194,7 @@ def test_a_lock_clears_what_killed_runs_began_and_nothing_else(folder):
         ".results.json.12.tmp",
         ".probe-12",
     ]
+    # An evaluation takes no lock, so it may be writing this file now.
     of_another_program = ".evaluation.json.12.tmp"
     for name in (*begun, of_another_program):
         (folder / name).touch()
@@ -202,7 +213,8 @@ def test_the_lock_of_a_process_that_is_gone_and_a_check_of_the_lock_keep_nobody_
         with pytest.raises(UserError, match=rf"\b{os.getpid()}\b.*/run\b.*--workdir"):
             Run.open(folder)
         assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    # A sweep checks whether a run is being trained.
+    # A sweep checks whether a run is being trained, for which it holds the lock for a moment. A
+    # start waits for so long.
     with open(folder / NAME, "a+") as handle:
         fcntl.flock(handle, fcntl.LOCK_SH)
         threading.Timer(0.2, fcntl.flock, [handle, fcntl.LOCK_UN]).start()
@@ -212,7 +224,9 @@ def test_the_lock_of_a_process_that_is_gone_and_a_check_of_the_lock_keep_nobody_
 @pytest.mark.full
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
-    ("status", "named"), [(401, "gcloud"), (403, "gcloud"), (503, "made by a test")]
+    # The advice if the credentials are missing or do not suffice, and what the server says.
+    ("status", "named"),
+    [(401, "gcloud"), (403, "gcloud"), (503, "made by a test")],
 )
 def test_a_bucket_that_cannot_be_read_does_not_count_as_empty(bucket, storage, status, named):
     """Otherwise a second run, with other settings, would begin in the directory of the first."""
@@ -276,6 +290,7 @@ def test_a_run_that_diverged_says_so_and_its_scores_are_infinite(tmp_path):
 
 
 def test_means_omit_runs_that_have_not_finished_or_diverged():
+    # "lr" and "seed" are the settings in which the runs differ: groups of seeds have the same lr.
     def finished(lr, seed, best_valid, test):
         row = {"lr": lr, "seed": seed, "state": "finished", "measure": "ppl"}
         return row | {"best_valid": best_valid, "test": test}
@@ -295,12 +310,15 @@ def test_means_omit_runs_that_have_not_finished_or_diverged():
     assert first["best_valid"] == 12.0
     assert first["test"] == 12.5
     assert first["seeds"] == 2
+    # The deviation of a sample, 10 and 14: sqrt((2**2 + 2**2) / (2 - 1)).
     assert first["best_valid_deviation"] == pytest.approx(math.sqrt(8))
+    # One finite score is left, and has no deviation.
     assert second["best_valid"] == 5.0
     assert second["test"] == 6.0
     assert "best_valid_deviation" not in second
-    assert means(["lr", "seed"], rows[1:3]) == []
+    assert means(["lr", "seed"], rows[1:3]) == [], "no two of these runs have the same lr"
 
+    # In Markdown a name must not end its cell. The columns for steps and time are empty here.
     named_rows = [{"run": f"r|{number}"} | row for number, row in enumerate(rows)]
     lines = list(markdown(["lr", "seed"], named_rows))
     assert lines[2] == "| r\\|0 | 1 | 1 | ppl 10.00 | ppl 12.00 |  |  | finished |"

@@ -50,6 +50,7 @@ def read_table(workdir, split):
 
 
 def test_both_splits_are_scored_in_total_and_per_token(run, monkeypatch):
+    # Tables are written in blocks, of which each split has several here.
     monkeypatch.setattr(score_splits, "_TOKENS_PER_BLOCK", 13)
     config, corpus, workdir, built = run
 
@@ -74,11 +75,12 @@ def test_both_splits_are_scored_in_total_and_per_token(run, monkeypatch):
         assert b"".join(map(unescaped, names)) == corpus.vocabulary.decode(tokens[1:])
         assert sum(map(float, nats)) == pytest.approx(expected.nats, rel=1e-6)
         read = np.array(nats, np.float32)
-        assert len(set(nats)) == len(set(read.tolist())) > 20
+        assert len(set(nats)) == len(set(read.tolist())) > 20, "most losses differ"
         shortest = [str(number) for number in read]
         assert shortest == list(nats), "the shortest text that reads back as the number"
 
 
+# A rule, and segments of another length than the recorded ones.
 LEARNING = {
     "eval.dynamic.rule": "rmsprop",
     "eval.dynamic.learning_rate": 0.01,
@@ -143,6 +145,7 @@ def test_averaged_checkpoints_of_a_member_do_not_learn(run):
     trained = TrainedModel.of(workdir, averaged)
     dynamic.check_can_learn(trained)
 
+    # The same run, as if it were a member: the error comes before its checkpoints are looked for.
     as_member = copy.copy(workdir)
     as_member.member = "seed=2"
     with pytest.raises(UserError, match=r"eval\.average_checkpoints"):
@@ -150,6 +153,7 @@ def test_averaged_checkpoints_of_a_member_do_not_learn(run):
 
 
 def test_a_choice_of_attention_that_the_record_lacks_is_not_a_change_of_it(run):
+    """A new choice is made for another eval.mem_len, and no line says that one was replaced."""
     config, _, workdir, _ = run
     lines = []
     longer = config_tree.replace(config, {"eval.mem_len": config.eval.mem_len + 1})
@@ -201,6 +205,7 @@ def test_a_text_that_is_both_splits_is_scored_once(run, capsys, monkeypatch):
 def test_every_kind_of_tokens_has_bits_per_byte_of_its_text(tmp_path, kind, has, lacks):
     changes = {"data__tokenizer__kind": kind, "model__n_layer": 1}
     if kind is Tokenizer.SUBWORD:
+        # All bytes, and some tokens of several bytes.
         changes["data__tokenizer__vocab_size"] = 290
     if kind is Tokenizer.ID:
         np.save(tmp_path / "ids.npy", np.arange(1000) % 13)
@@ -244,7 +249,7 @@ def test_a_stop_writes_nothing(run, tmp_path):
 
 
 def test_without_a_terminal_a_line_comes_every_twenty_seconds(monkeypatch):
-    # At the start, and at each call.
+    # At the start, and at each call: a line is due at 120 s, and at 140 s or later.
     clock = iter([100, 119, 120, 121, 145])
     monkeypatch.setattr(scoring_progress.time, "monotonic", lambda: next(clock))
     logged = []
@@ -260,6 +265,7 @@ def test_without_a_terminal_a_line_comes_every_twenty_seconds(monkeypatch):
         for done in (5, 10, 15, 20):
             show(done, Totals(nats=np.log(2) * done, tokens=done))
 
+    # How much is done, the score, and the time that is left: 10 of 50 took 20 s, 20 took 45 s.
     numbers = [re.findall(r"[\d.:]+[\d%]", line) for line in logged]
     assert numbers == [["20%", "1.0000", "0:01:20"], ["40%", "1.0000", "0:01:08"]]
 
@@ -283,6 +289,7 @@ def unescaped(text):
 @given(
     st.binary()
     | st.text().map(lambda text: text.encode(errors="ignore"))
+    # What escapes consist of, and characters that end a line.
     | st.text("\\nrtxu\n\t\r\x85\u2028")
 )
 @example(bytes(range(256)))
@@ -360,6 +367,7 @@ def records(lines, *, per_token=False, params=None, written=None, vocabulary=tin
     `written` gets the lines of records, also the ones before a mistake.
     """
     model = tiny_model.make(eval__batch_size=3)
+    # Stands for a trained run, of which these are asked for. Its parameters are of step 7.
     weights = types.SimpleNamespace(
         vocabulary=vocabulary,
         build=lambda log: model.components,
@@ -414,6 +422,7 @@ def test_a_record_per_token():
 
 def test_a_mistake_names_its_line_after_the_records_before():
     written = []
+    # "Z" is byte 90, which the vocabulary does not have.
     with pytest.raises(UserError, match=r"^line 3 of book\.txt.*\b90\b") as error:
         records([b"abc", b"a" * 70, b"aZ", b"abc"], written=written)
     assert "\n" not in str(error.value)
@@ -427,7 +436,7 @@ def test_a_note_says_how_many_tokens_are_unknown(capsys):
     assert "note" not in capsys.readouterr().out
     records([b"abc", b"zzzz"], vocabulary=vocabulary)
     [note] = re.findall(r"(?m)^note .*", capsys.readouterr().out)
-    assert "60.00%" in note
+    assert "60.00%" in note, "3 of the 5 tokens that are scored"
 
 
 def test_a_loss_that_is_not_a_number_is_an_error():

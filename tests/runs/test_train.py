@@ -47,7 +47,7 @@ STEPS = 24
 
 
 def test_the_steps_of_a_time_are_those_that_a_clock_shows(config, corpus, monkeypatch):
-    """The first call takes a minute, and every further call of S updates 3 s.
+    """The first call takes a minute, which does not count, and every further call of S updates 3 s.
 
     Evaluations take the time of their FLOPs.
     """
@@ -73,6 +73,7 @@ def test_the_steps_of_a_time_are_those_that_a_clock_shows(config, corpus, monkey
     test = token_seconds * len(corpus.test)
     evaluations = fitting.steps / config.train.eval_every + 1
     spent = fitting.steps * update_seconds + evaluations * valid + test
+    # Less is left than another call and its evaluation would take.
     assert 1000 - 3 - valid <= spent <= 1000
 
     # How long a hundred steps would take, for a note if fewer fit.
@@ -80,6 +81,7 @@ def test_the_steps_of_a_time_are_those_that_a_clock_shows(config, corpus, monkey
     assert fitting.advised_steps == 100
     assert fitting.advised_minutes == math.ceil(advised / 60)
 
+    # If there is only the time to score the test split, no step fits.
     with pytest.raises(UserError, match=r"\bminutes\b"):
         steps_in(test, config, corpus, clock=lambda: now)
 
@@ -124,6 +126,7 @@ def test_before_maintenance_a_run_saves_and_goes_on(
     """
     whole, outcome = run_once
     saved = saved_steps(monkeypatch)
+    # This process waits for notices of maintenance, for this test only.
     for name in ("_save_requested", "_watching"):
         monkeypatch.setattr(stop, name, threading.Event())
     stop._watching.set()
@@ -197,9 +200,10 @@ def test_a_signal_to_a_script_saves_the_run_and_then_ends_the_script(
     # Between two progress lines, and after averaging has begun.
     with pytest.raises(SystemExit) as ended:
         start(signal.SIGTERM, 6)
-    assert ended.value.code == 143
+    assert ended.value.code == 128 + signal.SIGTERM, "as a shell reports it"
     assert_saved(6)
 
+    # The last start ends, since the script has a handler of its own.
     whole, outcome = run_once
     arrived = []
     signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
@@ -229,6 +233,7 @@ def test_samples_are_written_at_evaluations_and_change_nothing_else(
     saved = saved_steps(monkeypatch)
     outcome = runs.train(sampling, corpus, folder)
 
+    # Step 8 is no multiple of checkpoint_every: the repeated evaluation is saved at once.
     assert saved == [8, 12, 18, 24], "a kill before step 12 repeats no evaluation"
     assert numbers(folder) == numbers(whole)
     assert outcome == expected_outcome
@@ -252,9 +257,10 @@ def test_samples_are_written_at_evaluations_and_change_nothing_else(
 
 
 def test_a_run_that_diverges_ends_with_results_that_json_can_hold(config, corpus, tmp_path):
-    """A loss above 709 nats has no perplexity in float64."""
+    """A loss above 709 nats has no perplexity in float64, whose largest number is exp(709.8)."""
     short = tiny.changed(config, train__steps=6, train__eval_every=6)
 
+    # Weights that are 300 times as large give finite losses, but huge ones.
     def enlarge(leaf):
         return jax.device_put(300 * np.asarray(leaf), leaf.sharding)
 
@@ -280,6 +286,7 @@ def test_mistakes_are_errors_before_anything_is_written(config, corpus, tmp_path
     with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}.*--workdir"):
         runs.train(config, corpus, tmp_path / "file" / "run")
 
+    # 2,520 bytes are too few for a segment of 9 in each of 2,000 rows.
     large = config_tree.replace(config, {"train.batch_size": 2000})
     with pytest.raises(UserError, match=r"train\.batch_size"):
         runs.train(large, corpus, tmp_path / "run")
@@ -307,6 +314,7 @@ def test_results_that_are_corrupted_of_an_earlier_end_or_of_other_lengths_are_ma
     path = Path(workdir.path, "results.json")
     earlier = outcome.results | {"steps": STEPS - 8, "test": {"loss": 0.0}}
 
+    # Of an earlier end, empty, with no settings of evaluation, and not JSON.
     for content in (json.dumps(earlier).encode(), b"", b'{"steps": 24, "eval": 7}', b"\xff"):
         path.write_bytes(content)
         assert runs.train(config, corpus, workdir) == outcome, content
@@ -358,6 +366,7 @@ def test_a_test_score_without_results_is_recorded_again(finished, config, corpus
         raise Killed
 
     monkeypatch.setattr(RunLog, "open", open_log)
+    # The first start has the results, the second has not.
     for _ in range(2):
         with pytest.raises(Killed):
             runs.train(config, corpus, workdir)
@@ -390,6 +399,7 @@ def test_a_corrupted_best_checkpoint_costs_only_the_best(finished, config, corpu
     assert outcome.finished
     assert outcome.results["best_valid"] is None
     assert workdir.best in capsys.readouterr().out
+    # Other modes use the latest parameters instead.
     assert generate_text(config, workdir)
 
 
@@ -400,13 +410,15 @@ def test_the_best_parameters_are_loaded_where_later_ones_exist(finished, config,
     def sevens(leaf):
         return np.full(leaf.shape, 7, leaf.dtype)
 
+    # The best parameters are of an early step now. The latest checkpoints stay those of the end.
+    early_step = STEPS - 18
     earlier = jax.tree.map(sevens, built.abstract_state.params)
     with Checkpointer(workdir.best, keep=1, log=print) as best:
-        best.save(STEPS - 18, {"params": earlier}, {})
+        best.save(early_step, {"params": earlier}, {})
 
     step, params = load_parameters(built, workdir, log=print)
 
-    assert step == STEPS - 18
+    assert step == early_step
     tiny_run.assert_equal(jax.device_get(params), earlier)
 
 
@@ -436,6 +448,7 @@ def test_the_mean_of_the_latest_checkpoints_is_scored(finished, config, corpus):
     expected = jax.tree.map(mean, earlier.scored_params, last.scored_params)
     tiny_run.assert_close(params, expected, rtol=1e-6)
 
+    # Only two are kept.
     with pytest.raises(ValueError, match=r"average_checkpoints\D*\b2\b.*\bgot 3\b"):
         load_parameters(build_to_average(3), workdir, log=logged.append)
 
@@ -450,7 +463,7 @@ def test_the_training_program_does_not_grow_with_the_layers():
         lowered = jax.jit(step).lower(built.abstract_state, tiny_run.text().segments(0, 1))
         return len(lowered.as_text())
 
-    # One per cent for longer numbers.
+    # Layers are a loop. One per cent is for numbers of more digits in the text.
     assert lowered_size(24) <= 1.01 * lowered_size(2)
 
 
@@ -476,7 +489,11 @@ def test_the_error_for_cutoffs_beyond_the_vocabulary_has_both_numbers():
 
 
 def run_loop(steps, hook_intervals, events, *, bad_call=None):
-    """Runs the loop in calls of two updates, without a model, and adds what happens to `events`."""
+    """Runs the loop in calls of two updates, without a model, and adds what happens to `events`.
+
+    `hook_intervals` has the interval of each hook by its name. The metrics of `bad_call` are not
+    finite.
+    """
 
     def add(first_step, metrics):
         if first_step == bad_call:
@@ -508,8 +525,10 @@ def test_metrics_come_one_call_late_or_right_before_a_hook():
         *("call", "metrics 6", "eval 8"),
         *("call", "metrics 8", "eval 10", "save 10"),
     ]
-    assert progress.exclude.call_count == 5, "the time of hooks is not the time of updates"
-    assert progress.waited.call_count == 6, "so is the time for segments"
+    # The time of each of the five hooks is not counted as the time of updates. The waits for
+    # segments are counted: five, and one for the end of the calls.
+    assert progress.exclude.call_count == 5
+    assert progress.waited.call_count == 6
 
 
 def test_a_number_that_is_not_finite_ends_the_run_before_a_hook():
@@ -557,6 +576,7 @@ def test_a_finished_run_trains_on_by_the_schedule_of_the_new_total(run_once, lon
     for record in after:
         if record["kind"] == "train":
             rates[record["step"]] = record["learning_rate"]
+    # At the earlier end the rate was near 0. By the schedule of 36 steps it is higher.
     assert rates[STEPS] < 1e-3 < rates[STEPS + 4]
     assert rates[STEPS + 4] == pytest.approx(float(expected_rate(STEPS + 3)))
 

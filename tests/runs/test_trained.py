@@ -21,19 +21,20 @@ pytestmark = pytest.mark.usefixtures("traces_kept")
 
 STEP = 2
 MEMBERS = [{"seed": 1}, {"seed": 2}]
-# The running totals of each member.
+# The running totals of each member, any numbers.
 TOTALS = [
     {"nats": 3.0, "tokens": 2.0, "grad_norm": 0.5, "updates": 1},
     {"nats": 5.0, "tokens": 4.0, "grad_norm": 1.5, "updates": 1},
 ]
-# Notes of a checkpoint. "unknown" is from a later version.
+# Notes of a checkpoint. "unknown" stands for a note of a later version.
 NOTES = {"evaluation_pending": False, "steps": 10, "changes": [], "unknown": 1}
 
 
 def drawn_state(built, factor):
     """A state without zeros, unlike the state of another factor. Its mean is not its parameters."""
-    count = iter(range(1, 1000))
+    count = iter(range(1, 1000))  # More numbers than there are arrays.
 
+    # Each array is moved by a number of its own.
     def draw(leaf):
         return (leaf + next(count) * factor).astype(leaf.dtype)
 
@@ -81,7 +82,7 @@ def test_before_its_first_evaluation_a_run_is_loaded_with_its_mean(run, text):
     workdir, state = run
     last = jax.tree.leaves(state.params)[0]
     mean = jax.tree.leaves(state.average.params)[0]
-    assert np.abs(last - mean).max() > 0.1
+    assert np.abs(last - mean).max() > 0.1, "the mean is not the last parameters"
     # Every other mode, and conversions, load it by the same function.
     model = txl_jax.load(workdir.path)
     assert model.step == STEP

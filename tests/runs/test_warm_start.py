@@ -119,7 +119,8 @@ def test_words_are_matched_by_spelling(text_of, tmp_path, name):
             np.testing.assert_array_equal(row, expected, err_msg=word)
 
     assert weights.record["tokens"] == counts | {"dropped": len(old_words) - counts["kept"]}
-    assert counts["new"] >= 3, "ran, owl, under and with are new"
+    # Words that moved are among the new ones.
+    assert counts["new"] - counts["moved"] == len(["ran", "owl", "under", "with"])
     assert counts["kept"] >= 2
     assert bool(counts["moved"]) == has_widths
     for part in fresh.keys() - {"embedding", "softmax"}:
@@ -165,6 +166,7 @@ def test_a_kept_vocabulary_reads_the_text_in_its_words(text_of, tmp_path, monkey
         finally:
             inside.pop()
 
+    # The collectives that read a file. In a single process they only call what they are passed.
     for name in ("run_on_all", "broadcast_from_primary"):
         monkeypatch.setattr(distributed, name, collective)
     config = config_tree.replace(
@@ -188,6 +190,7 @@ def test_a_warm_start_is_recorded_and_happens_once(text_of, tmp_path, capfd):
     drawn_run.make(tmp_path / "old", *text_of("old"))
     config, corpus = text_of("new", init_from=str(tmp_path / "old"), model__dropout__rate=0.2)
     workdir = Run(tmp_path / "new")
+    # The third question stops the run before its end.
     stops = iter([False, False, True])
     runs.train(config, corpus, workdir, stop_requested=lambda: next(stops, True))
 
@@ -218,6 +221,8 @@ def test_every_member_of_an_ensemble_begins_with_the_weights(text_of, tmp_path):
     config, corpus = text_of("new", init_from=str(tmp_path / "old"), **WORDS)
     members = [{"seed": 1}, {"seed": 2}]
     states = []
+    # What the hook sees after the first update are the initial weights, since at this rate the
+    # update is nothing.
     keep = Hook(1, lambda context: states.append(jax.device_get(context.state.params)))
     still = config_tree.replace(config, {"optimizer.learning_rate": 1e-30})
 
@@ -225,6 +230,7 @@ def test_every_member_of_an_ensemble_begins_with_the_weights(text_of, tmp_path):
         still, corpus, tmp_path / "both", members=members, hooks=[keep], stop_requested=lambda: True
     )
 
+    # [members, V, D]
     table = states[0]["embedding"]["table_0"]
     loaded = tiny_run.params(parts.model)["embedding"]["table_0"]
     old_words = old_corpus.vocabulary.words
@@ -244,6 +250,7 @@ def test_weights_that_changed_before_the_first_checkpoint_are_an_error(text_of, 
     drawn_run.make(tmp_path / "old", *text_of("old"))
     config, corpus = text_of("new", init_from=str(tmp_path / "old"))
     workdir, _ = drawn_run.make(tmp_path / "new", config, corpus)
+    # A start was killed before its first checkpoint, and had read weights of another digest.
     with Run.open(workdir.path) as run:
         run.record_start(config, corpus, warm_start={"sha256": "0" * 64, "step": 3})
     with pytest.raises(UserError, match="changed since"):
@@ -254,7 +261,9 @@ def test_weights_that_changed_before_the_first_checkpoint_are_an_error(text_of, 
     ("changes", "named"),
     [
         ({"model__n_head": 5, "model__d_head": 3}, ["model.n_head", "model.d_head"]),
+        # The number of clusters differs: the old model has one.
         ({"model__cutoffs": (100,)}, ["model.cutoffs"]),
+        # Words and bytes are not matched by spelling. The error says what works.
         ({"data__tokenizer__kind": Tokenizer.WORD}, ["--init_vocabulary=kept"]),
     ],
     ids=["sizes", "clusters", "vocabulary"],
@@ -275,5 +284,5 @@ def test_a_mesh_has_the_same_weights(on_eight_devices):
     """Tables of odd sizes, of which each of eight devices reads its part."""
     on_one_device, on_mesh = on_eight_devices("-m", "support.eight_devices", "warm start")
     assert on_mesh == on_one_device
-    assert on_mesh["tokens"]["new"]
-    assert on_mesh["tokens"]["moved"]
+    # Some rows were initialized, and some words are in a cluster of another width.
+    assert on_mesh["tokens"]["new"] > on_mesh["tokens"]["moved"] > 0
