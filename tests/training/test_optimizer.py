@@ -75,6 +75,8 @@ def rate_by_hand(
 
 
 @pytest.mark.parametrize(
+    # Settings of the schedule, and arguments of `rate_by_hand`. Without a warm-up, both offsets are
+    # the same.
     ("changes", "by_hand"),
     [
         ({}, {}),
@@ -124,6 +126,8 @@ def test_the_rate_is_multiplied_while_weights_are_averaged():
     assert averaged[16:] == pytest.approx([rate / 2 for rate in usual[16:]])
 
 
+# Without and with the gradient of an L2 penalty, and with a number that is added to the norm before
+# the division.
 @pytest.mark.parametrize(("l2", "clip_eps"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.01)])
 def test_updates_match_a_numpy_adam_after_clipping(l2, clip_eps, x64):
     beta = 0.95
@@ -149,6 +153,7 @@ def test_updates_match_a_numpy_adam_after_clipping(l2, clip_eps, x64):
     first_moment = jax.tree.map(np.zeros_like, params)
     second_moment = jax.tree.map(np.zeros_like, params)
     n_clipped = 0
+    # The norms are about three times these sizes, so on both sides of the limit.
     for count, size in enumerate((5.0, 0.05, 0.6, 1.0), start=1):
         gradient = {name: size * rng.normal(size=value.shape) for name, value in params.items()}
         updates, state = update(gradient, state, params)
@@ -170,6 +175,7 @@ def test_updates_match_a_numpy_adam_after_clipping(l2, clip_eps, x64):
 
 
 def test_the_embedding_has_a_rate_of_its_own():
+    """Adam's first update is the rate in each element, with the gradient's sign."""
     config = config_of(learning_rate=0.1, clip_norm=1e9, embedding_lr_multiplier=3.0)
     optimizer = make_optimizer(config)
     params = jax.tree.map(np.ones_like, drawn(0))
@@ -190,7 +196,8 @@ def test_the_embedding_has_a_rate_of_its_own():
 # tests/sharding/test_mesh.py.
 
 RATE = 0.1
-# Adafactor factors sides of 128 and more.
+# Adafactor factors matrices whose sides are 128 and more, as D, H * E, F and V are. They all
+# differ, so that no two axes can be mixed up.
 N = 2
 D = 128
 H = 4
@@ -296,7 +303,9 @@ PEERS = {
 @pytest.mark.parametrize("name", PEERS)
 def test_updates_match_optax_on_each_layers_matrices(name, x64):
     params = drawn(0)
-    params["softmax"]["bias"] *= 0  # Biases of the softmax begin at 0.
+    # Biases of the softmax begin at 0. The steps of LAMB and Adafactor follow the size of an array,
+    # and must not leave it at 0.
+    params["softmax"]["bias"] *= 0
     gradients = [drawn(seed, scale=0.1) for seed in (1, 2, 3)]
     constant_rate = config_of(
         10, name=name, learning_rate=RATE, min_lr_ratio=1.0, clip_norm=1e9, weight_decay=0.3
@@ -341,7 +350,11 @@ FROM_THE_FIFTH = [1.0, 5.0, 2.0, 8.0, 4.0, (4 + 6) / 2]
     ],
 )
 def test_means_by_hand(settings, begin_at, expected):
-    """After each of six updates to `WEIGHTS`."""
+    """After each of six updates, whose only parameter is set to the next of `WEIGHTS`.
+
+    `begin_at` is the step, from 0, before which validation lets the mean begin, or None if it begins
+    by its settings.
+    """
     config = AverageConfig(**settings)
     average = weight_averaging.init({"w": jnp.zeros(())}, config)
     means = []
@@ -372,10 +385,13 @@ def test_the_mean_of_one_member_of_an_ensemble_begins_without_the_others():
 
     assert not weight_averaging.has_begun(begun, 0)
     assert weight_averaging.has_begun(begun, 1)
+    # The step of the second member's beginning. The first one has kept the step that never comes.
     assert begun.begun.tolist() == [average.begun, 7]
 
 
 @pytest.mark.parametrize(
+    # With a patience of 3 the newest loss is compared with the best, not counting the last three
+    # before it.
     ("losses", "is_due"),
     [
         pytest.param([5.0], False, id="first"),
@@ -390,10 +406,12 @@ def test_averaging_is_due_when_validation_stops_improving(losses, is_due):
 
 
 def test_the_step_keeps_the_mean_of_its_updates():
+    # These settings are also test_schedule_lengths.py's, so that they are compiled once.
     settings = {"average__start_step": 4, "model__dropout__rate": 0.0}
     state, _ = tiny_run.train(7, **settings)
 
-    # Each update's parameters, from a run that stops there.
+    # The parameters after each update that counts, the fifth to the seventh, from a run that stops
+    # there.
     tables = []
     for updates in (5, 6, 7):
         stopped, _ = tiny_run.train(updates, **settings)
@@ -401,4 +419,5 @@ def test_the_step_keeps_the_mean_of_its_updates():
     expected = np.mean(tables, axis=0)
     mean = state.average.params["embedding"]["table_0"]
     np.testing.assert_allclose(mean, expected, rtol=1e-5, atol=1e-7)
-    assert np.abs(expected - state.params["embedding"]["table_0"]).max() > 1e-4
+    last = state.params["embedding"]["table_0"]
+    assert np.abs(expected - last).max() > 1e-4, "the mean is not the last parameters"

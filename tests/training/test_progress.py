@@ -18,7 +18,7 @@ from txl_jax.training.step import UpdateMetrics
 
 STEPS = 8
 LOG_EVERY = 4
-# Tokens of one update.
+# Tokens of one update, by which throughput is counted. Only 20 of them are scored (`metrics`).
 TOKENS = 21
 
 
@@ -110,6 +110,7 @@ def test_a_line_sums_up_its_updates():
     assert {name: first[name] for name in expected} == pytest.approx(expected)
     assert second["step"] == 8
     assert second["loss"] == pytest.approx((64 + 65 + 66 + 67) / 80)
+    # Four of eight updates took a second, so a second is left.
     assert re.search(r"\b4/8\b.*\b0:00:01$", log.lines[0])
 
 
@@ -135,6 +136,7 @@ def test_a_resumed_run_writes_the_same_records(stopped_after):
     after = progress(resumed, running_totals=stored)
     add(after, range(stopped_after, STEPS))
 
+    # Measured times and rates depend on the process.
     for record in (*expected.records, *resumed.records):
         for name in MEASURED:
             record.pop(name, None)
@@ -161,6 +163,7 @@ def test_tokens_per_second_counts_this_process():
     """The loss is the mean over the whole interval, whichever process made its updates."""
     log = Log()
     clock = Clock()
+    # Of updates 0 and 1, by an earlier process.
     stored = {"nats": 130.0, "tokens": 40.0, "grad_norm": 2.0, "updates": 2}
     run = progress(log, clock=clock, running_totals=stored)
 
@@ -172,6 +175,7 @@ def test_tokens_per_second_counts_this_process():
     assert log.records[0]["loss"] == pytest.approx((130 + 62 + 63) / 80)
 
 
+# Of the call's three updates, the second is the first bad one.
 @pytest.mark.parametrize(
     "changes",
     [
@@ -182,6 +186,11 @@ def test_tokens_per_second_counts_this_process():
     ],
 )
 def test_the_alarm_names_the_first_bad_update(changes):
+    """With its loss or gradient norm, and its learning rate.
+
+    It is the second update of a call that begins after the first, so the third of the run. Its rate
+    is 0.1 - 2 / 1000.
+    """
     log = Log()
     run = progress(log)
     run.add(0, metrics(0))
@@ -256,9 +265,9 @@ def test_members_of_an_ensemble_share_the_peak():
 
 
 def test_the_time_of_a_run_is_forecast_by_its_first_steps():
-    """The first update is omitted, the next two take 4 s, and 997 are left.
+    """The first update is omitted, the next two take 4 s, which is long enough, and 997 are left.
 
-    Evaluations in between do not count.
+    They take 1,994 s, or 33 minutes and 14 s. Evaluations in between do not count.
     """
     (line,) = measured_run(per_update=2.0, steps=1000).forecasts()
 
@@ -272,6 +281,7 @@ def test_a_run_that_is_too_short_to_time_has_no_forecast():
 
 
 def test_durations():
+    """Days, hours, minutes and seconds. Seconds are rounded before they are split."""
     assert duration(59.6) == "0:01:00"
     assert duration(3723) == "1:02:03"
     assert duration(200_000) == "2d 7:33:20"

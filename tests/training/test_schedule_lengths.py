@@ -28,7 +28,7 @@ from txl_jax.runs.ensemble import Ensemble
 from txl_jax.training.optimizer import ScheduleLengths, learning_rate, make_optimizer
 
 PEAK, MIN_RATIO = 0.01, 0.1
-# Settings that other lengths have.
+# Two runs whose lengths differ, also in which of the settings are set.
 LENGTHS = (
     {"train__steps": 40, "optimizer__warmup_steps": 4},
     {"train__steps": 60, "optimizer__warmup_steps": 0, "optimizer__decay_steps": 50},
@@ -39,7 +39,8 @@ def constant_rate(config, peak):
     """The schedule by optax's functions, whose lengths are constants."""
     optimizer = config.optimizer
     warmup = optimizer.warmup_steps
-    # Of the original, update 0 is at the peak, where the decay starts.
+    # With the original's offset the decay starts at update 0, which is at the peak, and goes on
+    # below the warm-up.
     start = 0
     rises_from = 1
     if optimizer.schedule_offset is ScheduleOffset.AFTER_WARMUP:
@@ -57,10 +58,11 @@ def constant_rate(config, peak):
     )
 
 
-# Warm-up and steps, whose inverses are rounded.
+# Pairs of warm-up and steps, whose inverses are rounded. XLA multiplies by the rounded inverse of a
+# constant. If lengths that are data were divided by instead, the bits would differ.
 ROUNDED_LENGTHS = ((30, 1187), (7, 997), (333, 1111), (77, 3001))
-# The updates of the longest schedule and a few after it. All schedules have the rates of as many,
-# so that one compiled program serves them all.
+# The updates of the longest schedule and a few after it. All schedules are computed for as many, so
+# that one compiled program serves them all.
 UPDATES = np.arange(3001 + 13, dtype=np.int32)
 
 
@@ -116,8 +118,9 @@ def compare_rates(configs):
             assert rates.dtype == expected.dtype, case
             np.testing.assert_array_equal(rates, expected, err_msg=case)
 
+            # The schedules are not trivial. With the original offset the decay has begun where the
+            # warm-up ends, so that the peak is not reached there.
             up_to_the_end = rates[: steps + 13]
-            # With the original offset the decay has begun where the warm-up ends.
             assert 0.6 * PEAK < up_to_the_end.max() <= PEAK * (1 + 1e-6), case
             assert len(np.unique(up_to_the_end)) > 400, case
 
@@ -129,6 +132,7 @@ def test_an_update_is_the_same_program_for_all_lengths(name, schedule):
     """With one of the schedules, a rate of the embedding's own, and a factor while weights are
     averaged.
     """
+    # AdamW must have a weight decay.
     weight_decay = 0.0
     if name is OptimizerName.ADAMW:
         weight_decay = 0.1
@@ -211,7 +215,8 @@ def test_a_step_of_another_program_is_compiled_anew():
     other_text = other.lower_step().as_text()
     assert other_text != compilation.text
 
-    # The same executable under another program's text: JAX's cache has the one that is compiled.
+    # The same executable under another program's text must not be used. Nothing is compiled twice
+    # here: JAX's cache has the program.
     of_other = compilation._replace(text=other_text)
     compiled = built.compile_step(of_other)
 

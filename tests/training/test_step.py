@@ -12,7 +12,8 @@ from support.cases import full_but
 from txl_jax.config import LossPart
 from txl_jax.training.step import activation_penalty
 
-# Half loss without dropout and without a limit on the gradient.
+# The loss of only the second half of each segment, without dropout and without a limit on the
+# gradient.
 HALF = {
     "model__n_layer": 1,
     "model__dropout__rate": 0.0,
@@ -21,10 +22,11 @@ HALF = {
 }
 
 
-# Float64, for a batch that goes through the model in microbatches. In float32 sums would round
-# otherwise, which Adam blows up.
+# In float64 a batch in microbatches of one row has the same sums as the whole batch, up to tiny
+# differences. In float32 they would differ by more, which Adam blows up.
 EXACT = {"model__n_layer": 1, "model__dropout__rate": 0.0, "model__dtype": "float64"}
 MICROBATCHES = EXACT | {"train__grad_accum_steps": tiny_run.B}
+# Settings that are sums or means over the batch, or that add to them.
 CHANGES = [
     {"train__loss": LossPart.HALF},
     {"regularization__activation_l2": 2.0, "regularization__temporal_l2": 1.0},
@@ -43,7 +45,7 @@ def one_update(state=None, segments=None, changes=None):
 
 
 def changed(array: np.ndarray, places) -> np.ndarray:
-    """A copy of tokens in which these places have others."""
+    """A copy of tokens in which these places have other tokens."""
     array = array.copy()
     array[places] = (array[places] + 1) % tiny.V
     return array
@@ -56,8 +58,8 @@ def with_weights(segments, places, value):
     return segments._replace(weights=weights)
 
 
-# Tests of programs of their own come first: from the fixture `trained` on, this file compiles with
-# the usual options, which takes longer.
+# Tests that share no compiled step with `trained` come first: from that fixture on, this file
+# compiles as outside of tests, for equal bits, and that takes longer.
 
 
 def test_the_reported_loss_is_the_models_loss():
@@ -98,8 +100,8 @@ def test_the_gradient_is_of_the_mean_over_scored_tokens():
 
 @pytest.mark.parametrize("changes", full_but(CHANGES[1:2], CHANGES), ids=str)
 def test_microbatches_together_are_the_whole_batch(changes, x64):
-    """Losses, gradient norms, parameters, moments and every row of the memory, past an epoch's
-    end.
+    """Losses, gradient norms, parameters, moments and every row of the memory are the same, past an
+    epoch's end.
     """
     in_microbatches = tiny_run.train(tiny_run.STEPS, **MICROBATCHES, **changes)
     whole = tiny_run.train(tiny_run.STEPS, **EXACT, **changes)
@@ -146,6 +148,7 @@ def test_updates_per_call_change_no_bit(trained, per_call):
 
 def test_padding_contributes_nothing():
     segments = tiny_run.text().segments(0, 1)
+    # The last two positions of row 1.
     end = np.s_[:, 1, tiny_run.L - 2 :]
     padded = with_weights(segments, end, 0)
     state, metrics = one_update(segments=padded)
@@ -176,6 +179,7 @@ def test_ignored_targets_are_padding():
     weight 0 does.
     """
     segments = tiny_run.text().segments(0, 1)
+    # The last two positions of row 1. -100 is PyTorch's number for ignored targets.
     end = np.s_[:, 1, tiny_run.L - 2 :]
     targets = segments.targets.copy()
     targets[end] = -100
@@ -192,7 +196,7 @@ def test_ignored_targets_are_padding():
 def test_the_memory_reaches_the_next_segment_of_rows_that_are_not_reset():
     built, *_ = tiny_run.compiled()
     state, _ = one_update()
-    assert state.memory.valid.tolist() == [tiny_run.L] * tiny_run.B
+    assert state.memory.valid.tolist() == [tiny_run.L] * tiny_run.B, "one segment is in the memory"
     forgetful = state.replace(memory=tiny_run.state(built).memory)
     segments = tiny_run.text().segments(1, 1)
     all_reset = segments._replace(reset=np.ones_like(segments.reset))

@@ -11,7 +11,9 @@ import pytest
 from txl_jax.config import ModelConfig
 from txl_jax.training import vocabulary_transfer
 
-# The old id of each token of the new vocabulary. -1 is a new word.
+# The old id of each token of the new vocabulary. -1 is a new word. Token 2 was in the old model's
+# second cluster and is in the new one's first, 7 was in its third and is in the second, and 9 was
+# in its second and is in the third.
 MATCHED = np.array([2, 0, 5, 1, 4, 3, -1, 9, 11, 6, 10], np.int32)
 OLD_SIZE = 12
 OLD_CUTOFFS = (3, 7)
@@ -22,7 +24,8 @@ NEW_CUTOFFS = (4, 8)
 def parameters(cutoffs, size, *, div_val, start):
     """Returns tables of embedding and softmax, its bias and another matrix.
 
-    No two of their numbers are equal: the softmax has the negative of the embedding.
+    No two of their numbers are equal: the softmax has the negative of the embedding. The numbers
+    count from `start`, so that two models have different ones.
     """
     bounds = [0, size]
     if div_val > 1:
@@ -52,10 +55,11 @@ def place_of(token, cutoffs):
     return len(cutoffs), token - first
 
 
+# All tokens are kept but the new word and, with div_val > 1, the three that are in another cluster.
 @pytest.mark.parametrize(("div_val", "n_kept"), [(1, 10), (2, 7)])
 def test_each_token_has_its_own_row_of_the_old_tables_or_a_new_one(div_val, n_kept):
     """With div_val > 1 a token keeps its row only in the same cluster, since other clusters have
-    other widths.
+    other widths. With div_val 1 there is one table for all clusters.
     """
     old_config = ModelConfig(cutoffs=OLD_CUTOFFS, div_val=div_val)
     new_config = dataclasses.replace(old_config, cutoffs=NEW_CUTOFFS)
