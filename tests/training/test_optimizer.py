@@ -352,8 +352,8 @@ FROM_THE_FIFTH = [1.0, 5.0, 2.0, 8.0, 4.0, (4 + 6) / 2]
 def test_means_by_hand(settings, begin_at, expected):
     """After each of six updates, whose only parameter is set to the next of `WEIGHTS`.
 
-    `begin_at` is the step, from 0, before which validation lets the mean begin, or None if it begins
-    by its settings.
+    `begin_at` is the step, from 0, before which validation lets the mean begin, or None if its
+    settings let it begin.
     """
     config = AverageConfig(**settings)
     average = weight_averaging.init({"w": jnp.zeros(())}, config)

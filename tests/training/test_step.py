@@ -26,7 +26,8 @@ HALF = {
 # differences. In float32 they would differ by more, which Adam blows up.
 EXACT = {"model__n_layer": 1, "model__dropout__rate": 0.0, "model__dtype": "float64"}
 MICROBATCHES = EXACT | {"train__grad_accum_steps": tiny_run.B}
-# Settings that are sums or means over the batch, or that add to them.
+# What a mean over the batch must weigh rightly: fewer scored tokens, penalties, and an adaptive
+# softmax.
 CHANGES = [
     {"train__loss": LossPart.HALF},
     {"regularization__activation_l2": 2.0, "regularization__temporal_l2": 1.0},
