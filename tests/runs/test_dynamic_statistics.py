@@ -40,7 +40,10 @@ from txl_jax.runtime import storage
 pytestmark = pytest.mark.usefixtures("traces_kept")
 
 NAME = dynamic_statistics.NAME
-ROWS, L, M, SEGMENTS = 2, 5, 7, 11
+ROWS = 2
+L = 5
+M = 7
+SEGMENTS = 11  # Of each row.
 EVAL = EvalConfig(
     batch_size=ROWS,
     segment_len=L,

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("traces_kept")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(config, corpus, workdir, built) of a run on all 256 bytes, whose splits have 50 and 51."""
+    """(config, corpus, workdir, built) of a run on random bytes, of which each split has 51."""
     folder = tmp_path_factory.mktemp("run")
     content = np.random.default_rng(0).integers(256, size=1011).astype(np.uint8).tobytes()
     config, corpus = drawn_run.on_text(folder, content, model__n_layer=1)

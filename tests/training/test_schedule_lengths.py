@@ -27,7 +27,8 @@ from txl_jax.runs.build import Built
 from txl_jax.runs.ensemble import Ensemble
 from txl_jax.training.optimizer import ScheduleLengths, learning_rate, make_optimizer
 
-PEAK, MIN_RATIO = 0.01, 0.1
+PEAK = 0.01
+MIN_RATIO = 0.1
 # Two runs whose lengths differ, also in which of the settings are set.
 LENGTHS = (
     {"train__steps": 40, "optimizer__warmup_steps": 4},
