@@ -73,6 +73,7 @@ def test_the_model_of_a_run_has_the_choice_and_the_config_keeps_auto(on_tpu):
 
 
 def test_every_member_of_an_ensemble_needs_memory(on_tpu, monkeypatch):
+    # A member needs 100 bytes of 500.
     monkeypatch.setattr(remat_choice, "estimate_bytes", lambda *args, **kwargs: 100)
     on_tpu(500)
     for n_member, expected in ((1, Remat.DOTS), (5, Remat.DOTS), (6, Remat.FULL)):

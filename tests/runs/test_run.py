@@ -135,8 +135,8 @@ CORRUPTED_RECORDS = {
     "empty": "",
     "attention": {"attention": {"training": "tild 4x8"}},
     "members": {"members": 3},
-    # The text is invalid here. A warm start of any kind can be read.
-    "text without digest": {"warm_start": 3, "text": {}},
+    # The text is the error. What a warm start says is not checked when a record is read.
+    "empty text": {"warm_start": 3, "text": {}},
 }
 
 

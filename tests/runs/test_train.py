@@ -332,6 +332,7 @@ def test_results_count_after_their_steps_and_at_their_evaluation_settings(finish
     workdir, outcome = finished
 
     def validation_of(config):
+        """The part of a run that evaluates. Of the others, only these attributes are asked for."""
         built = SimpleNamespace(config=config, members=Members())
         checkpoints = SimpleNamespace(best=[Checkpointer(workdir.best, keep=1, log=print)])
         log = mock.Mock()
@@ -344,7 +345,7 @@ def test_results_count_after_their_steps_and_at_their_evaluation_settings(finish
     records = read_metrics(workdir.path)
     recorded = [record["loss"] for record in records if record["kind"] == "valid"]
     assert same.losses == [recorded]
-    assert len(recorded) == 3
+    assert len(recorded) == 3, "one loss for each evaluation"
 
     other = validation_of(config_tree.replace(config, {"eval.mem_len": 3}))
     assert other.results_after(STEPS) is None
@@ -361,6 +362,7 @@ def test_a_test_score_without_results_is_recorded_again(finished, config, corpus
     workdir, _ = finished
     opened = []
 
+    # `redone` has the kinds of records that the log drops at the step from which the run resumes.
     def open_log(log, step, *, redone, **options):
         opened.append((step, redone))
         raise Killed

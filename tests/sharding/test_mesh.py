@@ -261,6 +261,7 @@ def test_parameters_moments_and_memory_are_spread(pairs):
         mesh, on_one, on_mesh = pair
         assert on_mesh["query_per_device"] == QUERIES[mesh], mesh
         assert on_mesh["memory_per_device"] == MEMORIES[mesh], mesh
+        # Adam has two moments of each parameter.
         assert on_mesh["moment_bytes_per_device"] == 2 * on_mesh["bytes_per_device"], mesh
         if not pair.has_clusters:
             continue

@@ -275,7 +275,10 @@ def is_decayed(params):
 
 
 def muon():
-    """Muon for the layers' matrices in the tree of `unstacked`, and Adam for the rest."""
+    """Muon for the layers' matrices in the tree of `unstacked`, and Adam for the rest.
+
+    Muon's updates are scaled to the root mean square of Adam's, which is about 0.2.
+    """
 
     def rule(path, leaf):
         is_attention = path[0].key.startswith(("query", "output"))
@@ -290,6 +293,7 @@ def muon():
     return optax.partition(rules, lambda params: jax.tree.map_with_path(rule, params))
 
 
+# Adafactor is the only one of optax's rules that does not multiply the decay by the rate.
 PEERS = {
     OptimizerName.LAMB: lambda: optax.lamb(RATE, eps=1e-8, weight_decay=0.3, mask=is_decayed),
     OptimizerName.ADAFACTOR: lambda: optax.adafactor(

@@ -277,6 +277,7 @@ def test_the_time_of_a_run_is_forecast_by_its_first_steps():
 
 
 def test_a_run_that_is_too_short_to_time_has_no_forecast():
+    """Its eight updates take 8 ms, and three seconds are timed."""
     assert measured_run(per_update=0.001).forecasts() == []
 
 
