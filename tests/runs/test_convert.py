@@ -68,7 +68,7 @@ def rewrite(path, **values):
 def workdir(tmp_path_factory):
     """A workdir of words with wt103's structure, and results.
 
-    The scores are made up: no two are equal, so that none can take another's place unnoticed.
+    The scores are made up. The two splits differ in their loss.
     """
     folder = tmp_path_factory.mktemp("runs") / "run"
     made = drawn_run.of_words(folder, **drawn_run.WT103)

@@ -56,6 +56,7 @@ def test_before_each_checkpoint_the_log_is_sealed_and_then_the_lock_confirmed(ev
 
 @pytest.mark.parametrize("step", SAVED)
 def test_the_best_parameters_last_before_a_checkpoint_that_counts_on_them(events, step):
+    """They are on the disk when saving begins. Step 6 comes before the first evaluation."""
     for evaluated in EVALUATED:
         if evaluated <= step:
             best_lasts = ("sync", f"checkpoints/best/{evaluated}")

@@ -150,7 +150,9 @@ def rows_of_token(params, config, token):
 
 
 def test_a_kept_vocabulary_reads_the_text_in_its_words(text_of, tmp_path, monkeypatch):
-    """No collective is within another: a process that failed before the inner one would leave the
+    """Words that it lacks are unknown, and other settings of its tokens are an error.
+
+    No collective is within another: a process that failed before the inner one would leave the
     others waiting.
     """
     old, old_corpus = text_of("old", **WORDS)
