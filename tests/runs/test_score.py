@@ -340,6 +340,9 @@ def test_an_input_without_documents_has_none():
 def test_byte_order_marks_and_windows_line_ends_are_not_text_unless_the_tokens_are_bytes(
     form,
 ):
+    r"""Only the mark at the beginning of a file, and one \r before each newline. Documents end at
+    blank lines, also at those with a \r.
+    """
     lines = [b"\xef\xbb\xbfone\r\n", b"\r\n", b"two\r\r\n", b"\xef\xbb\xbf"]
     texts = [text for _, text in documents(lines, form)]
     kept = [text for _, text in documents(lines, form, as_bytes=True)]
@@ -352,6 +355,7 @@ def test_byte_order_marks_and_windows_line_ends_are_not_text_unless_the_tokens_a
 
 
 def test_what_cannot_be_opened_is_named(tmp_path):
+    # A file that is missing, a directory, and what other commands take for standard input.
     for path, hint in (
         (tmp_path / "missing", "--input"),
         (tmp_path, "--input"),
@@ -383,6 +387,7 @@ def records(lines, *, per_token=False, params=None, written=None, vocabulary=tin
     return [json.loads(line) for line in "".join(written).splitlines()]
 
 
+# More documents than the three rows, of several segments or one, of a single token, and empty.
 DOCUMENTS = ["abc dab", "", "k", "abba " * 9, "cab"]
 
 
@@ -398,7 +403,7 @@ def test_a_record_per_document():
             "nats": pytest.approx(nats.sum(), rel=1e-6),
             "tokens": len(nats),
         }
-        # The text is ASCII.
+        # A token is a byte. A record of no tokens has no number of bytes.
         if len(nats):
             expected["bytes"] = len(nats)
         assert record == expected
@@ -430,6 +435,7 @@ def test_a_mistake_names_its_line_after_the_records_before():
 
 
 def test_a_note_says_how_many_tokens_are_unknown(capsys):
+    # As many tokens as the model has. The replacement character stands for unknown characters.
     vocabulary = CharacterVocabulary("\n abcdefghi\N{REPLACEMENT CHARACTER}k")
     assert vocabulary.size == tiny_model.VOCABULARY.size
     records([b"abc dab", b"b", b""], vocabulary=vocabulary)
