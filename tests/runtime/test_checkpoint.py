@@ -81,6 +81,7 @@ def open_checkpoints(tmp_path, lines):
 
 @pytest.fixture(scope="module")
 def two_steps_template(tmp_path_factory):
+    """A directory with two whole steps, which tests copy."""
     directory = tmp_path_factory.mktemp("template") / "latest"
     with Checkpointer(directory, keep=3, log=print) as checkpoints:
         checkpoints.save(100, make_state(100), {"loss": 1.0})
@@ -128,7 +129,8 @@ def test_round_trip_is_bit_equal(open_checkpoints, lines):
 def test_reading_changes_nothing_and_sweeping_removes_what_killed_runs_left(
     two_steps, open_checkpoints
 ):
-    # A running job also writes into a directory with the first name.
+    # A save and a deletion that were killed. A running job writes into a directory with the first
+    # name, too.
     for name in ("300.orbax-checkpoint-tmp-1", "50.deleted"):
         shutil.copytree(two_steps / "100", two_steps / name)
     before = {path: path.stat().st_mtime_ns for path in two_steps.rglob("*")}
@@ -155,7 +157,7 @@ def test_older_steps_stay_until_the_new_one_has_its_digests(
         monkeypatch.setattr("txl_jax.runtime.storage.write_json", write_later)
         checkpoints.save(2, make_state(2), {})
         wait_until((tmp_path / "latest" / "2").exists)
-        time.sleep(0.1)
+        time.sleep(0.1)  # Time for a deletion that does not wait.
         assert step_names(tmp_path / "latest") == ["1", "2"]
         assert not (tmp_path / "latest" / "2" / DIGESTS).exists()
         may_write.set()
@@ -195,7 +197,7 @@ def truncate(path):
 @pytest.mark.parametrize("damage", [flip_byte, truncate, Path.unlink])
 def test_damage_to_any_file_falls_back_and_is_logged(damage, two_steps, open_checkpoints, lines):
     files = sorted(path for path in (two_steps / "200").rglob("*") if path.is_file())
-    assert len(files) > 8
+    assert len(files) > 8, "of arrays, notes and digests"
     for file in files:
         lines.clear()
         data = file.read_bytes()
@@ -220,7 +222,8 @@ def test_unverified_steps_are_used_only_without_a_verified_one(two_steps, open_c
         assert_restores(checkpoints, 200)
         assert str(two_steps / "200") in lines[-1]
         (two_steps / "kept").rename(two_steps / "100" / DIGESTS)
-    with open_checkpoints(keep=2) as checkpoints:  # They are kept longer, too.
+    # The verified step is kept, although the unverified one is later.
+    with open_checkpoints(keep=2) as checkpoints:
         checkpoints.save(300, make_state(300), {})
     assert step_names(two_steps) == ["100", "300"]
 
@@ -238,7 +241,7 @@ def test_an_unverified_step_that_orbax_cannot_read_falls_back_too(
     assert any(str(two_steps / "200") in line for line in about_orbax), lines
 
 
-def test_steps_and_none_restores(two_steps, open_checkpoints):
+def test_if_no_step_restores_the_error_names_the_damage_of_each(two_steps, open_checkpoints):
     for step in ("100", "200"):
         flip_byte(two_steps / step / "notes" / "metadata")
     with open_checkpoints() as checkpoints, pytest.raises(CheckpointError) as caught:
@@ -258,7 +261,7 @@ def test_a_fallen_back_run_replaces_the_damaged_step(two_steps, open_checkpoints
         assert step_names(two_steps) == ["100", "150"], (
             "the damaged step took the place of a good one"
         )
-        checkpoints.save(200, make_state(201), {})
+        checkpoints.save(200, make_state(201), {})  # The step of the damaged one, with new values.
         checkpoints.save(250, make_state(250), {})
         assert_restores(checkpoints, 250)
     assert step_names(two_steps) == ["200", "250"]
@@ -280,7 +283,7 @@ def test_the_same_step_again_replaces_it_once_it_is_verified(place, request):
 
 def test_of_two_folders_of_a_step_the_later_counts(two_steps, open_checkpoints):
     """A kill between the digests of the new directory and the removal of the old leaves both."""
-    for number in (9, 10):
+    for number in (9, 10):  # As texts they would be in the other order.
         shutil.copytree(two_steps / "100", two_steps / f"200.again-{number}")
     names = [os.path.basename(path) for _, path in find_steps(two_steps)]
     assert names == ["200.again-10", "200.again-9", "200", "100"]
@@ -337,12 +340,14 @@ def no_space(path):
 
 def test_a_failed_save_is_known_to_all(tmp_path, open_checkpoints, monkeypatch):
     """Otherwise the others would wait in the next save, and report the disk or the network."""
+    # As with a second process, whose saves do not fail.
     monkeypatch.setattr(distributed, "is_multiprocess", lambda: True)
     monkeypatch.setattr(distributed, "gather_texts", lambda text: [text, ""])
     with open_checkpoints() as checkpoints:
         with monkeypatch.context() as patch:
             patch.setattr("txl_jax.runtime.storage.sha256", no_space)
             checkpoints.save(1, make_state(), {})
+            # An error in the background is raised by the next save.
             with pytest.raises(CheckpointError, match=r"\bstep 1\b.*\bNo space left\b") as late:
                 checkpoints.save(2, make_state(), {})
         (tmp_path / "latest").rename(tmp_path / "elsewhere")
@@ -409,7 +414,7 @@ def test_a_save_outlasts_an_outage_that_reaches_orbax(storage, bucket, monkeypat
 
     def intercept(method, path):
         is_of_step = "latest/200" in unquote(path)
-        if is_of_step and len(refused) < 20:
+        if is_of_step and len(refused) < 20:  # More than gcsfs tries.
             refused.append(path)
             return 503
         return intercepted(method, path)

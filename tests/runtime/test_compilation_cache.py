@@ -27,9 +27,11 @@ from txl_jax.runtime.compilation_cache import check_outside, keep_compiled, user
 def kept_in(monkeypatch, tmp_path):
     """Returns the directory that `keep_compiled` sets, or None.
 
-    This process keeps its own cache.
+    It sets it in a stand-in for JAX, because this process keeps its own cache. `already` is the
+    directory that was set before, and `processes` the number of processes.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    # Every directory is safe. Other tests are about `why_unsafe`.
     monkeypatch.setattr(compilation_cache, "why_unsafe", lambda folder: None)
 
     def kept_in(*arguments, already=None, processes=1, **options):
@@ -39,7 +41,7 @@ def kept_in(monkeypatch, tmp_path):
         monkeypatch.setattr(compilation_cache, "jax", mock.Mock(config=config))
         monkeypatch.setattr(distributed, "is_multiprocess", lambda: processes > 1)
         keep_compiled(*arguments, **options)
-        return updates[0] if updates else None
+        return updates[0] if updates else None  # The directory is the first of the settings.
 
     return kept_in
 
@@ -63,7 +65,7 @@ def kept_in(monkeypatch, tmp_path):
     ],
 )
 def test_where_compiled_programs_are_kept(kept_in, tmp_path, options, parent):
-    """In a subdirectory."""
+    """In a subdirectory for this kind of processor."""
     if "named" in options:
         options = options | {"named": options["named"].format(tmp_path=tmp_path)}
     assert os.path.dirname(kept_in(**options)) == parent.format(tmp_path=tmp_path)
@@ -101,7 +103,7 @@ def test_the_users_own_is_in_the_home_directory(monkeypatch, xdg, home, expected
 
 
 def test_directories_are_made_for_this_user_alone(kept_in, tmp_path):
-    before = os.umask(0o002)
+    before = os.umask(0o002)  # With it, new directories are usually open to the group.
     try:
         made = kept_in()
     finally:
@@ -138,7 +140,8 @@ def test_an_unsafe_folder_is_not_used_by_default_and_noted_if_it_was_typed(
     assert "another user" in err
 
 
-OTHER = os.getuid() + 1
+OTHER = os.getuid() + 1  # Another user.
+OTHER_GROUP = 99_999  # A group that is not this user's.
 
 
 @pytest.fixture
@@ -174,10 +177,10 @@ def test_a_directory_is_safe_if_only_this_user_can_change_what_it_contains(
         (cache, {"owner": OTHER}, False),
         (cache, {"mode": directory | 0o777}, False),
         (cache, {"mode": directory | stat.S_ISVTX | 0o777}, False),  # Others could add entries.
-        (cache, {"mode": directory | 0o770, "group": 99_999}, False),
+        (cache, {"mode": directory | 0o770, "group": OTHER_GROUP}, False),
         (cache, {"mode": directory | 0o755}, True),
         (tmp_path / "home", {"owner": OTHER}, False),
-        (tmp_path / "home", {"owner": 0}, True),
+        (tmp_path / "home", {"owner": 0}, True),  # Root can change everything anyway.
         (tmp_path / "home", {"mode": directory | 0o777}, False),
         (tmp_path / "home", {"mode": directory | stat.S_ISVTX | 0o777}, True),  # As /tmp.
     ):
@@ -187,7 +190,7 @@ def test_a_directory_is_safe_if_only_this_user_can_change_what_it_contains(
 
     # Some systems give each user a group, and let it write.
     owned.clear()
-    owned[str(cache)] = {"mode": directory | 0o770, "group": 99_999}
+    owned[str(cache)] = {"mode": directory | 0o770, "group": OTHER_GROUP}
     monkeypatch.setattr(
         compilation_cache.pwd, "getpwuid", lambda number: SimpleNamespace(pw_name="me")
     )
@@ -247,7 +250,7 @@ import jax
 from txl_jax import cli
 from txl_jax.runtime import compilation_cache
 jax.monitoring.register_event_listener(lambda name, **_: "cache_hits" in name and print("hit"))
-compilation_cache._MIN_COMPILE_SECONDS = 0
+compilation_cache._MIN_COMPILE_SECONDS = 0  # So that this fast function is kept.
 cli.main(lambda plan, job: print(jax.jit(lambda x: x + 1)(1)), cli.TextPlan)
 """
 
@@ -256,6 +259,7 @@ cli.main(lambda plan, job: print(jax.jit(lambda x: x + 1)(1)), cli.TextPlan)
 def test_a_second_start_reads_what_the_first_compiled(tmp_path):
     tmp_path.chmod(0o700)
     command = [sys.executable, "-c", COMPILE, f"--data_dir={tmp_path / 'data'}"]
+    # JAX's variables of the cache would disable it or change what is kept.
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -280,7 +284,7 @@ def test_a_program_refuses_a_cache_in_its_workdir(tmp_path, monkeypatch, capsys,
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", cache)
     monkeypatch.setattr(sys, "argv", ["program", f"--workdir={tmp_path / 'run'}", *words])
     with programs.own_flags(), pytest.raises(SystemExit, match="1"):
-        cli.main(pytest.fail, cli.TrainedRun)
+        cli.main(pytest.fail, cli.TrainedRun)  # Fails if the program begins.
     assert "must be outside" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 

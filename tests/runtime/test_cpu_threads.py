@@ -21,7 +21,7 @@ print(cpu_threads.count_started())
 @pytest.mark.full
 @pytest.mark.parametrize("threads", [1, 3])
 def test_as_many_threads_as_were_asked_for(threads):
-    """With fewer cores or more, and whatever the variable was before."""
+    """With fewer cores or more, and whatever the variable was before: here another number."""
     result = subprocess.run(
         [sys.executable, "-c", COUNT, str(threads)],
         env=os.environ | ON_PATH | {"NPROC": "2"},
@@ -33,6 +33,7 @@ def test_as_many_threads_as_were_asked_for(threads):
 
 
 def test_a_process_that_has_others_already(monkeypatch):
+    # So that the value from before comes back after the test: `use_cpu` changes the variable.
     monkeypatch.setenv("NPROC", os.environ.get("NPROC", ""))
     monkeypatch.setattr(cpu_threads, "count_started", lambda: 2)
     cpu_threads.use_cpu(2)

@@ -42,6 +42,8 @@ def fail_in(number):
 
 
 def own_rows(data, tensor, batch_size, tiled):
+    # Checks that this process's devices get their rows of a batch. Returns the rows' numbers.
+    # Heads and units that can be split over up to eight devices.
     sizes = {"mesh__data": data, "mesh__tensor": tensor, "train__batch_size": batch_size}
     parts = tiny_run.parts(**sizes, model__n_head=8, model__d_inner=16)
     if tiled:  # A process's devices are not adjacent in the mesh.
@@ -85,6 +87,7 @@ print(json.dumps(results), file=sys.stderr if me else sys.stdout)
 # The sizes of the mesh's data and tensor axes, the batch size, and whether the mesh is tiled.
 SIZES = [(8, 1, 16, True), (1, 8, 4, False), (8, 1, 1, False)]
 ROWS_OF_FIRST = [
+    # Each device has two rows, and every other device is of this process.
     [0, 1, 4, 5, 8, 9, 12, 13],
     [0, 1, 2, 3],  # The devices of both processes have all rows.
     [0],  # One row cannot be spread.

@@ -30,6 +30,7 @@ def short_times(monkeypatch):
 
 @pytest.fixture
 def elsewhere(bucket):
+    """The lock of a holder on another machine, not taken yet."""
     lock = RunLock(bucket)
     lock._object._record["machine"] = "another"
     return lock
@@ -53,6 +54,7 @@ def test_one_holder_at_a_time(bucket, elsewhere, monkeypatch):
                 RunLock(bucket).acquire()
             lock.confirm()
             assert is_held(str(bucket))
+            # With this limit no beat is new enough. A holder on this machine counts by its process.
             with monkeypatch.context() as patch:
                 patch.setattr(gcs_lock, "STALE_SECONDS", -1.0)
                 assert is_held(str(bucket)) == (lock is not elsewhere)
@@ -60,14 +62,14 @@ def test_one_holder_at_a_time(bucket, elsewhere, monkeypatch):
         assert not bucket.exists()
     with RunLock(bucket) as second:
         second.acquire()
-        second.close()
+        second.close()  # The end of the block may follow, and closes it again.
 
 
 @pytest.mark.parametrize("wakes", ["in a beat", "in a save"])
 def test_a_holder_that_is_paused_is_followed_and_wakes_up_unlocked(
     wakes, bucket, elsewhere, monkeypatch, capsys
 ):
-    """Another takes over after a minute. When the holder continues, it notices this before it
+    """Another takes over after a while. When the holder continues, it notices this before it
     writes, and does not touch the other's lock.
 
     It need not know how long it was paused: the clock of a suspended machine may stand still.
@@ -129,7 +131,7 @@ def test_the_thread_renews_and_finds_out_that_the_lock_is_lost(bucket, storage):
         lock.acquire()
         beat = lock._object._beat_url(lock._object._record)
         written, _ = gcs_lock._version(bucket / NAME)
-        storage.fail_every(3)
+        storage.fail_every(3)  # Beats outlast errors.
         wait_until(lambda: gcs_lock._version(beat))
         before = gcs_lock._version(beat)[0]
         wait_until(lambda: gcs_lock._version(beat)[0] != before)

@@ -61,7 +61,7 @@ def test_records_come_back_in_order(tmp_path):
     ]
     for record in records:
         recorded = datetime.fromisoformat(record["time"]).timestamp()
-        assert abs(time.time() - recorded) < 100, record
+        assert abs(time.time() - recorded) < 100, "the time of writing"
 
 
 def test_resuming_drops_later_steps(tmp_path):
@@ -84,6 +84,7 @@ def test_resuming_drops_the_evaluations_of_its_first_step_that_are_done_again(tm
     assert kept == [("valid", 10), ("train", 20)]
 
 
+# Bytes that the last line lacks: its end, the closing brace too, or some of its values.
 @pytest.mark.parametrize("cut", [1, 2, 10])
 def test_a_torn_last_line_is_not_a_record(cut, tmp_path):
     log_steps(tmp_path, [10, 20])
@@ -99,6 +100,7 @@ def test_a_corrupted_line_further_up_is_named_and_kept(tmp_path):
     path = tmp_path / "metrics.jsonl"
     text = path.read_text().replace('"step": 20', '"st')
     path.write_text(text)
+    # The second line.
     with pytest.raises(LogError, match=r"\b2\b.*metrics\.jsonl"):
         read_metrics(tmp_path)
     with pytest.raises(LogError, match=r"\b2\b.*metrics\.jsonl"):
@@ -157,7 +159,7 @@ def test_a_resumed_run_adds_a_file_that_hides_the_steps_it_repeats(tmp_path, mon
     log_steps(tmp_path, [40], first_step=30)
     events = read_events(tmp_path / "tensorboard")
     starts = [event.step for event in events if event.session_log.status == SessionLog.START]
-    assert starts == [1, 21, 31]
+    assert starts == [1, 21, 31], "the first steps that each start makes"
     assert len(os.listdir(tmp_path / "tensorboard")) == 3
     assert [event.step for event in events if event.summary.value] == [10, 20, 30, 30, 40]
 
@@ -227,6 +229,7 @@ def test_parts_are_joined_in_order_and_a_replaced_text_counts_as_a_whole(bucket,
     files.write(f"{path}.parts/000013", b"of a removal that was killed")
     append(path, "end")
     text = read_appended(path)
+    # A line begins with its time, so with the year, and two spaces.
     assert text.startswith(b"new text 2")
     assert text.endswith(b"  end\n")
     assert parts(path) == ["000013", "000014.all", "000015"]
@@ -245,7 +248,7 @@ def test_readers_see_what_is_not_sealed_after_a_while(bucket, monkeypatch):
             log.print(text)
             log._texts.wait()
             assert read_appended(bucket / "log.txt").endswith(f"{text}\n".encode())
-        assert parts(bucket / "log.txt") == ["000001"]
+        assert parts(bucket / "log.txt") == ["000001"], "the part is replaced until it is sealed"
 
 
 @pytest.mark.full
@@ -321,7 +324,7 @@ def test_a_sink_that_fails_is_reported_once_and_left_out(fails, tmp_path, capsys
     ]
     assert steps_of(tmp_path) == [10, 20, 20, 30]
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
-    assert "Mock" in line
+    assert "Mock" in line, "the sink's class"
     assert "ConnectionError: the network is down)" in line
     if fails != "close":  # The log is open until then.
         assert line in log_lines(tmp_path / "log.txt")
@@ -352,6 +355,7 @@ def test_tensorboard_gets_scalars_texts_and_the_table_of_settings(tmp_path):
         (20, "speed/tokens_per_second"): 800.0,
         (20, "seed_2/valid/loss"): math.inf,
     }
+    # Indented lines are shown as they are, not as Markdown.
     assert others["sample/text_summary"].tensor.string_val == [b"    a b\n    *c*\n"]
     assert steps["sample/text_summary"] == 20
     [table] = others["settings/text_summary"].tensor.string_val
@@ -430,6 +434,7 @@ def test_the_command_line_has_no_secrets_and_git_may_be_missing(monkeypatch):
         "--file=a b",
         "--data.tokenizer.kind=word",
     ]
+    # The first word is the line's key.
     assert shlex.split(command)[1:] == ["python", "-m", "program", *shown]
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True

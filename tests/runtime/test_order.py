@@ -45,7 +45,7 @@ def test_content_lasts_before_its_name_and_both_at_the_end(write, tmp_path, monk
     expected = [("sync", ".made.tmp"), ("rename", "made"), ("sync", ".")]
     if write is write_folder:
         expected.insert(0, ("sync", ".made.tmp/inside"))
-        # A killed process with this number may have left a directory.
+        # It first removes what a killed process with the same number may have left.
         events.remove(("remove", ".made.tmp"))
     assert events == expected
 
@@ -105,7 +105,10 @@ def test_a_folder_is_uploaded_in_the_order_in_which_its_files_were_made(tmp_path
 
 @pytest.fixture
 def log_in_bucket(monkeypatch):
-    """(calls, log): a log in a bucket, and the calls of its `confirm` and of its uploads."""
+    """(calls, log): a log in a bucket, and the calls of its `confirm` and of its uploads.
+
+    The bucket is empty, and has no server: nothing else of the log may call one.
+    """
     calls = []
     monkeypatch.setattr(storage, "as_path", str)
     monkeypatch.setattr(storage, "names", lambda folder, **options: [])
@@ -122,6 +125,7 @@ def test_a_sealed_log_is_uploaded_after_the_lock_is_confirmed(log_in_bucket):
         log.record("train", 1, {"loss": 1.0})
         assert calls == [], "a step does not wait for an upload"
         log.seal()
+        # Uploads of other texts follow.
         assert calls[:2] == ["confirm", f"{URL}/metrics.jsonl.parts/000001"]
         calls.clear()
         log.record("train", 2, {"loss": 1.0})
@@ -138,7 +142,7 @@ def test_a_log_is_not_uploaded_once_the_lock_is_lost(log_in_bucket):
     log._confirm = lost
     log.open()
     log.record("train", 1, {"loss": 1.0})
-    for _ in range(2):
+    for _ in range(2):  # It is not uploaded by a second try either.
         with pytest.raises(UserError, match="lost"):
             log.seal()
     assert calls == []
@@ -166,6 +170,7 @@ def lock_in_bucket(monkeypatch):
     def call(method, url, place="", **arguments):
         calls.append((method, url, arguments.get("ifGenerationMatch")))
         if method == "GET":
+            # An object of the seventh generation, which was written just now.
             content = json.dumps({"generation": 7, "updated": "2026-01-01T00:00:00+00:00"})
             return {"Date": "Thu, 01 Jan 2026 00:00:00 GMT"}, content
         return {}, b""
@@ -186,6 +191,7 @@ def test_a_lock_object_is_created_once_and_deleted_by_its_generation(lock_in_buc
     """Of two that create it one does, and a holder deletes no lock but the one that it has seen."""
     calls, lock = lock_in_bucket
     lock.acquire()
+    # Generation 0 is an object that does not exist.
     assert calls == [("POST", lock._url, "0")]
     calls.clear()
     lock.release()

@@ -16,7 +16,7 @@ from txl_jax.errors import UserError, one_line
 from txl_jax.runtime import environment, output
 from txl_jax.runtime.log import RunLog
 
-GONE = 141
+GONE = 141  # The exit code of a program that SIGPIPE ends, as a shell reports it.
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_terminal_that_does_not_wait_is_waited_for(open_stream, monkeypatch):
 
     monkeypatch.setattr(select, "select", read_all)
     stream = open_stream(writer)
-    for _ in range(30):
+    for _ in range(30):  # More than a pipe holds.
         print("x" * 10_000, file=stream, flush=True)
     assert output.loss(stream) is None
     assert waits
@@ -97,19 +97,21 @@ def test_a_terminal_that_does_not_wait_is_waited_for(open_stream, monkeypatch):
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_letters_that_the_encoding_lacks_are_escaped(encoding, tmp_path, open_stream):
     written = written_to(tmp_path / "out", "Größe № kůň", open_stream, encoding=encoding)
-    assert not written.decode(encoding).isprintable()  # The newline is not printable.
     assert written.endswith(b"\n")
+    assert written.removesuffix(b"\n").decode(encoding).isprintable()
     assert rb"\u2116" in written
     assert (b"Gr\xf6" in written) == (encoding == "latin-1")
 
 
 def test_text_keeps_lines_and_tabs_and_cannot_act_on_a_terminal(tmp_path, open_stream):
+    # Clears the screen, sets the window's title, sets a color, and goes back to overwrite the line.
     text = "a\tb\r\nc\x1b[2J\x1b]0;owned\x07 \x9b31m \rd"
     expected = b"a\tb\r\nc\\x1b[2J\\x1b]0;owned\\x07 \\x9b31m \\rd\n"
     assert written_to(tmp_path / "out", text, open_stream) == expected
 
 
 def test_a_progress_bar_works_on_the_error_stream(tmp_path, open_stream):
+    """It goes back to the begin of its line, and up by a line. It cannot clear the screen."""
     control = output._CONTROL_OF_ERRORS
     written = written_to(tmp_path / "err", "\r50%\x1b[A\x1b[2J", open_stream, control=control)
     assert written == b"\r50%\x1b[A\\x1b[2J\n"
@@ -140,6 +142,7 @@ def test_a_message_is_one_line_and_no_longer_than_people_read():
     long = str(UserError(f"cutoffs must be 1, got {list(range(300_000))}. Lower it."))
     assert len(long) < 5_000
     assert long.startswith("cutoffs must be 1") and long.endswith("Lower it.")
+    # Of 2.3 million characters.
     assert int(re.search(r"\(([\d,]+) characters left out\)", long)[1].replace(",", "")) > 1_900_000
     assert one_line("größe № 1") == "größe № 1"
 
@@ -160,6 +163,7 @@ class Broken(io.StringIO):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
+# The words stand for streams that the test makes.
 @pytest.mark.parametrize("stream", [Broken(), None, "closed", "ascii"])
 def test_lines_for_people_never_end_a_run_that_somebody_starts_from_python(
     tmp_path, monkeypatch, stream
@@ -174,6 +178,7 @@ def test_lines_for_people_never_end_a_run_that_somebody_starts_from_python(
         log.print("größe")
         log.note("a name\n\x1b[2J")
     lines = (tmp_path / "log.txt").read_text().splitlines()
+    # Without their times.
     assert [line.partition("  ")[2] for line in lines] == ["größe", r"note      a name\n\x1b[2J"]
     if isinstance(stream, io.TextIOWrapper):
         assert stream.buffer.getvalue().startswith(rb"gr\xf6\xdfe")

@@ -24,8 +24,9 @@ def add_one(state, segments):
 
 
 def profiled(folder, window, *, first_step=0, per_call=5, calls=4):
-    """Makes calls whose steps are profiled in a window. Returns the logged lines and the excluded
-    seconds.
+    """Makes calls, and profiles those that contain an update of a window (first and last update).
+
+    Returns the logged lines and the excluded seconds.
     """
     lines = []
     seconds = []
@@ -73,6 +74,7 @@ def test_the_calls_that_hold_the_updates_are_profiled(tmp_path):
     assert step_markers(path) == [6, 11]  # Calls of 5: updates 6 to 10 and 11 to 15.
     assert b"/optimizer/" in path.read_bytes()
     assert lines == [f"profile of steps 6 to 15 written to {tmp_path}"]
+    # The trace was started and written.
     assert len(seconds) == 2
     assert min(seconds) > 0
 
@@ -86,12 +88,13 @@ def test_a_run_that_ends_early_is_profiled_up_to_its_end(tmp_path):
 
 @pytest.mark.full
 def test_a_resumed_run_is_profiled_for_the_rest_of_the_window(tmp_path):
+    # The next call makes the updates 11 to 15.
     profiled(tmp_path / "within", (3, 12), first_step=10, calls=2)
     assert step_markers(*traces(tmp_path / "within")) == [11]
 
     lines, _ = profiled(tmp_path / "after", (3, 10), first_step=10)
     assert traces(tmp_path / "after") == []
-    assert len(lines) == 1
+    assert len(lines) == 1, "it says that there is no profile"
 
 
 @pytest.mark.full

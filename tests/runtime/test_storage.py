@@ -4,6 +4,7 @@ and remote texts.
 
 import asyncio
 import errno
+import hashlib
 import importlib.util
 import json
 import math
@@ -37,6 +38,7 @@ def test_a_local_path_is_absolute_with_its_home_and_links(tmp_path, monkeypatch)
         assert files.as_path(path) == os.path.realpath(tmp_path / "runs"), path
 
 
+# A kind of storage that is not supported, a typing error, and a library that is not installed.
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
@@ -46,6 +48,7 @@ def test_a_local_path_is_absolute_with_its_home_and_links(tmp_path, monkeypatch)
     ],
 )
 def test_what_cannot_be_opened_is_refused(url, expected, monkeypatch):
+    """With an error that shows the URL, and what is wrong with it or what to do."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=re.escape(url)) as refused:
         files.as_path(url)
@@ -91,17 +94,17 @@ def test_files_are_written_read_listed_and_removed(place, request, tmp_path):
     assert files.names(folder) == ["a.txt", "b", "c.bin"]
     assert files.files_below(folder) == [text, deep, data]
     assert files.read(text).decode() == "é\n"
-    assert files.size(text) == 3
-    assert files.modified(data) > 1e9
+    assert files.size(text) == len("é\n".encode())
+    assert files.modified(data) > 1e9, "seconds since 1970"
     assert json.loads(files.read(deep)) == {"n": 1}
-    assert files.sha256(data) == "1092f3da081f46047853850eaeeae92393bc1e307b2916a1e6ed70b100fbb2d5"
+    assert files.sha256(data) == hashlib.sha256(b"1\r").hexdigest()
     for read in (files.read, files.size, files.modified, files.names):
         with pytest.raises(FileNotFoundError) as refused:
             read(missing)
         assert refused.value.errno == errno.ENOENT
         assert refused.value.filename == missing
 
-    for _ in range(2):
+    for _ in range(2):  # What is missing may be removed, too.
         files.remove_tree(os.path.dirname(deep))
         files.remove(data)
     assert files.files_below(folder) == [text]
@@ -169,7 +172,8 @@ def test_calls_are_tried_again_until_the_server_is_back(bucket, storage):
 @pytest.mark.usefixtures("impatient")
 def test_the_tries_have_an_end(bucket, storage):
     storage.fail_every(1, status=429)
-    for act in (files.read, files.exists, files.is_dir):  # It is not taken for absence.
+    # An error is not taken for the object's absence. Each call is tried several times.
+    for act in (files.read, files.exists, files.is_dir):
         storage.errors = 0
         with pytest.raises(OSError, match="made by a test") as refused:
             act(bucket / "one")
@@ -207,8 +211,9 @@ def test_only_orbax_needs_patience_of_gcsfs(monkeypatch):
     of_orbax = kind()
     monkeypatch.setitem(sys.modules, "gcsfs", SimpleNamespace(GCSFileSystem=kind))
     monkeypatch.setattr(remote, "file_system", {"gs": of_project}.__getitem__)
-    remote.make_gcsfs_patient.__wrapped__()
+    remote.make_gcsfs_patient.__wrapped__()  # Also if it was called before, in other tests.
     assert patience_of(of_project, monkeypatch) == 1
+    # After each 30 s, and once more when its time is over.
     assert patience_of(of_orbax, monkeypatch) == remote.PATIENCE_SECONDS // 30 + 1
 
 
@@ -268,10 +273,11 @@ def test_patterns_and_lists(bucket, tmp_path):
     valid = str(bucket / "valid.dat")
     corpus = read("data", tmp_path, train=(str(bucket / "*.txt"),), valid=(valid,), test=(valid,))
     assert bytes(corpus.vocabulary.decode(corpus.train[:5])) == b"a.txt"
-    assert corpus.train.size == 1000
+    assert corpus.train.size == 1000, "two names of five bytes, a hundred times each"
 
     (bucket / "valid.dat").unlink()
-    for name in ("*.txt", ""):  # Two files are one text, split by position.
+    # Two files are one text, split by position: nine tenths are the training split.
+    for name in ("*.txt", ""):
         corpus = read("data", tmp_path, file=str(bucket / name))
         assert bytes(corpus.vocabulary.decode(corpus.test[-5:])) == b"b.txt", name
         assert corpus.train.size == 900, name
@@ -373,7 +379,7 @@ def test_a_name_that_others_can_guess_is_not_written_through(tmp_path):
 
 def test_the_longest_name_of_a_new_file(tmp_path):
     """The temporary name is not longer."""
-    name = "n" * 255
+    name = "n" * 255  # No file system of Linux takes a longer one.
     files.check_new_file(str(tmp_path / name))
     files.write_new(str(tmp_path / name), b"ours")
     assert os.listdir(tmp_path) == [name]

@@ -114,6 +114,7 @@ def test_each_process_opens_a_chunk_of_its_own():
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     array = jax.device_put(np.zeros((4 * n_device, 3)), sharding)
     assert stored_arrays.describe({"x": array}) == {"x": ((4 * n_device, 3), (0, 0))}
+    # The second device's rows begin at 4, where the second chunk does.
     assert stored_arrays._chunk_key((4, 0), [4, 3]) == "1.0"
 
 
@@ -151,6 +152,7 @@ def test_a_checkpoint_in_a_bucket_is_opened_with_few_requests(storage, bucket):
     arrays = stored_arrays.describe(STATE)
     before = len(storage.requests)
     assert stored_arrays.find_missing(folder, arrays) is None
+    # The index takes up to three requests.
     assert len(storage.requests) - before <= 3 + len(arrays)
     assert stored_arrays.find_missing(bucket / "nothing", arrays) is not None
     assert checkpoint.find_damage(bucket / "latest" / "1") is None

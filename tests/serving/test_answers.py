@@ -23,7 +23,15 @@ from txl_jax.serving.engine import Piece, Prompt, ServerLimits
 from txl_jax.serving.sessions import SessionStore
 
 LIMITS = ServerLimits(tokens=50_000, new_tokens=4000)
+# An answer that takes time to write, although the model writes no token: four times the prompt with
+# the scores of its tokens.
 LARGE = {"prompt": ids(600).tolist(), "n": 4, "max_tokens": 0, "echo": True, "logprobs": 5}
+# The pieces of each choice: the first token, nine segments of 64 tokens, one of 16, the remaining 7
+# tokens, and the end.
+LARGE_PIECES = 1 + 9 + 1 + 1 + 1
+PIECE_TOKENS = 64  # Of each of `pieces` but the first.
+
+calls: list[int] = []  # The number of tokens of each call of `Counting.decode`.
 
 
 class Counting(ByteVocabulary):
@@ -34,25 +42,24 @@ class Counting(ByteVocabulary):
         return super().decode(tokens)
 
 
-calls: list[int] = []
-
-
 @pytest.fixture
 def vocabulary():
     calls.clear()
     return Counting(bytes(range(256)))
 
 
-def pieces(count, *, size=64):
+def pieces(count):
     """Pieces of random bytes, few of which are characters by themselves.
 
-    All tokens but the first have scores.
+    The first piece is a prompt's first token, which has no scores, as nothing precedes it.
     """
+    size = PIECE_TOKENS
     random = np.random.default_rng(0)
     made = [Piece("", np.asarray([97], np.int32), None, is_prompt=True)]
     for _ in range(count):
         tokens = random.integers(0, 256, size).astype(np.int32)
         top_logprobs = -random.random((size, 5)).astype(np.float32)
+        # Where fewer than five tokens are possible, the rest is filled up so.
         top_logprobs[0, 3:] = -np.inf
         top_tokens = random.integers(0, 256, (size, 5)).astype(np.int32)
         scores = Scores(random.random(size).astype(np.float32), top_logprobs, top_tokens)
@@ -61,9 +68,11 @@ def pieces(count, *, size=64):
     return made
 
 
+# Without logprobs, with each token's own alone, and with one or five of the most likely tokens.
 @pytest.mark.parametrize("logprobs", [None, 0, 1, 5])
 @pytest.mark.parametrize("echo", [False, True])
 def test_an_answer_in_pieces_is_the_one_at_once(vocabulary, logprobs, echo):
+    # The second byte of the prompt is the first half of a character.
     prompt = Prompt(np.asarray([97, 195], np.int32), max_tokens=9, echo=echo)
     choice = pieces(5)
     expected = protocol.ChoiceWriter(2, prompt, vocabulary, logprobs).json_of(choice)
@@ -72,13 +81,15 @@ def test_an_answer_in_pieces_is_the_one_at_once(vocabulary, logprobs, echo):
     answer = writer.whole(choice, lambda: None)
 
     assert answer == json.dumps(expected).encode()
-    assert writer.written == 5 * 64
+    assert writer.written == 5 * PIECE_TOKENS
 
 
 def test_a_token_is_decoded_once(vocabulary):
+    """For all choices of an answer, which share the names of the 256 tokens."""
     names = protocol.TokenNames(vocabulary)
     prompt = Prompt(np.asarray([97], np.int32), max_tokens=9)
     for index in range(3):
+        # With its text given, the prompt is not decoded here.
         writer = protocol.ChoiceWriter(index, prompt, vocabulary, 5, names=names, text="a")
         writer.whole(pieces(20), lambda: None)
     assert len(calls) <= 256
@@ -98,11 +109,13 @@ def test_few_names_of_tokens_are_kept(vocabulary, monkeypatch):
 
 
 def test_a_prompt_is_decoded_once_for_all_samples(vocabulary):
-    made = types.SimpleNamespace(vocabulary=vocabulary, limits=ServerLimits())
+    # All that a run reads of its engine before it is submitted.
+    idle_engine = types.SimpleNamespace(vocabulary=vocabulary, limits=ServerLimits())
     body = protocol.CompletionBody.model_validate(
         {"prompt": [97] * 1000, "n": 100, "max_tokens": 1}
     )
-    run = completion.CompletionRun(made, body, model="tiny", names=protocol.TokenNames(vocabulary))
+    names = protocol.TokenNames(vocabulary)
+    run = completion.CompletionRun(idle_engine, body, model="tiny", names=names)
     assert len(run._writers) == 100
     assert calls == [1000]
 
@@ -128,6 +141,10 @@ TWO_PROMPTS = [[1] * 10, [1] * 20]
     ids=str,
 )
 def test_what_is_written_counts(changes, size):
+    """A token of the answer counts once, and with logprobs once more for each of its entries.
+
+    It has at least one entry, its own logprob. With echo the prompt is a part of each answer.
+    """
     body = protocol.CompletionBody.model_validate({"prompt": [1] * 10, "max_tokens": 3} | changes)
     enough = ServerLimits(tokens=size)
     too_few = ServerLimits(tokens=size - 1)
@@ -167,18 +184,20 @@ def test_a_large_answer_is_not_written_for_a_client_that_has_left(running, writt
     with gate(protocol.ChoiceWriter, "json_of", call=3) as (reached, through):
         with left(port, LARGE):
             assert reached.wait(SECONDS)
+        # The server counts the request once it has noticed that its client has left.
         wait_until(lambda: '{status="499"} 1.0' in ask(port, "/metrics")[1])
         through.set()
-        wait_until(lambda: not completion._WRITERS._work_queue.qsize())
     status, answer = ask(port, "/v1/completions", LARGE | {"n": 1})
 
     assert status == 200, answer
-    assert made.counters.ended["length"] == before + 5, "the model had done its work"
-    assert len(written) < 3 + 1 + 20, "40 pieces of the first answer, 10 of the second"
+    assert made.counters.ended["length"] == before + 4 + 1, "the model had done its work"
+    assert len(written) == 3 + LARGE_PIECES, "more than three pieces of the first answer"
 
 
 def test_a_large_answer_is_not_written_when_its_time_is_over(running, written, monkeypatch):
     port, _ = running
+    # The clock that writing looks at is set forward by these seconds. The engine has its own, and
+    # has ended the choices by then.
     late = 0
     monotonic = completion.time.monotonic
     clock = types.SimpleNamespace(monotonic=lambda: monotonic() + late, time=completion.time.time)
@@ -219,10 +238,12 @@ def test_the_page_knows_what_the_server_answers():
     """
     page = importlib.resources.files("txl_jax.serving").joinpath("page.html").read_text()
     with pytest.raises(RequestError) as raised:
-        SessionStore(limit=1, limit_per_owner=1, seconds=1).get("5f00", "")
+        SessionStore(limit=1, limit_per_owner=1, seconds=1).get("no such session", "")
     forgets = re.search(r'if \(error\.code === "(\w+)"\) session = null;', page)
     assert forgets[1] == raised.value.code
 
+    # The server frees the session of a stopped request after its call of the model, which takes
+    # less than a second. The status of a session that is in use is 409.
     milliseconds = int(re.search(r"const BUSY_MILLISECONDS = (\d+);", page)[1])
     assert 1000 < milliseconds <= 30_000
     assert "if (response.status !== 409 || Date.now() > until) return checked(response);" in page

@@ -7,7 +7,12 @@ from support import tiny_model
 from support.http_server import ask, joined, server
 from txl_jax.config import GenerateConfig
 
+LENGTH = 9  # Tokens of a generated text.
+GREEDY = GenerateConfig(length=LENGTH, temperature=0.0, top_k=None)
+
+# The last document has 84 tokens, more than the server reads in one segment.
 DOCUMENTS = ["abc def gab", "a", "bad cafe fade " * 6]
+# (context, continuation), the second pair without a context.
 PAIRS = [("abc", " def"), ("", "gab"), ("ab\ncd", "abcdef")]
 
 
@@ -26,11 +31,12 @@ def harness():
         yield LocalCompletionsAPI(
             model="tiny",
             batch_size=2,
-            max_length=10_000,
+            max_length=10_000,  # Longer than all documents: none is cut.
             base_url=f"http://127.0.0.1:{port}/v1/completions",
             tokenizer_backend="remote",
-            custom_prefix_token_id=0,  # It reads the id 0 of `bos_token` as none.
-            max_gen_toks=9,
+            # It takes 0, the id of the server's `bos_token`, for no id.
+            custom_prefix_token_id=0,
+            max_gen_toks=LENGTH,
         )
 
 
@@ -48,8 +54,9 @@ def test_rolling_log_likelihoods_are_those_of_the_library(harness):
 def test_log_likelihoods_of_continuations_are_those_of_the_library(harness):
     model = tiny_model.make()
     pairs = list(PAIRS)
+    # The continuations of the last two pairs are greedy ones.
     for text in ("abc", "g"):
-        pairs.append((text, model.generate([text], settings())[0]))
+        pairs.append((text, model.generate([text], GREEDY)[0]))
 
     answers = harness.loglikelihood(requests("loglikelihood", pairs))
 
@@ -60,28 +67,24 @@ def test_log_likelihoods_of_continuations_are_those_of_the_library(harness):
     assert [score.is_greedy for score in expected] == [False, False, False, True, True]
 
 
-def settings(**changes):
-    return GenerateConfig(**{"length": 9, "temperature": 0.0, "top_k": None, **changes})
-
-
 @pytest.mark.nightly(part="lm_eval")
 def test_generation_stops_at_its_strings(harness):
     model = tiny_model.make()
-    stop = model.generate(["abc"], settings())[0][3:5]
+    stop = model.generate(["abc"], GREEDY)[0][3:5]
     arguments = [
-        ("abc", {"until": [stop], "max_gen_toks": 9}),
+        ("abc", {"until": [stop], "max_gen_toks": LENGTH}),
         ("abc", {"until": [], "temperature": 0.0}),
     ]
     texts = harness.generate_until(requests("generate_until", arguments))
     assert texts == [
-        model.generate(["abc"], settings(), stop=[stop])[0],
-        model.generate(["abc"], settings())[0],
+        model.generate(["abc"], GREEDY, stop=[stop])[0],
+        model.generate(["abc"], GREEDY)[0],
     ]
 
 
 @pytest.mark.nightly(part="openai")
-def test_it_reads_texts_scores_models_and_streams():
-    """The client of OpenAI reads the same as a plain request, at once and as a stream."""
+def test_the_client_of_openai_reads_texts_scores_models_and_streams():
+    """It reads the same as a plain request, at once and as a stream."""
     import openai
 
     body = {

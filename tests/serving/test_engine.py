@@ -35,6 +35,7 @@ def varied_prompts(count):
     """Prompts of different lengths, seeds, limits and kinds of answers."""
     rng = np.random.default_rng(4)
     prompts = []
+    # Some prompts are longer than a segment of 64 tokens, most answers than a call of 5.
     for number in range(count):
         seed = int(rng.integers(1 << 62))
         tokens = ids(int(rng.integers(1, 90)), seed=number)
@@ -81,7 +82,7 @@ def is_idle(made):
 
 
 def test_many_completions_get_what_each_gets_alone(made):
-    prompts = varied_prompts(14)
+    prompts = varied_prompts(14)  # More than there are rows.
 
     results = [submit(made, prompt)[1] for prompt in prompts]
     together = [content(result.wait()) for result in results]
@@ -92,6 +93,7 @@ def test_many_completions_get_what_each_gets_alone(made):
     assert is_idle(made)
 
 
+# Nothing to read before the first draw, or two segments of 64 tokens and one more token.
 @pytest.mark.parametrize("length", [1, 130])
 def test_a_prompt_is_read_once_for_all_its_samples(made, length):
     """Six samples in four rows are the library's samples.
@@ -104,7 +106,7 @@ def test_a_prompt_is_read_once_for_all_its_samples(made, length):
     _, results = submit_all(made, prompt)
     samples = [content(result.wait()) for result in results]
 
-    n_read = length - 1
+    n_read = length - 1  # The last token is read by the call that draws the next one.
     assert made.counters.read == before + n_read
     model = tiny_model.make()
     generator = model.components.generator(model.components.prepare_params(model.params))
@@ -122,7 +124,8 @@ def test_a_prompt_is_read_once_for_all_its_samples(made, length):
 def test_reading_yields_to_rows_that_write(made, monkeypatch):
     """Two segments of a tenth of a second are read between two calls that write.
 
-    The segments are of three prompts in turn.
+    A third segment would exceed the engine's limit of 0.25 s. The segments are of three prompts in
+    turn.
     """
     read = made.step.read
     write = made.step.write
@@ -142,6 +145,7 @@ def test_reading_yields_to_rows_that_write(made, monkeypatch):
     result.next()
     monkeypatch.setattr(made.step, "read", slow_read)
     monkeypatch.setattr(made.step, "write", counted_write)
+    # Each prompt has at least three segments.
     readers = [submit(made, Prompt(ids(200, seed=seed), 1))[1] for seed in range(3)]
     for reader in readers:
         reader.wait()
@@ -169,6 +173,8 @@ def broken(function, *, call):
     return call_or_raise
 
 
+# What is called for one row alone: its memory is put into the cache, its prompt is read, its memory
+# is taken out, and its client gets a piece.
 @pytest.mark.parametrize("place", ["put", "read", "take", "sink"])
 def test_what_fails_in_one_row_ends_its_request_alone(made, place, monkeypatch, caplog):
     """Its neighbour gets its text, and its session is as before and can be used."""
@@ -176,6 +182,7 @@ def test_what_fails_in_one_row_ends_its_request_alone(made, place, monkeypatch, 
     expected = content(run(made, neighbour))
     _, result_of_neighbour = submit(made, neighbour)
     result_of_neighbour.next()
+    # A session with a memory, which is put into a row when it continues.
     session = made.store.create("me")
     run(made, Prompt(ids(5), 1), begin(made, session))
     state = session.state
@@ -219,12 +226,12 @@ def test_a_session_goes_on_as_if_it_were_one_text(made):
     second = ids(20, seed=9)
 
     written = run(made, Prompt(first, 17, temperature=0.0), begin(made, session)).tokens()
-    assert session.state.tokens == 67
+    assert session.state.tokens == 50 + 17
     assert not session.busy
     scored = run(made, Prompt(second, 0, logprobs=True, echo=True), begin(made, session))
     assert scored.tokens(prompt=True) == second.tolist()
     end = run(made, Prompt(NOTHING, 9, temperature=0.0), begin(made, session)).tokens()
-    assert session.state.tokens == 96
+    assert session.state.tokens == 50 + 17 + 20 + 9
 
     text = np.concatenate([first, written, second]).astype(np.int32)
     whole = run(made, Prompt(text, 9, temperature=0.0, logprobs=True, echo=True))
@@ -234,11 +241,11 @@ def test_a_session_goes_on_as_if_it_were_one_text(made):
 
 
 def test_a_stop_string_ends_text_and_memory(made):
-    """At the token that completes it, in the middle of a call."""
+    """At the token that completes it, in the middle of a call of 5 tokens."""
     free = run(made, Prompt(ids(9), 40, seed=2))
     stop = free.text[17:19]
     n_text = free.text.index(stop)
-    n_token = n_text + 2
+    n_token = n_text + 2  # Each letter is a token.
     session = begin(made)
 
     prompt = Prompt(ids(9), 40, seed=2, stop=("never there", stop), logprobs=True)
@@ -267,8 +274,10 @@ def test_a_late_completion_leaves_its_session(made):
 
 def test_too_many_completions_are_refused_and_the_end_is_answered():
     with engine(limits=ServerLimits(waiting=2)) as made:
+        sink = mock.Mock()
         # Seven samples never fit into four rows and two places to wait.
-        refused(400, made.submit, [Completion(Prompt(ids(5), 1, n=7), print, 0)])
+        refused(400, made.submit, [Completion(Prompt(ids(5), 1, n=7), sink, 0)])
+        sink.assert_not_called()
         results = [submit(made, Prompt(ids(5), 4000))[1] for _ in range(6)]
         refused(429, submit, made, Prompt(ids(5), 1))
         results[0].next()
@@ -290,11 +299,12 @@ def test_a_failed_engine_says_so_with_a_new_exception_each_time(monkeypatch, cap
         assert not made.ready
         assert "the device is gone" in caplog.text
         assert errors[0] is not errors[1]
-        assert asyncio.run(_Server(made, "tiny", ()).health(None)).status_code == 503
+        health = _Server(made, "tiny", ()).health(None)  # It does not look at its request.
+        assert asyncio.run(health).status_code == 503
 
 
 def test_sessions_expire_after_their_last_use():
-    now = [1000.0]
+    now = [1000.0]  # The clock, which the test sets forward.
     store = make_store(seconds=60, clock=lambda: now[0])
     old = store.create("a")
     used = store.create("a")
@@ -306,20 +316,21 @@ def test_sessions_expire_after_their_last_use():
     refused(404, store.get, old.name, "a")
     assert {session.name for session in store.of_owner("a")} == {used.name, busy.name}
     now[0] += 100
+    # Its time begins when the request ends.
     store.release(busy)
     assert store.get(busy.name, "a") is busy
 
 
 def test_the_session_idle_longest_makes_room_first_its_owners():
     """The store has place for four sessions, three for each owner."""
-    now = itertools.count(1000)
+    now = itertools.count(1000)  # Each look at the clock is a second later.
     store = make_store(limit=4, limit_per_owner=3, clock=lambda: next(now))
     mine = [store.create("a") for _ in range(2)]
     other = [store.create("b") for _ in range(2)]
     store.begin(mine[0].name, "a")
     mine.append(store.create("a"))  # No place in all: the oldest that no request uses.
     refused(404, store.get, mine[1].name, "a")
-    store.get(other[0].name, "b")
+    store.get(other[0].name, "b")  # Which is then idle for less long than `other[1]`.
     mine.append(store.create("a"))
     refused(404, store.get, other[1].name, "b")
     mine.append(store.create("a"))  # No place for this owner.
@@ -331,7 +342,7 @@ def test_the_session_idle_longest_makes_room_first_its_owners():
     for session in mine[3:]:
         store.begin(session.name, "a")
     refused(429, store.create, "a")
-    assert store.num_bytes == 0
+    assert store.num_bytes == 0, "sessions that have read nothing have no memory"
 
 
 def seconds_of(made, session, number):
@@ -374,5 +385,6 @@ def test_a_session_of_100_000_tokens():
         f"{sizes} bytes of memory"
     )
     assert session.state.tokens == 100_000
+    # Neither memory nor time grow with the session. The times are measured ones.
     assert len(sizes) == 1
     assert last < 1.15 * first

@@ -26,6 +26,7 @@ from support.http_server import (
 from support.serving import SECONDS
 from txl_jax.serving.engine import ServerLimits
 
+# Some of the requests exceed these limits.
 FEW = ServerLimits(body_bytes=5000, tokens=100, new_tokens=20, choices=6)
 SESSIONS = 3
 # Halves of surrogate pairs among them.
@@ -39,6 +40,7 @@ def containers(inner):
 
 JSON = st.recursive(LEAF, containers, max_leaves=8)
 BAD_VALUES = JSON | st.sampled_from([-1, 0, 1, 2, 1e308, -0.0, "", [], {}, True, 1 << 65])
+# Letters and ids of the tiny vocabulary.
 PROMPT = st.text("abcdefghijk \n", max_size=12) | st.lists(
     st.integers(0, 12), min_size=1, max_size=9
 )
@@ -75,6 +77,7 @@ BODIES = st.sampled_from([VALID, IN_SESSION, ODD, ODD, st.dictionaries(TEXT, JSO
 ENCODED = BODIES.flatmap(lambda bodies: bodies.map(lambda body: json.dumps(body).encode()))
 RAW = ENCODED | st.binary(max_size=300)
 ONE = "/v1/sessions/SESSION"
+# What is repeated here and below is drawn so much more often.
 USUAL = (
     ["POST /v1/completions"] * 12
     + ["POST /v1/sessions"] * 3
@@ -156,7 +159,7 @@ def fuzz(port, examples):
 @pytest.mark.nightly(part="long")
 def test_many_requests_at_random():
     with in_its_own_process(num_sessions=SESSIONS, limits=FEW) as (port, process):
-        fuzz(port, 1000)
+        fuzz(port, 1000)  # After these the server has what it keeps.
         before = resources(process)
         start = time.monotonic()
         statuses = fuzz(port, 10_000)
@@ -199,7 +202,7 @@ def test_requests_made_from_its_schema(tmp_path):
             wait_idle(port)
             return ended.stdout
 
-        send(50)
+        send(50)  # After these the server has what it keeps.
         before = resources(process)
         print(re.findall("[0-9,]+ generated", send(500)), end=" ")
         check_as_before(process, before)

@@ -21,6 +21,7 @@ from txl_jax.serving import protocol
 from txl_jax.serving.app import make_app
 from txl_jax.serving.engine import Piece, Prompt, ServerLimits
 
+# Small enough for the tests of mistakes, which exceed each of them.
 LIMITS = ServerLimits(
     body_bytes=70_000, tokens=20_000, new_tokens=4000, choices=8, stop_strings=3, stop_length=20
 )
@@ -79,6 +80,7 @@ def test_a_text_is_the_one_that_the_library_writes(port):
     settings = GenerateConfig(length=30, top_k=None, **limits)
     expected = tiny_model.make().generate(["abc def"], settings)[0]
 
+    # The vocabulary's tokens are letters, without the one of the stop string.
     answer = ok(
         complete(
             port, model="tiny", prompt="abc def", max_tokens=30, logprobs=3, stop=["zz"], **limits
@@ -88,11 +90,11 @@ def test_a_text_is_the_one_that_the_library_writes(port):
     [choice] = answer["choices"]
     logprobs = choice["logprobs"]
     assert answer["object"] == "text_completion"
-    assert answer["usage"] == {"prompt_tokens": 7, "completion_tokens": 30, "total_tokens": 37}
+    assert answer["usage"] == {"prompt_tokens": 7, "completion_tokens": 30, "total_tokens": 7 + 30}
     assert choice["text"] == expected
     assert choice["finish_reason"] == "length"
     assert "".join(logprobs["tokens"]) == expected
-    assert logprobs["text_offset"] == list(range(7, 37))
+    assert logprobs["text_offset"] == list(range(7, 7 + 30))
     assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == 30
     for number, token in enumerate(logprobs["tokens"]):
         logprob = logprobs["token_logprobs"][number]
@@ -102,6 +104,10 @@ def test_a_text_is_the_one_that_the_library_writes(port):
 
 
 def test_offsets_count_characters_whose_bytes_are_tokens():
+    """A token's offset is the number of characters that are complete before it.
+
+    Here the three bytes of the euro sign are parted by the end of a piece.
+    """
     vocabulary = ByteVocabulary(bytes(range(256)))
     tokens = np.asarray(vocabulary.encode("äb€c".encode()), np.int32)
     prompt = Prompt(tokens, max_tokens=0, echo=True)
@@ -125,10 +131,11 @@ def test_a_stream_is_the_same_text_in_pieces(port):
     assert joined(parts) == joined([whole])
     assert parts[-1]["usage"] == whole["usage"]
     assert whole["usage"] == {
-        "prompt_tokens": 4,
+        "prompt_tokens": 3 + 1,
         "completion_tokens": 4 * 23,
-        "total_tokens": 4 * 24,
+        "total_tokens": 3 + 1 + 4 * 23,
     }
+    # The samples differ, and those of a prompt come one after the other.
     assert len(set(texts)) == 4
     assert texts[0].startswith("abc")
     assert texts[2].startswith("h")
@@ -149,6 +156,7 @@ def test_scores_of_prompts_are_those_of_the_library(port, max_tokens):
     tokens.
     """
     model = tiny_model.make()
+    # The server reads the second prompt in more than one segment, of at most 64 tokens.
     prompts = [ids(40).tolist(), ids(70, seed=1).tolist()]
 
     answered = choices(
@@ -174,7 +182,7 @@ def test_a_session_continues_its_text(port):
     first = text(port, session=name, prompt="abc", max_tokens=20, temperature=0)
     second = text(port, session=name, prompt="", max_tokens=15, temperature=0)
     assert text(port, max_tokens=35, temperature=0) == first + second
-    assert ok(ask(port, f"/v1/sessions/{name}"))["tokens"] == 38
+    assert ok(ask(port, f"/v1/sessions/{name}"))["tokens"] == 3 + 20 + 15
     assert ok(delete(port, name))["deleted"]
 
 
@@ -183,10 +191,10 @@ def test_sessions_are_made_listed_evicted_and_deleted(running):
     port, made = running
     oldest = new_session(port)
     assert [session["id"] for session in ok(ask(port, "/v1/sessions"))["data"]] == [oldest]
-    assert complete(port, session=oldest, n=2)[0] == 400
+    assert complete(port, session=oldest, n=2)[0] == 400, "a session continues as one text"
     second = new_session(port)
     third = new_session(port)
-    assert complete(port, session=second, prompt="")[0] == 400
+    assert complete(port, session=second, prompt="")[0] == 400, "there is nothing to continue"
 
     fourth = new_session(port)  # The session idle longest makes room.
     assert refusal(complete(port, session=oldest)) == (404, "session_not_found")
@@ -200,7 +208,8 @@ def test_sessions_are_made_listed_evicted_and_deleted(running):
 
 @pytest.mark.parametrize("odd", [{}, [], "a", None])
 def test_a_body_of_many_mistakes_is_refused_at_the_first(odd):
-    """An error of each of millions takes a minute."""
+    """With an error of each, a body of millions of mistakes would take a minute."""
+    # One error at most for each type that a prompt may have.
     with pytest.raises(pydantic.ValidationError) as raised:
         protocol.CompletionBody.model_validate({"prompt": [1, *[odd] * 1000]})
     assert raised.value.error_count() < 10
@@ -211,7 +220,8 @@ def test_a_body_of_many_mistakes_is_refused_at_the_first(odd):
 ONE_TOKEN = {"prompt": "abc", "max_tokens": 1}
 
 
-# The body, the status, and the code or the name of the field.
+# The body, the status, and the code or the name of the field. A body may lack the prompt: the text
+# then begins with the token that texts start after.
 @pytest.mark.parametrize(
     ("body", "status", "named"),
     [
@@ -268,7 +278,7 @@ def test_mistakes_get_their_status_and_are_named(port, body, status, named):
     assert actual_status == status, content
     error = content["error"]
     assert named in (error["code"], error["param"])
-    assert 10 < len(error["message"]) < 400
+    assert 10 < len(error["message"]) < 400, "it neither lacks words nor repeats the body"
     assert "Traceback" not in error["message"]
     assert "\n" not in error["message"]
 
@@ -300,11 +310,14 @@ def test_a_text_is_taken_apart_and_put_together(port):
     assert ok(ask(port, "/detokenize", {"tokens": tokens}))["prompt"] == "abc"
 
 
+TOO_MANY = LIMITS.tokens + 1
+
+
 @pytest.mark.parametrize(
     ("path", "too_long"),
     [
-        ("/tokenize", {"prompt": "a" * 20_001}),
-        ("/detokenize", {"tokens": [1] * 20_001}),
+        ("/tokenize", {"prompt": "a" * TOO_MANY}),
+        ("/detokenize", {"tokens": [1] * TOO_MANY}),
     ],
     ids=["tokenize", "detokenize"],
 )
@@ -315,6 +328,7 @@ def test_texts_of_too_many_tokens_are_not_taken_apart(port, path, too_long):
     assert ask(port, path, {"prompt": 1})[0] == 400
 
 
+# A function that reads a body or writes an answer, and a request that calls it.
 @pytest.mark.parametrize(
     ("owner", "function", "path", "body"),
     [
@@ -384,6 +398,7 @@ def test_no_session_is_made_for_a_client_that_has_left(running):
     """For example, a page that is left right after its first text was sent."""
     _, made = running
     before = (made.store.num_sessions, made.store.num_evicted)
+    # The last one is received first: the body has come, and then the client has left.
     messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": b"{}"}]
     sent = []
 
@@ -416,7 +431,8 @@ def test_a_text_begins_from_a_session_any_number_of_times(port):
 
     whole = body | {"prompt": ["abc" + first, "abc" + first + "ab"]}
     assert of_session == choices(port, **whole)
-    assert ok(ask(port, f"/v1/sessions/{name}"))["tokens"] == 23
+    # The session still has its prompt and its first text.
+    assert ok(ask(port, f"/v1/sessions/{name}"))["tokens"] == 3 + 20
     ok(delete(port, name))
 
 
@@ -470,6 +486,7 @@ def test_the_page_of_the_server_is_accepted(port):
 
 
 def test_a_body_that_any_page_may_send_is_refused(port):
+    """A browser lets a page send plain text to any address, without asking the server first."""
     assert ask(port, "/v1/sessions", b"", headers={"Content-Type": "text/plain"})[0] == 415
 
 
@@ -480,6 +497,7 @@ def test_a_client_that_leaves_frees_its_rows(running):
         with left(port, {"prompt": "abc", "n": 4, "max_tokens": 4000, "stream": stream}):
             wait_until(lambda: made.num_busy == 4)
         wait_idle(port)
+    # Four choices of each of the two requests.
     assert made.counters.ended["cancelled"] == before + 8
     figures = metrics(port)
     assert figures["txl_rows_busy"] == 0
@@ -488,7 +506,7 @@ def test_a_client_that_leaves_frees_its_rows(running):
 
 def test_keys_separate_clients():
     with server(keys=("first", "second")) as (port, made):
-        for key in (None, "third", "firs"):
+        for key in (None, "third", "firs"):  # The last is the beginning of a key.
             assert refusal(ask(port, "/v1/models", key=key)) == (401, "invalid_api_key"), key
         assert ask(port, "/healthz")[0] == 200
         assert "<html" in ok(ask(port, "/"))

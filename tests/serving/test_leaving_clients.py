@@ -46,7 +46,7 @@ def session(running):
 
     wait_until(lambda: not (made.num_busy or made.num_waiting))
     assert made.counters.ended["cancelled"] == 1
-    assert made.counters.written < written + 1000
+    assert made.counters.written < written + 1000, "most of the 4000 tokens were not written"
     assert not opened.busy
     assert opened.state is state
 
@@ -57,7 +57,10 @@ def body(session, **changes):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_while_it_waits_for_a_row(running, session, stream):
-    """The client whose text is written at the same time is not disturbed."""
+    """The client whose text is written at the same time is not disturbed.
+
+    While the call that writes it is held up, no request gets a row.
+    """
     port, made = running
     neighbour = {"max_tokens": 60, "seed": 4, "logprobs": 1}
     expected = complete(port, **neighbour)[1]["choices"]
@@ -80,6 +83,7 @@ def test_while_it_waits_for_a_row(running, session, stream):
 def test_while_the_prompt_is_read(running, session, stream):
     port, made = running
     read = made.counters.read
+    # The third of the prompt's segments of 64 tokens is held up.
     with gate(made.step, "read", call=3) as (reached, through):
         with left(port, body(session, prompt="abcdefgh" * 100, stream=stream)):
             assert reached.wait(SECONDS)
@@ -87,7 +91,7 @@ def test_while_the_prompt_is_read(running, session, stream):
         wait_until(lambda: completion.cancelled)
         through.set()
         wait_until(lambda: made.counters.ended["cancelled"])
-    assert made.counters.read < read + 400
+    assert made.counters.read < read + 400, "at least half of the 800 tokens were not read"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -102,7 +106,7 @@ def test_before_the_request_is_understood(running, session, stream):
 
 
 def test_before_the_response_begins(running, session):
-    """With a server of a newer ASGI, whose first `send` to a client that has left raises."""
+    """With a server of ASGI 2.4, whose first `send` to a client that has left raises."""
     messages = [{"type": "http.request", "body": json.dumps(body(session)).encode()}]
 
     async def receive():

@@ -20,7 +20,7 @@ SWITCHES = (
     "--host-resolver-rules=MAP evil.example 127.0.0.1",
     "--disable-features=LocalNetworkAccessChecks",  # So that the server has to defend itself.
 )
-MILLISECONDS = 120_000
+MILLISECONDS = 120_000  # Longer is a hang.
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +94,7 @@ def test_texts_stream_and_go_on_in_a_session(page, port):
     write(page, "abc", max_tokens=30, temperature=0, top_p=1)
     until(page, "document.querySelector('#state').textContent === '30 tokens'")
     write(page, "")
+    # The page shows both texts as one, of 30 letters each.
     until(page, "document.querySelector('.written').textContent.length === 60")
     until(page, "!document.querySelector('#write').disabled")
 
@@ -101,7 +102,7 @@ def test_texts_stream_and_go_on_in_a_session(page, port):
     status, answer = ask(port, "/v1/completions", body, key="secret")
     assert status == 200, answer
     assert page.text_content("#text") == "abc" + answer["choices"][0]["text"]
-    assert [*sessions(port).values()] == [63]
+    assert [*sessions(port).values()] == [3 + 60]
     page.click("#new")
     until(page, "document.querySelector('#text').textContent === ''")
 
@@ -168,7 +169,7 @@ def test_a_stopped_text_and_a_lost_session_do_not_hinder_the_next_text(page, run
             write(page, "abc", max_tokens=10)
         through.set()
         until(page, "document.querySelector('#state').textContent === '10 tokens'")
-    assert sessions(port) == {name: 13}
+    assert sessions(port) == {name: 3 + 10}, "the stopped text is not in its memory"
 
     assert ask(port, f"/v1/sessions/{name}", method="DELETE", key="secret")[0] == 200
     write(page, "abc")
@@ -176,7 +177,7 @@ def test_a_stopped_text_and_a_lost_session_do_not_hinder_the_next_text(page, run
     assert name in page.text_content("#state")
     page.click("#write")
     until(page, "document.querySelector('#state').textContent === '10 tokens'")
-    assert [*sessions(port).values()] == [13]
+    assert [*sessions(port).values()] == [3 + 10]
     page.click("#new")
     wait_until(lambda: not sessions(port))
 
@@ -261,6 +262,7 @@ def test_a_page_of_another_site_gets_nothing(browser):
     with server() as (port, made):
         page = browser.new_page()
         page.goto(f"http://127.0.0.1:{port}/")
+        # The server's own page gets answers. Its fifth request makes a session.
         assert page.evaluate(TRIES, "") == [200, 200, 200, 404, 201, 415]
         assert made.store.num_sessions == 1
 
@@ -276,6 +278,7 @@ def test_a_page_of_another_site_gets_nothing(browser):
         ):
             assert page.evaluate(TRIES, address) == [0] * 6, address
         page.goto(f"http://evil.example:{port}/page")
+        # To the browser it is now the server's own page, but the server does not have this name.
         assert page.evaluate(TRIES, "") == [421] * 6
         assert made.store.num_sessions == 1
         page.close()

@@ -77,6 +77,8 @@ class Server:
         self.passed["leave"] = later[1]
 
 
+# What the parts of the command return to it. Where a word stands for an object, the command only
+# passes it on, and the tests see to whom.
 USUAL = "--model=/runs/mine"
 FREE_PORT = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0))]
 MODEL = types.SimpleNamespace(
@@ -86,7 +88,7 @@ MODEL = types.SimpleNamespace(
     vocabulary="vocabulary",
     step=1,
 )
-ROWS = types.SimpleNamespace(row_bytes=lambda params: 1 << 20)
+ROWS = types.SimpleNamespace(row_bytes=lambda params: 1 << 20)  # A session takes 1 MiB.
 ENGINE = types.SimpleNamespace(refuse=lambda message: None, cut_off=lambda: None, failed=False)
 APP = types.SimpleNamespace(state=types.SimpleNamespace(count="count"))
 CONNECTIONS = types.SimpleNamespace(make="make", abort="abort")
@@ -126,7 +128,8 @@ def served(monkeypatch):
     signal.signal(signal.SIGINT, on_interrupt)  # The program changes it.
 
 
-# A second value of each flag, and everything that it changes. `Engine` takes the limits apart.
+# A second value of each flag, and everything that it changes. `served` takes the engine's limits
+# apart.
 EFFECTS = {
     "--compilation_cache=off": {"keep_compiled.named": "off"},
     "--weight_dtype=int8": {"load.weight_dtype": "int8"},
@@ -134,8 +137,10 @@ EFFECTS = {
     "--model=/runs/other": {"load.path": "/runs/other", "make_app.model": "other"},
     "--ensemble_member=seed=2": {"load.member": "seed=2"},
     "--port=8123": {"getaddrinfo.port": 8123},
-    "--rows=3": {"Step.batch_size": 3, "most_connections.num_choices": 515},
-    "--drain_seconds=4.5": {"drain": 4.5, "Config.timeout_graceful_shutdown": 10},
+    # Each choice in a row or waiting (512 by default) has a connection.
+    "--rows=3": {"Step.batch_size": 3, "most_connections.num_choices": 3 + 512},
+    # 2 s for clients to take their last answers, rounded up to 7 s in all, and 3 s for uvicorn.
+    "--drain_seconds=4.5": {"drain": 4.5, "Config.timeout_graceful_shutdown": 7 + 3},
 }
 EFFECTS_ON_HOSTS = {
     "--host=localhost": {
@@ -147,11 +152,13 @@ EFFECTS_ON_HOSTS = {
     },
 }
 EFFECTS_ON_LIMITS = {
+    # A body has up to 12 bytes per token.
     "--max_request_tokens=1048576": {"limits.tokens": 1 << 20, "limits.body_bytes": 12 << 20},
     "--max_new_tokens=77": {"limits.new_tokens": 77},
-    "--max_waiting=5": {"limits.waiting": 5, "most_connections.num_choices": 13},
+    "--max_waiting=5": {"limits.waiting": 5, "most_connections.num_choices": 8 + 5},
     "--request_seconds=2.5": {"limits.seconds": 2.5},
     "--max_sessions=9": {"SessionStore.limit": 9, "SessionStore.limit_per_owner": 9},
+    # 8 MiB.
     "--max_session_gib=0.0078125": {"SessionStore.limit": 8, "SessionStore.limit_per_owner": 8},
     "--session_seconds=7.5": {"SessionStore.seconds": 7.5},
 }
@@ -180,7 +187,7 @@ def test_the_usual_server_has_the_documented_limits(served):
     assert passed["make_app.hosts"] == (*LOOPBACK, "127.0.0.1")
     assert passed["make_app.keys"] == []
     assert passed["drain"] == 30.0
-    assert passed["leave"] == (2.0, "abort")
+    assert passed["leave"] == (2.0, "abort"), "clients have 2 s to take their last answers"
     assert passed["Connections.most"] == 99
     assert passed["Connections.count"] == "count"
     assert passed["Connections.header_seconds"] == 10
@@ -206,7 +213,7 @@ def test_keys_come_from_the_environment_and_share_the_sessions(served, monkeypat
     passed = served(USUAL, "--max_sessions=9")
     assert passed["make_app.keys"] == ["one", "two"]
     assert passed["SessionStore.limit"] == 9
-    assert passed["SessionStore.limit_per_owner"] == 4
+    assert passed["SessionStore.limit_per_owner"] == 9 // 2
 
 
 @pytest.mark.parametrize(
@@ -261,6 +268,8 @@ def test_small_parts_of_answers_are_sent_at_once():
     assert asyncio.run(no_delay_of_a_connection()) == 1
 
 
+# 58 files are left to the rest: the 10 that are open here, and 48 spare ones. At most there are as
+# many connections as choices (520), and 512 more.
 @pytest.mark.parametrize(
     ("files", "most"), [(96, 38), (1024, 966), (1 << 20, 1032), (resource.RLIM_INFINITY, 1032)]
 )
@@ -271,6 +280,7 @@ def test_connections_leave_files_for_the_rest(monkeypatch, files, most):
 
 
 def test_a_limit_of_files_that_leaves_no_connection_is_an_error(monkeypatch):
+    # Fewer than the spare files alone.
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (40, 40))
     with pytest.raises(UserError, match="ulimit -n"):
         connections.most_connections(520)
@@ -298,6 +308,7 @@ def test_sigterm_lets_requests_end(run, compiled):
 
 @pytest.mark.full
 def test_what_takes_too_long_is_cut_off(run, compiled):
+    # A text that does not end before it is cut off.
     server = Program(
         run,
         "--drain_seconds=0.5",
@@ -320,6 +331,7 @@ def test_an_answer_that_is_written_is_cut_off(run, compiled):
 
     Its client takes nothing of another answer.
     """
+    # The request has more tokens than are allowed by default, and each piece takes 0.1 s.
     flags = ("--drain_seconds=0.5", "--max_request_tokens=100000000")
     change = """
 import time
@@ -346,7 +358,8 @@ ChoiceWriter.json_of = slow_json_of
     status, answer = request.result()
     assert status == 503, answer
     assert answer["error"]["code"] == "unavailable"
-    # On a busy machine. The writing takes 100 s, and the other client stays.
+    # To write the whole answer takes 100 s, and the other client never leaves. A busy machine may
+    # need more than the 0.5 s, and the 2 s for clients to take their last answers.
     assert seconds < 15
 
 
@@ -393,7 +406,7 @@ from txl_jax.serving.rows import Step
 write = Step.write
 
 def broken_write(step, weights, rings, rows):
-    if rows.steps.any():
+    if rows.steps.any():  # Not in the call that only compiles.
         1 / 0
     return write(step, weights, rings, rows)
 

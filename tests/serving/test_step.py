@@ -19,7 +19,9 @@ from txl_jax.inference.decode import row_key
 from txl_jax.ops.matmul import Int8, Transposed
 from txl_jax.serving.rows import Rows, Step
 
-PROMPT = ids(90)  # Segments of 64 and 16, and 9 tokens of another. The memory has 9.
+# Is read in segments of 64, 16 and 9 tokens: the last token is read when the next one is drawn.
+PROMPT = ids(90)
+SEED = 5
 
 
 @functools.cache
@@ -84,7 +86,7 @@ class Writer:
         rows.position[row] = self.position + len(tokens)
         rows.number[row] = len(tokens)
         rows.steps[row] = n_step
-        rows.key[row] = row_key(5)
+        rows.key[row] = row_key(SEED)
         rows.scored[row] = True
         rows.temperature[row] = self.temperature
         rows.top_p[row] = self.top_p
@@ -130,15 +132,16 @@ def test_a_prompt_has_the_scores_of_the_library_and_draws_its_tokens(start):
     expected = model.score([PROMPT], per_token=True)[0]
     np.testing.assert_allclose(nats_of(segments), expected, rtol=1e-5)
     assert [len(scores.nats) for scores in segments] == [64, 16, 9]
-    assert position == 89
+    assert position == 64 + 16 + 9
 
     state = step.take(rings, 2)
     for limits in LIMITS:
         writer = Writer(2, PROMPT[-1], position, **limits)
         rings = step.put(rings, 2, state)
+        # Four calls of 5 tokens, and one of 3.
         rings, sampled, nats = writer.write(step, weights, rings, 23)
 
-        settings = GenerateConfig(length=23, top_k=None, seed=5, **limits)
+        settings = GenerateConfig(length=23, top_k=None, seed=SEED, **limits)
         text = model.generate([PROMPT], settings)[0]
         assert sampled == model.encode(text).tolist(), limits
         whole = model.score([np.concatenate([PROMPT, sampled])], per_token=True)[0]
@@ -159,7 +162,7 @@ def test_int8_weights_have_the_scores_of_the_library():
     expected = model.score([PROMPT], per_token=True)[0]
     exact = exact_model.score([PROMPT], per_token=True)[0]
     np.testing.assert_allclose(nats, expected, rtol=0, atol=5e-3)
-    assert np.abs(nats - exact).max() > 0.02
+    assert np.abs(nats - exact).max() > 0.02, "the weights are not rounded"
 
 
 @pytest.mark.full
@@ -176,6 +179,7 @@ def test_a_cache_of_int8_has_scores_near_the_exact_ones():
     assert {leaf.dtype.name for leaf in jax.tree.leaves(keys)} == {"int8", "float32"}
     whole = exact_model.score([np.concatenate([PROMPT, sampled])], per_token=True)[0]
     error = np.abs(np.concatenate([nats_of(segments), nats]) - whole).max()
+    # Without an error the cache would not have been read.
     assert 1e-4 < error < 0.2
 
 
@@ -183,6 +187,7 @@ def test_a_row_is_the_same_to_the_last_bit_whatever_the_others_do():
     step, weights, _ = programs()
 
     def all_write(rows):
+        """Lets all rows write, with arguments that differ from row to row."""
         for row in range(ROWS):
             rows.last[row] = row
             rows.position[row] = 3 + 7 * row
@@ -210,7 +215,8 @@ def test_a_row_is_the_same_to_the_last_bit_whatever_the_others_do():
 def test_a_row_that_goes_back_draws_the_same_again():
     """It goes back to the first token of a call, after a call in which it was idle.
 
-    The ring has no slot more than that needs.
+    Rings are rounded up to a multiple of 16 slots. These need 16, 11 of memory and 5 of a call, so
+    that no spare slot hides a mistake.
     """
     model = {"model__n_layer": 1, "eval__mem_len": 11, "eval__same_length": False}
     step, weights, _ = programs(**model)
