@@ -32,7 +32,7 @@ hypothesis.settings.load_profile("txl")
 
 gc.set_threshold(200_000, 50, 100)  # Searches among JAX's many objects find little.
 MAPS = pathlib.Path("/proc/self/maps")
-MOST_MAPPINGS = 30_000
+MOST_MAPPINGS = 30_000  # A module of tests may add as many before it is looked at again.
 collect_ignore = ["support"]  # Helpers: some change the process when they are imported.
 
 
@@ -110,7 +110,8 @@ def usual_emitters():
 def storage():
     """A server of object storage, one for the session, because gcsfs keeps its address."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # Read when gcsfs is imported.
+        # The server does not have these kinds of buckets. Read when gcsfs is imported.
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         from support.object_storage import ObjectStorage
 
         with ObjectStorage() as server:

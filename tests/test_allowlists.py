@@ -111,7 +111,9 @@ def test_what_a_file_of_pytorch_may_call():
 
 
 def test_the_instructions_of_a_pickle_that_are_carried_out():
-    """The machine is asked for an attribute of the instruction's name, so any method of that name
+    """All that pickletools knows, without these.
+
+    The machine is asked for an attribute of the instruction's name, so any method of that name
     would be one.
     """
     known = {opcode.name for opcode in pickletools.opcodes}
@@ -131,6 +133,7 @@ def test_the_instructions_of_a_pickle_that_are_carried_out():
 
 def test_keys_and_encodings_that_a_pickle_may_have():
     assert set(pickles._PLAIN_KEYS) == {str, bytes, int, type(None), pickles.Record}
+    # Python's encodings by all their names. The last three have no aliases.
     aliases = encodings.aliases.aliases
     names = {*aliases, *aliases.values(), "latin-1", "utf-8", "undefined", "unicode_escape", "idna"}
     accepted = set()
@@ -254,9 +257,11 @@ def test_tensors_that_a_conversion_leaves_out_or_renames():
         "a/b/Adam",
     ):
         assert tensorflow._OMITTED.fullmatch(name), name
+    # Names that only resemble these.
     for name in ("Adam", "x/Adam_2", "x/Adam/y", "x/adam_", "x/ExponentialMovingAverage_1"):
         assert not tensorflow._OMITTED.fullmatch(name), name
 
+    # The first tensor is left out, and two are renamed. Other names only resemble these.
     leaf = mock.sentinel.leaf
     tensors = {
         "crit.shared_out_projs.0": leaf,
@@ -387,7 +392,7 @@ def test_servers_that_texts_are_downloaded_from():
     # Without a sha256 of the archive, the sha256 of each file in it decides.
     [(corpus, archive)] = without_digest
     assert archive.url == "http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"
-    assert len(corpus.facts) == 3
+    assert len(corpus.facts) == 3, "one file for each split"
     for name, facts in corpus.facts.items():
         assert facts.sha256, name
 
@@ -510,6 +515,7 @@ def test_variables_and_errors_of_several_processes():
         "Connection reset",
         "coordination service",
     }
+    # Variables of the launching process are not passed on by these.
     always = {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"}
     secret = {"AWS_SECRET_ACCESS_KEY": "x"}
     [usual] = process_environments(1, devices=None, base=secret)

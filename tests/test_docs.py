@@ -35,7 +35,7 @@ def modules_with_examples():
         for path in sorted((ROOT / package).rglob("*.py")):
             if ">>>" in path.read_text():
                 paths.append(path.relative_to(ROOT))
-    assert len(paths) > 10
+    assert len(paths) > 10, "examples are not found"
     return paths
 
 
@@ -45,7 +45,7 @@ def commands(page):
     """
     text = page.read_text().replace("\\\n", " ")
     for line in re.findall(r"python -m ((?:experiments|launch)\.[^\n`#]*)", text):
-        if "$" not in line:
+        if "$" not in line:  # Words that only a shell can read.
             yield shlex.split(re.split(r" 2>| \|", line)[0])
 
 
@@ -129,7 +129,7 @@ def example(name):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["document_embeddings", "memory_policy", "speech_encoder"])
 def test_an_example_runs(name):
-    results = example(name)["main"](2)
+    results = example(name)["main"](2)  # Two updates.
     assert len(results) == 2
     assert np.all(np.isfinite([*results.values()]))
 
@@ -139,7 +139,7 @@ def test_streamed_embeddings_are_means_of_the_hidden_states(tmp_path):
     model = txl_jax.load(drawn_run.of_words(tmp_path / "run").path)
     lines = drawn_run.TEXT[:400].splitlines(keepends=True)
     [hidden] = model.hidden_states([b"".join(lines)])
-    assert len(hidden) > 5 * 9
+    assert len(hidden) > 5 * 9, "several passages of five tokens"
 
     embeddings = np.stack(list(example("document_embeddings")["stream"](model, lines, length=5)))
 
@@ -158,6 +158,7 @@ def test_streamed_embeddings_are_means_of_the_hidden_states(tmp_path):
     ],
 )
 def test_only_the_whole_model_solves_the_task(name, least, chance, atol):
+    """A model without the memory, or without the future, guesses."""
     whole, without = example(name)["main"]().values()
     assert whole > least
     assert without == pytest.approx(chance, abs=atol)

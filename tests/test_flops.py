@@ -52,6 +52,7 @@ def test_a_token_costs_what_xla_counts(encoding):
         hidden, memory = forward.forward(weights, jnp.zeros((2, 1), jnp.int32), memory)
         return forward.nll(weights, hidden, jnp.zeros((2, 1), jnp.int32)), memory
 
+    # By token: there are two rows of one token.
     counted = jax.jit(step).lower(weights, memory).compile().cost_analysis()["flops"] / 2
     for same_length in (False, True):
         lengths = EvalConfig(segment_len=1, mem_len=256, same_length=same_length)
@@ -238,7 +239,7 @@ def test_updates_and_recomputation_from_forward_passes():
         ("TPU v5 lite", 197e12),
         ("TPU v5p", 459e12),
         ("TPU v4", 275e12),
-        ("NVIDIA T400 4GB", None),
+        ("NVIDIA T400 4GB", None),  # Not a T4, whose peak is known.
         ("CPU", None),
     ],
 )
@@ -247,7 +248,7 @@ def test_peaks_by_the_names_that_jax_gives(kind, peak):
 
 
 def test_units_of_a_total():
-    total = Totals(nats=6 * math.log(2), tokens=2)
+    total = Totals(nats=6 * math.log(2), tokens=2)  # Six bits: three per token.
     assert total.nll == pytest.approx(3 * math.log(2))
     assert total.bpc == pytest.approx(3)
     assert total.perplexity == pytest.approx(8)
@@ -268,7 +269,7 @@ def test_a_short_part_of_a_sum_weighs_by_its_tokens():
 
 def test_a_measure_selects_the_reported_units():
     text = Totals(nats=6 * math.log(2), tokens=2, bytes=12)
-    assert text.bits_per_byte == pytest.approx(0.5)
+    assert text.bits_per_byte == pytest.approx(6 / 12)
 
     of_characters = text.per_token(Measure.BPC)
     of_tokens = text.per_token(Measure.PPL)
@@ -302,7 +303,7 @@ def test_a_learning_curve(tmp_path):
     )
     picture = (tmp_path / "curve.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
-    assert len(picture) > 10_000
+    assert len(picture) > 10_000, "a picture without curves is smaller"
 
 
 @pytest.mark.full
@@ -321,6 +322,7 @@ def test_names_at_the_ends_of_curves_do_not_overlap(last, tmp_path, monkeypatch)
         plots, "save", lambda drawing, path: drawings.append(drawing) or save(drawing, path)
     )
     records = records_of_training(lambda step: 1 + 8 / step)
+    # Where three curves end, and the heights of two horizontal lines.
     ends = dict(zip(("without", "with", "learning", "alone", "after"), last, strict=True))
     curves = {name: np.array([9.0, 3.0, ends[name]]) for name in ("without", "with", "learning")}
     levels = {name: ends[name] for name in ("alone", "after")}

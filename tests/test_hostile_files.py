@@ -97,6 +97,7 @@ def test_what_is_no_record_is_one_error(folders, content):
     assert read_results(str(run)) == {}
     assert recorded_folders(run) == {}
     assert not token_store._is_whole(store.parent)
+    # A list or a string with the right word passes for one here, and is an error when it is loaded.
     assert not portable.is_portable(portable_folder) or content.startswith((b"[", b'"'))
     for folder in (run, portable_folder):
         with pytest.raises(UserError):
@@ -169,6 +170,7 @@ def test_a_store_of_tokens_without_digests_is_not_whole(folders):
 
 def test_a_setting_that_nests_deep(tmp_path):
     value = foreign.nvidia_checkpoint(*foreign.make("pytorch"))
+    # A dict whose value is a list in a list, 100,000 deep.
     value["model_config"] = torch_bytes.Raw(
         b"}X\x07\x00\x00\x00n_layer" + b"]" * 100_000 + b"a" * 99_999 + b"s"
     )
@@ -209,7 +211,11 @@ def test_a_vocabulary_is_read_or_one_error(text):
 
 @pytest.mark.parametrize("keys", ["numbers", "pairs"])
 def test_keys_of_a_pickle_have_no_hash_of_its_choice(keys):
-    """200,000 numbers with the hash 0, or pairs of them, take quadratic time."""
+    """200,000 numbers with the hash 0, or pairs of them, take quadratic time.
+
+    One of them is refused already.
+    """
+    # The hash of an int is its remainder by 2^61 - 1.
     number = b"\x8a\x0a" + (((1 << 61) - 1) * 3).to_bytes(10, "little")
     key = number if keys == "numbers" else number + number + b"\x86"
     with pytest.raises(UserError, match="cannot be a key"):
@@ -217,6 +223,7 @@ def test_keys_of_a_pickle_have_no_hash_of_its_choice(keys):
 
 
 def test_the_memo_of_a_pickle_has_no_hash_of_its_choice():
+    """The index of an entry is a key, too, here one with the hash 0."""
     with pytest.raises(UserError, match="cannot be a key"):
         pickles.load(b"Np" + str(((1 << 61) - 1) * 3).encode() + b"\n.", name="file.pt")
 

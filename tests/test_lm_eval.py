@@ -24,6 +24,7 @@ DOCUMENTS = [
     "x",
 ]
 OFFLINE = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
+MAX_TOKENS = 7  # Of a generated text of the task.
 TASK = {
     "task": "own_generation",
     "dataset_path": "json",
@@ -32,7 +33,7 @@ TASK = {
     "doc_to_text": "{{prompt}}",
     "doc_to_target": "{{text}}",
     "metric_list": [{"metric": "exact_match"}],
-    "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 7, "do_sample": False},
+    "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": MAX_TOKENS, "do_sample": False},
 }
 
 
@@ -65,7 +66,7 @@ def greedy(model, prompt, length):
 
 def test_a_task_of_a_file_of_ones_own_from_the_command_line(runs, tmp_path):
     """One of its two texts is the model's own, so the score is a half."""
-    of_model = {"prompt": "a ", "text": greedy(load(runs["word"]), "a ", 7)}
+    of_model = {"prompt": "a ", "text": greedy(load(runs["word"]), "a ", MAX_TOKENS)}
     of_nobody = {"prompt": "the dog ", "text": "something else"}
     (tmp_path / "own.jsonl").write_text(f"{json.dumps(of_model)}\n{json.dumps(of_nobody)}\n")
     files = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "own.jsonl")}}}
@@ -151,6 +152,7 @@ def test_a_continuation_has_its_log_likelihood_and_whether_it_is_greedy(model_an
 
 def test_generation_settings_of_a_task(lm_eval_model, runs):
     harness = lm_eval_model.HarnessModel(str(runs["char"]), max_gen_toks=9)
+    # A greedy task's limits of sampling do not count.
     settings, stop = harness._generation(
         {"until": "\n", "do_sample": False, "temperature": 0.7, "top_k": 3}
     )
@@ -177,7 +179,7 @@ def test_generation_settings_of_a_task(lm_eval_model, runs):
     ("name", "value", "words"),
     [
         ("path", "/nowhere", "no run"),
-        ("first", "two bytes", "9 tokens"),
+        ("first", "two bytes", "9 tokens"),  # Each character is a token, and one is needed.
         ("batch_size", "many", "'many'"),
         ("device", "cuda:0", "JAX_PLATFORMS"),
     ],

@@ -95,6 +95,7 @@ def test_reset_touches_only_the_marked_rows(how):
     if how is MemoryStart.ZEROS:  # Masked slots may have any content.
         assert not after[:, 1].any()
     else:  # And the rows fill independently.
+        # Rows that had four filled slots have five, which is M.
         assert update(reset, layer_inputs(1)).valid.tolist() == [M, 1, M]
 
 

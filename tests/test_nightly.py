@@ -257,6 +257,7 @@ class FakeRuns:
 
     def in_turns(self, parts, *, at_minute, test_minutes=10.0, missing=()):
         self.seconds = 60.0 * at_minute
+        # That the code changed, and how far back a part passed, decide the order, which is given.
         order = [script.Due(part, 1, True) for part in parts]
         return script.run_in_turns(
             order,
@@ -270,6 +271,7 @@ class FakeRuns:
 
 
 def test_parts_start_as_long_as_they_end_before_the_last_minute(capsys):
+    """That is minute 70. A part that would end later is passed over for a shorter one."""
     runs = FakeRuns()
     rows = [
         part("one", minutes=12),
@@ -288,13 +290,18 @@ def test_parts_start_as_long_as_they_end_before_the_last_minute(capsys):
 
 
 def test_the_first_part_always_starts():
+    """Also if it would end after minute 70, so that every run has a part."""
     runs = FakeRuns()
     assert runs.in_turns([part("one"), part("two")], at_minute=69) == 0
     assert runs.started == ["one"]
 
 
 def test_a_slower_machine_starts_fewer_parts():
-    """The test command took twice as long as where the minutes were recorded."""
+    """The test command took twice as long as where the minutes were recorded.
+
+    So each part is expected to take twice its minutes: the second would end at minute 73, the third
+    at minute 69.
+    """
     runs = FakeRuns()
     rows = [part("one", minutes=1), part("two", minutes=12), part("three", minutes=10)]
     assert runs.in_turns(rows, at_minute=48, test_minutes=20.0) == 0

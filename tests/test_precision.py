@@ -101,9 +101,10 @@ GRADIENTS = {
 )
 def test_attention_adds_scores_in_float32(name):
     implementation = IMPLEMENTATIONS[name]
-    visibility = Visibility(jnp.asarray([17, 2]), 13, 17)
-    names = NAMES[:6] if implementation.path == "fused" else NAMES
-    arrays = draw(visibility, 2, 16, names=names, dtype=BFLOAT16)
+    visibility = Visibility(valid=jnp.asarray([17, 2]), segment_len=13, mem_len=17)
+    # Kernels take no scores of positions, the last of the operands.
+    names = NAMES[:-1] if implementation.path == "fused" else NAMES
+    arrays = draw(visibility, n_head=2, width=16, names=names, dtype=BFLOAT16)
 
     def values(arrays):
         return attention(**arrays, visibility=visibility, implementation=implementation)
@@ -145,7 +146,12 @@ def test_attention_over_a_cache_adds_scores_in_float32(case):
     batch, n_head, capacity, d_head = 2, 4, 40, 5
     n_query = case.n_query
     n_position = table_length(segment_len=n_query, capacity=capacity, clamp_len=20)
-    visibility = CachedVisibility(jnp.asarray([40, 20]), jnp.asarray(5), n_query, capacity, None)
+    visibility = CachedVisibility(
+        valid=jnp.asarray([40, 20]),
+        write_index=jnp.asarray(5),
+        segment_len=n_query,
+        capacity=capacity,
+    )
     attend = functools.partial(cached_attention, implementation=case.implementation)
 
     query = bfloat16s(batch, n_head, n_query, d_head)
@@ -158,7 +164,7 @@ def test_attention_over_a_cache_adds_scores_in_float32(case):
     position_key = bfloat16s(n_head, d_head, n_position)
     position_score = bfloat16s(n_head, n_position)
     if case.implementation.path == "fused":
-        position_score = None
+        position_score = None  # Kernels take none.
 
     rings = ring_key, ring_value
     position = query, position_key, position_score
@@ -327,7 +333,12 @@ def test_a_step_of_generation_adds_nothing_in_16_bits():
     keys = jax.ShapeDtypeStruct((tiny.B, 2), jnp.uint32)
     scored = jax.ShapeDtypeStruct((tiny.B,), jnp.bool)
     rows = BlockRows(
-        integers(tiny.B, 2), integers(tiny.B), integers(tiny.B), keys, integers(), scored
+        known=integers(tiny.B, 2),
+        number=integers(tiny.B),
+        steps=integers(tiny.B),
+        key=keys,
+        stop=integers(),
+        scored=scored,
     )
 
     def block(weights, cache, rows, temperature, top_p):
@@ -376,9 +387,11 @@ def test_losses_are_summed_in_double_precision():
     tenths = np.full(1 << 20, 0.1, np.float32)
     assert Totals.of(tenths).nats == float(np.float32(0.1)) * (1 << 20)
 
+    # In float32 each addition of 1 would leave MANY as it is.
     nats = np.asarray([[MANY, 1.0, 1.0, 1.0]], np.float32)
     assert Totals.of(nats) == Totals(MANY + 3, 4)
 
+    # Positions of the targets. The last target is padding, and its loss does not count.
     scored = np.asarray([[1, 2, 3, 0]])
     batches = [Windows(scored, scored, scored)] * 3
     totals = evaluate_windows(lambda params, windows, targets: nats, None, batches)

@@ -147,7 +147,7 @@ def test_readme_carries_a_memory_on(monkeypatch, tmp_path):
 def test_a_page_trains_with_a_loop_of_its_own(updates, limit, capsys):
     """And the bits per byte of its text, which repeats itself, fall below a limit."""
     [loop] = [block for block in python_blocks("docs/usage.md") if "scan_segments" in block]
-    assert "range(0, 200, 10)" in loop
+    assert "range(0, 200, 10)" in loop  # The page makes 200 updates, ten per call.
     with jax.numpy_rank_promotion("allow"):  # A reader's code runs with jax's own settings.
         execute([loop.replace("200", str(updates))])
     bits = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
@@ -181,6 +181,7 @@ def test_the_page_on_usage_runs_in_one_piece(capsys):
     *blocks, loop = python_blocks("docs/usage.md")
     assert "scan_segments" in loop  # It has a test of its own.
     names = execute(blocks, model=tiny_model.make())
+    # The page prints as many lines and more, and generates texts after three prompts.
     assert len(capsys.readouterr().out.splitlines()) > 8
     assert len(names["whole"]) == 3
 

@@ -147,13 +147,14 @@ def test_an_endless_stream_is_read_in_order_and_few_documents_ahead():
     stream = model.score_stream(endless(), per_token=True, batch_size=2)
     losses = list(itertools.islice(stream, 60))
 
-    assert len(documents) <= 60 + 2 * 16
+    assert len(documents) <= 60 + 2 * 16, "up to 16 documents per row are read ahead"
     for tokens, nats in zip(documents[:6], losses[:6], strict=True):
         assert_as_by_itself(model, tokens, nats, tolerance=1e-5)
     for number, nats in enumerate(losses):
         assert len(nats) == max(len(documents[number]) - 1, 0), f"document {number}"
 
     total = next(iter(model.score_stream(["abc"])))
+    # The first token has no loss, so its byte does not count.
     assert total.bytes == model.score(["abc"])[0].bytes == 2
 
 
@@ -188,7 +189,7 @@ def test_continuations_without_context_or_tokens():
     [by_default] = model.score_continuations([("", text)])
 
     total = model.score([text], first="k")[0]
-    end_nats = model.score([text], per_token=True)[0][2:]
+    end_nats = model.score([text], per_token=True)[0][2:]  # The losses after "abc".
     assert of_text.logprob == pytest.approx(-total.nats, rel=1e-6)
     assert empty == of_nothing == txl_jax.Continuation(0.0, True, 0)
     assert of_end.logprob == pytest.approx(-end_nats.sum(), rel=1e-6)
@@ -285,7 +286,7 @@ def test_hidden_states_are_those_of_each_document_alone(x64):
         assert hidden.dtype == np.float64
         if len(tokens) == 0:
             continue
-        # Positions of padding are read after all others.
+        # Segments of five tokens. Padding is read after the document, and changes no state of it.
         padded = np.pad(tokens, (0, -len(tokens) % 5))[None]
         segments = [5] * (padded.size // 5)
         expected = tiny.stream(encode, variables, padded, segments, model.init_memory(1))
@@ -421,7 +422,7 @@ def test_stop_strings_end_a_text_wherever_they_are_found():
 
 
 def test_a_row_ends_on_the_device_too_after_its_stop_string():
-    """Otherwise the longest text would have a million tokens."""
+    """Otherwise the longest text would have a million tokens. Every token is a stop string."""
     model = tiny_model.make()
     prompts = tiny_model.documents([4, 9, 2])
     texts = model.generate(prompts, settings(length=10**6), stop=list("abcdefghijk \n"))

@@ -97,6 +97,7 @@ def test_the_clock_jumps_forward_a_day_and_back_an_hour(place, undisturbed):
         "count": 8,
         "jump": DAY,
     }
+    # Jumps add up: after this one the clock is an hour behind.
     back = {"fault": "clock", "at": "os.mkdir *best/24.orbax-checkpoint-tmp", "jump": -DAY - HOUR}
     kill = {"fault": "kill", "at": "os.rename *latest/24.orbax-checkpoint-tmp*"}
 
@@ -107,8 +108,10 @@ def test_the_clock_jumps_forward_a_day_and_back_an_hour(place, undisturbed):
     assert re.search(r"resum\w+\D*\b18\b", resumed.stdout)
     assert_equal_runs(place.workdir("clock"), undisturbed)
     out = killed.stdout + resumed.stdout
+    # No duration that is printed is negative or infinite.
     assert not re.search(r"(ETA|in|,|s/) +-\d", out), out
     assert not re.search(rf"(ETA|in|,|s/) +{duration(math.inf)}", out), out
+    # Speeds are of a clock that does not jump.
     records = read_metrics(place.workdir("clock"))
     speeds = [record["tokens_per_second"] for record in records if "tokens_per_second" in record]
     assert speeds

@@ -52,7 +52,7 @@ OF_ENSEMBLE = [
 
 
 def kill_at_each(moments, name, train, place, undisturbed):
-    """Kills a start at each moment, and lets the next one end."""
+    """Kills a start of a run at each moment, one after the other, and lets the last start end."""
     for at in moments:
         assert train(name, fault="kill", at=at).end().returncode == KILLED, f"no kill at {at}"
     finished(train(name))

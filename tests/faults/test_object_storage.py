@@ -101,7 +101,7 @@ def test_one_of_two_processes_is_killed(start, storage, fault_seed, tmp_path):
 
     for victim in (1, 0):
         started = start(workdir)
-        number = rng.randrange(20, 100)
+        number = rng.randrange(20, 100)  # A write in the middle of the run.
         storage.kill_at_write(started[victim].pid, number)
         wait_until(lambda: storage.killed or started[victim].poll() is not None)  # noqa: B023
         assert storage.killed, processes.finish(started)

@@ -13,6 +13,7 @@ from support.faults import NIGHTLY, assert_equal_runs, few_or_all, finished
 ANSWERED = 128 + signal.SIGTERM
 UNANSWERED = -signal.SIGTERM  # A shell shows this as 143 too.
 # When the signal comes: a file operation of the phase, the exit code, and the step that is printed.
+# With the open log the run stops after its first call, of two updates.
 MOMENTS = {
     "while records are written": ("os.rename *tfds*incomplete*", UNANSWERED, None),
     "while the log is opened, before anything is compiled": ("open */log.txt", ANSWERED, "2"),
@@ -43,7 +44,7 @@ def assert_stopped(ended, code, step, name="SIGTERM"):
 
 @pytest.mark.parametrize("phases", few_or_all(FAST, PHASES))
 def test_a_signal_when_a_phase_begins(phases, place, undisturbed):
-    """SIGTERM and Ctrl-C stop a run with exit codes 143 and 130, and it resumes."""
+    """SIGTERM and Ctrl-C, in turn, stop a run with exit codes 143 and 130, and it resumes."""
     name = f"term-{len(phases)}"
     signals = itertools.cycle([signal.SIGTERM, signal.SIGINT])
     for phase, sent in zip(phases, signals, strict=False):

@@ -138,8 +138,8 @@ def test_without_dropout_a_run_resumes_with_the_numbers_of_before(copy, resume):
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        pytest.param("with_dropout", 8, id="stopped"),
-        pytest.param("finished", 12, id="finished, with more steps"),
+        pytest.param("with_dropout", record.STEPS, id="stopped"),
+        pytest.param("finished", record.STEPS + 4, id="finished, with more steps"),
     ],
 )
 def test_with_dropout_a_run_is_not_trained_further(copy, resume, name, steps):
@@ -206,7 +206,7 @@ def test_an_earlier_checkpoint_is_not_trained_further_in_place_of_a_corrupted_on
     with pytest.raises(UserError, match=r" version 1\b"):
         resume(run)
 
-    assert len(record.curves(run)["train loss"]) == record.STOPPED
+    assert len(record.curves(run)["train loss"]) == record.STOPPED, "no further update was made"
 
 
 @pytest.mark.full
@@ -225,7 +225,7 @@ def test_a_new_run_begins_with_the_weights_of_an_old_one(originals, tmp_path, na
     assert saved["dropout_masks"] == MASKS_VERSION
     curves = record.curves(tmp_path / "new")
     assert_close(curves, expected["curves"], tolerance=UPDATED)
-    # The weights before the first update.
+    # The loss of the weights before the first update, which Adam has not changed.
     assert curves["train loss"][0] == pytest.approx(expected["curves"]["train loss"][0], rel=1e-5)
 
 
