@@ -515,7 +515,7 @@ def test_variables_and_errors_of_several_processes():
         "Connection reset",
         "coordination service",
     }
-    # Variables of the launching process are not passed on by these.
+    # These are set. What the launching process has of its own, such as a secret, is not among them.
     always = {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"}
     secret = {"AWS_SECRET_ACCESS_KEY": "x"}
     [usual] = process_environments(1, devices=None, base=secret)

@@ -35,7 +35,7 @@ def modules_with_examples():
         for path in sorted((ROOT / package).rglob("*.py")):
             if ">>>" in path.read_text():
                 paths.append(path.relative_to(ROOT))
-    assert len(paths) > 10, "examples are not found"
+    assert len(paths) > 10, "examples are found"
     return paths
 
 

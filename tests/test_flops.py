@@ -145,6 +145,7 @@ def test_a_training_step_has_the_matmuls_of_its_program(preset, changes):
         window=model.compat.window(train.mem_len, same_length=train.same_length),
     )
     n_hidden = train.batch_size * int(np.sum(~visibility.mask()))
+    # Products with keys, with values, and with the keys of positions where there are any.
     n_product = 3 if model.encoding in (Encoding.RELATIVE, Encoding.SHAW) else 2
     heads_dim = model.n_head * model.d_head
     expected += passes * model.n_layer * n_product * 2 * heads_dim * n_hidden
@@ -152,6 +153,7 @@ def test_a_training_step_has_the_matmuls_of_its_program(preset, changes):
     if model.div_val > 1:
         tail_widths = sum(model.cluster_width(c) for c in range(1, model.n_cluster))
         n_position = train.batch_size * train.segment_len
+        # The embedding is not recomputed: three passes, of a multiplication and an addition.
         expected += 3 * 2 * n_position * tail_widths * model.d_model
 
     assert matmul_flops(traced_step(config)) == expected
@@ -345,6 +347,7 @@ def test_names_at_the_ends_of_curves_do_not_overlap(last, tmp_path, monkeypatch)
     for label in labels:
         assert label.get_window_extent().x1 <= drawing.bbox.x1, label.get_text()
 
+    # Curves differ by their colors, and levels from them by their style.
     lines = drawing.axes[1].get_lines()
     assert len({line.get_color() for line in lines[:3]}) == 3
     assert len({str(line.get_linestyle()) + str(line.get_color()) for line in lines}) >= 4

@@ -283,6 +283,7 @@ def check_gradients(gradients: dict, arrays, golden: dict, prefix: str) -> None:
     for name, gradient in expected.items():
         assert_close(gradients[name], gradient, f"gradient of {name}")
 
+    # The frequencies of the sinusoids, which only rounding may change.
     for name, value in under(arrays, "buffer/").items():
         rtol = 1e-15 if gradients[name].dtype == np.float64 else 1e-6
         np.testing.assert_allclose(gradients[name], value, rtol=rtol, err_msg=name)

@@ -165,7 +165,10 @@ def test_changed_parts_come_first_and_then_those_that_passed_farthest_back():
 
 @pytest.fixture
 def repository(tmp_path):
-    """A repository with three commits: to a.py, to b.py, and to a file of a subdirectory."""
+    """A repository with three commits: to a.py, to b.py, and to a file of a subdirectory.
+
+    Returns its directory, the commits, and a commit of another branch.
+    """
 
     def git(*words):
         identity = ["-c", "user.name=tester", "-c", "user.email=tester@example.com"]

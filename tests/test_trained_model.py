@@ -414,9 +414,10 @@ def test_stop_strings_end_a_text_wherever_they_are_found():
     cuts = [end_of_text(text, stops) for text in whole]
     for number, text in enumerate(texts):
         assert text == whole[number][: cuts[number]], f"prompt {number}"
+    # The stop strings were taken from these places. One may occur before its place.
     assert cuts[0] <= 17
     assert cuts[1] <= 3
-    assert max(cuts) > cuts[1]
+    assert max(cuts) > cuts[1], "texts end at different places"
     text = model.generate(prompts, config, stop=stops[1])[1]
     assert text == texts[1], "one string, not its letters"
 

@@ -30,6 +30,7 @@ results = {}
 
 
 def outcome(act):
+    # The result, or the type of an error, its text, and whether all processes know of it.
     try:
         return act()
     except Exception as error:

@@ -105,6 +105,7 @@ def test_a_holder_that_was_killed_on_this_machine_is_followed_at_once(bucket, mo
 
 
 def test_of_two_that_take_over_one_does(bucket):
+    """The second and the third run have both seen that the first is gone."""
     first = GcsLock(bucket / NAME)
     second = GcsLock(bucket / NAME)
     third = GcsLock(bucket / NAME)
@@ -177,7 +178,8 @@ def test_a_run_that_wakes_up_writes_nothing(bucket, storage, tmp_path, monkeypat
 
     def pause(context):
         if context.step == 2:
-            # The holder seems to be alive.
+            # As another run does that finds the holder gone. `acquire` would see that its process
+            # lives.
             generation, _ = gcs_lock._version(other._url)
             assert other._delete(generation)
             assert other._create()

@@ -126,6 +126,7 @@ def test_colors_reach_a_terminal_only(open_stream):
 
 
 def test_streams_of_others_stay(capsys):
+    """Such as the ones by which pytest keeps what a test prints."""
     before = sys.stdout, sys.stderr
     output.prepare()
     assert (sys.stdout, sys.stderr) == before

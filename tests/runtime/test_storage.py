@@ -152,11 +152,12 @@ def test_lines_are_written_as_they_come_and_all_or_none(tmp_path):
 @pytest.mark.full
 def test_a_copy_on_this_machine_is_there_as_long_as_its_owner(bucket):
     files.write(bucket / "up", b"x" * 1000)
-    owner = threading.Event()
+    owner = threading.Event()  # Any object whose end can be noticed.
     copy = files.local_copy(bucket / "up", owner)
     assert Path(copy).read_bytes() == b"x" * 1000
     del owner
-    assert not os.path.exists(copy) and files.local_copy("here", None) == "here"
+    assert not os.path.exists(copy)
+    assert files.local_copy("here", None) == "here", "a local path needs no copy"
 
 
 @pytest.mark.full
@@ -324,6 +325,7 @@ def test_tokens_are_written_on_a_file_system_without_locks(tmp_path, monkeypatch
     (tmp_path / "book.txt").write_text("one two three four\n" * 20)
     first = read("data", tmp_path / "a", file=str(tmp_path / "book.txt"))
     [name] = [path.name for path in (tmp_path / "a" / "tokens").glob("[!.]*")]
+    # The store that process 123 began to write.
     other = tmp_path / "b" / "tokens" / f"{name}.123"
     other.mkdir(parents=True)
     capsys.readouterr()
@@ -342,6 +344,7 @@ def test_tokens_are_written_on_a_file_system_without_locks(tmp_path, monkeypatch
 def test_what_cannot_be_read_is_refused(bucket, tmp_path, storage):
     with pytest.raises(UserError, match="cannot read gs://"):
         read("data", tmp_path, file=str(bucket / "missing.txt"))
+    # Tokens are kept on this machine: neither in a bucket's cache, nor next to a bucket's data.
     with pytest.raises(UserError, match="--cache_dir"):
         read("data", bucket, file="book.txt")
     with pytest.raises(UserError, match="--cache_dir"):
@@ -379,7 +382,7 @@ def test_a_name_that_others_can_guess_is_not_written_through(tmp_path):
 
 def test_the_longest_name_of_a_new_file(tmp_path):
     """The temporary name is not longer."""
-    name = "n" * 255  # No file system of Linux takes a longer one.
+    name = "n" * 255  # The usual file systems take no longer one.
     files.check_new_file(str(tmp_path / name))
     files.write_new(str(tmp_path / name), b"ours")
     assert os.listdir(tmp_path) == [name]

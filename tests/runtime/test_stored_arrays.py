@@ -81,7 +81,7 @@ def test_all_arrays_open_and_none_that_was_not_saved(saved):
     assert "shape" in stored_arrays.find_missing(saved, wider)
 
 
-def test_values_that_are_missing_are_noticed(saved, tmp_path):
+def test_values_that_are_missing_are_noticed(tmp_path):
     """The index is whole, and names a file that does not exist."""
     # TensorStore keeps up to 1 KiB in the index.
     state = {"large": np.random.default_rng(0).random(1000)}
@@ -109,6 +109,7 @@ def test_files_that_appear_late_are_waited_for(saved, tmp_path, monkeypatch):
 
 
 def test_each_process_opens_a_chunk_of_its_own():
+    """The chunk with the first element of its first device. Here one process has all devices."""
     n_device = jax.device_count()
     mesh = jax.make_mesh((n_device,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))

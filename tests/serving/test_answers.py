@@ -22,7 +22,7 @@ from txl_jax.serving import completion, protocol
 from txl_jax.serving.engine import Piece, Prompt, ServerLimits
 from txl_jax.serving.sessions import SessionStore
 
-LIMITS = ServerLimits(tokens=50_000, new_tokens=4000)
+LIMITS = ServerLimits()
 # An answer that takes time to write, although the model writes no token: four times the prompt with
 # the scores of its tokens.
 LARGE = {"prompt": ids(600).tolist(), "n": 4, "max_tokens": 0, "echo": True, "logprobs": 5}
@@ -166,7 +166,7 @@ def running():
 
 @pytest.fixture
 def written(monkeypatch):
-    """A list with an entry for each piece that is written."""
+    """A list with an entry for each piece whose JSON is made."""
     entries = []
     json_of = protocol.ChoiceWriter.json_of
 
@@ -191,7 +191,7 @@ def test_a_large_answer_is_not_written_for_a_client_that_has_left(running, writt
 
     assert status == 200, answer
     assert made.counters.ended["length"] == before + 4 + 1, "the model had done its work"
-    assert len(written) == 3 + LARGE_PIECES, "more than three pieces of the first answer"
+    assert len(written) == 3 + LARGE_PIECES, "three pieces of the first answer"
 
 
 def test_a_large_answer_is_not_written_when_its_time_is_over(running, written, monkeypatch):
@@ -211,7 +211,7 @@ def test_a_large_answer_is_not_written_when_its_time_is_over(running, written, m
         status, answer = request.result(SECONDS)
     assert status == 504, answer
     assert answer["error"]["code"] == "timeout"
-    assert len(written) == 3
+    assert len(written) == 3, "no piece after the one at which the time was over"
 
 
 def test_a_large_answer_is_cut_off_with_the_server(written):
@@ -228,7 +228,7 @@ def test_a_large_answer_is_cut_off_with_the_server(written):
         status, answer = request.result(SECONDS)
     assert status == 503, answer
     assert answer["error"]["code"] == "unavailable"
-    assert len(written) == 3
+    assert len(written) == 3, "no piece after the one at which it was cut off"
 
 
 def test_the_page_knows_what_the_server_answers():

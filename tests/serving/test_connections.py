@@ -216,8 +216,8 @@ def test_what_is_sent_after_an_answer_is_read_up_to_a_limit(port, monkeypatch, s
 def test_a_body_that_is_sent_to_its_end_leaves_its_answer(port):
     """A client that reads only when it has sent its whole body gets its answer."""
     plain = {"Content-Type": "text/plain"}
-    # A small body, one that is larger than this server takes, and one that is larger than any
-    # server takes by default (2 MiB).
+    # A small body, one that is larger than this server takes, and one that is larger than a server
+    # takes by default.
     for size in (10, 300_000, 3 << 20):
         status, answer = ask(port, "/v1/completions", b" " * size, headers=plain, key="secret")
         assert status == 415, f"{size} bytes"

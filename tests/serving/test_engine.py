@@ -276,11 +276,12 @@ def test_too_many_completions_are_refused_and_the_end_is_answered():
     with engine(limits=ServerLimits(waiting=2)) as made:
         sink = mock.Mock()
         # Seven samples never fit into four rows and two places to wait.
-        refused(400, made.submit, [Completion(Prompt(ids(5), 1, n=7), sink, 0)])
+        refused(400, made.submit, [Completion(Prompt(ids(5), 1, n=7), sink, until=0)])
         sink.assert_not_called()
         results = [submit(made, Prompt(ids(5), 4000))[1] for _ in range(6)]
         refused(429, submit, made, Prompt(ids(5), 1))
         results[0].next()
+        # Some completions have rows by now, and others wait for one.
         made.stop()
         for result in results:
             refused(503, result.wait)

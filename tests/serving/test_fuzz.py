@@ -159,7 +159,8 @@ def fuzz(port, examples):
 @pytest.mark.nightly(part="long")
 def test_many_requests_at_random():
     with in_its_own_process(num_sessions=SESSIONS, limits=FEW) as (port, process):
-        fuzz(port, 1000)  # After these the server has what it keeps.
+        # Afterwards the server has all that it keeps, such as sessions and the names of tokens.
+        fuzz(port, 1000)
         before = resources(process)
         start = time.monotonic()
         statuses = fuzz(port, 10_000)
@@ -202,7 +203,8 @@ def test_requests_made_from_its_schema(tmp_path):
             wait_idle(port)
             return ended.stdout
 
-        send(50)  # After these the server has what it keeps.
+        # Afterwards the server has all that it keeps.
+        send(50)
         before = resources(process)
         print(re.findall("[0-9,]+ generated", send(500)), end=" ")
         check_as_before(process, before)

@@ -56,7 +56,7 @@ def body(session, **changes):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_while_it_waits_for_a_row(running, session, stream):
+def test_a_client_leaves_while_it_waits_for_a_row(running, session, stream):
     """The client whose text is written at the same time is not disturbed.
 
     While the call that writes it is held up, no request gets a row.
@@ -80,7 +80,7 @@ def test_while_it_waits_for_a_row(running, session, stream):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_while_the_prompt_is_read(running, session, stream):
+def test_a_client_leaves_while_its_prompt_is_read(running, session, stream):
     port, made = running
     read = made.counters.read
     # The third of the prompt's segments of 64 tokens is held up.
@@ -95,7 +95,7 @@ def test_while_the_prompt_is_read(running, session, stream):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_before_the_request_is_understood(running, session, stream):
+def test_a_client_leaves_before_its_request_is_understood(running, session, stream):
     port, made = running
     with gate(protocol, "prompts_of") as (reached, through):
         with left(port, body(session, stream=stream)):
@@ -105,7 +105,7 @@ def test_before_the_request_is_understood(running, session, stream):
         wait_until(lambda: made.counters.ended["cancelled"])
 
 
-def test_before_the_response_begins(running, session):
+def test_a_client_leaves_before_its_response_begins(running, session):
     """With a server of ASGI 2.4, whose first `send` to a client that has left raises."""
     messages = [{"type": "http.request", "body": json.dumps(body(session)).encode()}]
 

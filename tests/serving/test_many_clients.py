@@ -147,7 +147,7 @@ def test_200_clients_for_two_minutes():
     """
     # There is a session for each client that uses one, and a place to wait for each choice.
     with in_its_own_process(num_sessions=64, limits=ServerLimits(waiting=2000)) as (port, process):
-        # After the first clients the server has what it keeps.
+        # After the first clients the server has all that it keeps.
         for client in run_clients(port, seconds=5):
             client.check()
         before = resources(process)

@@ -71,9 +71,9 @@ class Server:
 
         asyncio.get_running_loop().call_later = call_later
         self.handle_exit(signal.SIGTERM, None)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # The handler schedules its call from the loop.
         [(self.passed["drain"], cut_off)] = later
-        cut_off()
+        cut_off()  # Schedules the end of all connections.
         self.passed["leave"] = later[1]
 
 
