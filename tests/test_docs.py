@@ -40,8 +40,9 @@ def modules_with_examples():
 
 
 def commands(page):
-    """Yields the words of each command that starts a program of this project, without what follows
-    a pipe.
+    """Yields the words of each command that starts a program of this project.
+
+    Without what follows a pipe or a redirection of errors.
     """
     text = page.read_text().replace("\\\n", " ")
     for line in re.findall(r"python -m ((?:experiments|launch)\.[^\n`#]*)", text):

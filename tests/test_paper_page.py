@@ -190,13 +190,14 @@ def test_bits_per_byte_fall_on_a_text(tmp_path):
     assert done.returncode == 0, done.stderr
     bits = [float(number) for number in re.findall(r"(\S+) bits per byte", done.stdout)]
     assert len(bits) == 3  # After 50, 100 and 120 steps.
-    assert 1 < bits[0] < 8
+    assert 1 < bits[0] < 8, "a random byte has eight bits"
     assert bits[2] < 0.2
 
 
 @pytest.mark.full
 def test_a_text_without_a_whole_segment_is_an_error(tmp_path):
     path = tmp_path / "short.txt"
+    # As many bytes as a batch of segments reads. The target of the last one is missing.
     path.write_bytes(b"x" * 1024)
     done = run_program(path)
     assert done.returncode == 1

@@ -141,7 +141,7 @@ def test_an_unsafe_folder_is_not_used_by_default_and_noted_if_it_was_typed(
 
 
 OTHER = os.getuid() + 1  # Another user.
-OTHER_GROUP = 99_999  # A group that is not this user's.
+OTHER_GROUP = 99_999  # A group without an entry, so that nobody knows its members.
 
 
 @pytest.fixture
@@ -172,6 +172,7 @@ def test_a_directory_is_safe_if_only_this_user_can_change_what_it_contains(
         part.chmod(0o700)
     assert why_unsafe(str(cache)) is None
 
+    # With S_ISVTX, nobody can replace what others have made in a directory.
     directory = stat.S_IFDIR
     for path, facts, is_safe in (
         (cache, {"owner": OTHER}, False),
@@ -188,7 +189,7 @@ def test_a_directory_is_safe_if_only_this_user_can_change_what_it_contains(
         owned[str(path)] = facts
         assert (why_unsafe(str(cache)) is None) is is_safe, (path, facts)
 
-    # Some systems give each user a group, and let it write.
+    # Some systems give each user a group, and let it write. Here the group has an entry.
     owned.clear()
     owned[str(cache)] = {"mode": directory | 0o770, "group": OTHER_GROUP}
     monkeypatch.setattr(

@@ -106,7 +106,10 @@ def test_a_client_leaves_before_its_request_is_understood(running, session, stre
 
 
 def test_a_client_leaves_before_its_response_begins(running, session):
-    """With a server of ASGI 2.4, whose first `send` to a client that has left raises."""
+    """With a server of ASGI 2.4, whose first `send` to a client that has left raises.
+
+    `session` sees at its end that the request was ended.
+    """
     messages = [{"type": "http.request", "body": json.dumps(body(session)).encode()}]
 
     async def receive():
