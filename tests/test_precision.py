@@ -384,6 +384,7 @@ MANY = 2.0**24  # The next whole number that float32 has is MANY + 2.
 
 
 def test_losses_are_summed_in_double_precision():
+    # A sum in float32 would be off.
     tenths = np.full(1 << 20, 0.1, np.float32)
     assert Totals.of(tenths).nats == float(np.float32(0.1)) * (1 << 20)
 

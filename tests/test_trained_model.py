@@ -405,7 +405,7 @@ def test_stop_strings_end_a_text_wherever_they_are_found():
     whole = ["", "", ""]
     for number, piece in pieces:
         whole[number] += piece
-    assert len(pieces) > 6
+    assert len(pieces) > 6, "more than two pieces of each text"
     assert whole == model.generate(prompts, config)
 
     stops = (whole[0][17:20], whole[1][3:5], "never written")

@@ -213,6 +213,7 @@ def test_a_body_of_many_mistakes_is_refused_at_the_first(odd):
     with pytest.raises(pydantic.ValidationError) as raised:
         protocol.CompletionBody.model_validate({"prompt": [1, *[odd] * 1000]})
     assert raised.value.error_count() < 10
+    # Of a thousand unknown names the error repeats one.
     many = json.dumps(dict.fromkeys(map(str, range(1000)), odd)).encode()
     assert len(str(refused(400, protocol.parse, many, protocol.CompletionBody))) < 400
 
