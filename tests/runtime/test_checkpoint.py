@@ -326,6 +326,7 @@ def test_floats_are_restored_as_they_were_saved_or_wider_if_that_is_allowed(
             checkpoints.restore(wider)
         _, restored, _ = checkpoints.restore(wider, casts=True)
         assert restored["params"]["q"].dtype == jnp.float64
+        # Integers are not widened.
         with pytest.raises(CheckpointError, match="JAX_ENABLE_X64 is on here"):
             checkpoints.restore(wider | {"step": wide_step}, casts=True)
     np.testing.assert_array_equal(restored["params"]["layers"][1], np.ones(7))
@@ -381,6 +382,7 @@ def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(
         checkpoints.save(1, make_state(), {})
         raise KeyboardInterrupt
     assert "No space left on device" in lines[-1]
+    # If nothing else has ended the block, it is raised.
     with pytest.raises(CheckpointError, match="No space left"), open_checkpoints() as checkpoints:
         checkpoints.save(2, make_state(), {})
 
@@ -391,7 +393,8 @@ def test_a_failed_save_does_not_hide_the_error_that_ended_the_run(
 @pytest.mark.full
 def test_a_step_without_its_commit_does_not_count_and_is_swept(saved, steps_in_bucket, storage):
     storage.refuse("DELETE|batch")
-    with pytest.raises(PermissionError):  # A deletion begins with the commit.
+    # A deletion begins with the commit. If that fails, the step is still whole.
+    with pytest.raises(PermissionError):
         checkpoint.delete_step(steps_in_bucket / "200")
     storage.calm()
     assert find_steps(steps_in_bucket)[0][0] == 200
