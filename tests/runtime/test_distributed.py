@@ -88,7 +88,7 @@ print(json.dumps(results), file=sys.stderr if me else sys.stdout)
 # The sizes of the mesh's data and tensor axes, the batch size, and whether the mesh is tiled.
 SIZES = [(8, 1, 16, True), (1, 8, 4, False), (8, 1, 1, False)]
 ROWS_OF_FIRST = [
-    # Each device has two rows, and every other device is of this process.
+    # Each device has two rows, and every other device is one of the first process's.
     [0, 1, 4, 5, 8, 9, 12, 13],
     [0, 1, 2, 3],  # The devices of both processes have all rows.
     [0],  # One row cannot be spread.

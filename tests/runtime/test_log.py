@@ -229,7 +229,7 @@ def test_parts_are_joined_in_order_and_a_replaced_text_counts_as_a_whole(bucket,
     files.write(f"{path}.parts/000013", b"of a removal that was killed")
     append(path, "end")
     text = read_appended(path)
-    # A line begins with its time, so with the year, and two spaces.
+    # A line begins with its time, whose first digit is the year's, and two spaces.
     assert text.startswith(b"new text 2")
     assert text.endswith(b"  end\n")
     assert parts(path) == ["000013", "000014.all", "000015"]

@@ -111,7 +111,7 @@ def test_text_keeps_lines_and_tabs_and_cannot_act_on_a_terminal(tmp_path, open_s
 
 
 def test_a_progress_bar_works_on_the_error_stream(tmp_path, open_stream):
-    """It goes back to the begin of its line, and up by a line. It cannot clear the screen."""
+    """It goes back to the beginning of its line, and up by a line. It cannot clear the screen."""
     control = output._CONTROL_OF_ERRORS
     written = written_to(tmp_path / "err", "\r50%\x1b[A\x1b[2J", open_stream, control=control)
     assert written == b"\r50%\x1b[A\\x1b[2J\n"

@@ -38,7 +38,7 @@ def test_a_local_path_is_absolute_with_its_home_and_links(tmp_path, monkeypatch)
         assert files.as_path(path) == os.path.realpath(tmp_path / "runs"), path
 
 
-# A kind of storage that is not supported, a typing error, and a library that is not installed.
+# A kind of storage that is not supported, a typo, and a library that is not installed.
 @pytest.mark.parametrize(
     ("url", "expected"),
     [

@@ -159,7 +159,7 @@ def fuzz(port, examples):
 @pytest.mark.nightly(part="long")
 def test_many_requests_at_random():
     with in_its_own_process(num_sessions=SESSIONS, limits=FEW) as (port, process):
-        # Afterwards the server has all that it keeps, such as sessions and the names of tokens.
+        # Afterwards the server has all that it keeps, such as the names of tokens.
         fuzz(port, 1000)
         before = resources(process)
         start = time.monotonic()

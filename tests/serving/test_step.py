@@ -19,7 +19,7 @@ from txl_jax.inference.decode import row_key
 from txl_jax.ops.matmul import Int8, Transposed
 from txl_jax.serving.rows import Rows, Step
 
-# Is read in segments of 64, 16 and 9 tokens: the last token is read when the next one is drawn.
+# It is read in segments of 64, 16 and 9 tokens: the last token is read when the next one is drawn.
 PROMPT = ids(90)
 SEED = 5
 
