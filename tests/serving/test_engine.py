@@ -35,7 +35,7 @@ def varied_prompts(count):
     """Prompts of different lengths, seeds, limits and kinds of answers."""
     rng = np.random.default_rng(4)
     prompts = []
-    # Some prompts have more than the 64 tokens of a segment, most answers more than the 5 of a call.
+    # Some prompts have more tokens than a segment (64), and most answers more than a call (5).
     for number in range(count):
         seed = int(rng.integers(1 << 62))
         tokens = ids(int(rng.integers(1, 90)), seed=number)
