@@ -37,14 +37,15 @@ class Layers(NamedTuple):
     projected: tuple[bool, ...]  # Whether each cluster has a projection.
 
 
-# Cutoffs, widths, and which clusters have a projection.
 CASES = {}
 CASES["one cluster"] = Layers((), (6,), (False,))
 CASES["one cluster, projected"] = Layers((), (7,), (True,))
 CASES["div_val 1"] = Layers((4, 9), (6, 6, 6), (False, False, False))
 CASES["div_val 1, projected"] = Layers((4, 9), (7, 7, 7), (True, True, True))
 CASES["div_val 2"] = Layers((4, 9), (8, 4, 2), (True, True, True))
+# The first tail has a single token.
 CASES["div_val 4"] = Layers((3, 4), (16, 4, 1), (True, True, True))
+# The head is as wide as the hidden states, one tail is narrower, and one is wider.
 CASES["mixed projections"] = Layers((4, 9), (6, 3, 7), (False, True, True))
 
 
@@ -103,6 +104,7 @@ def test_vectors_losses_and_log_probabilities_match_loops_over_tokens(layers, x6
         )
 
     np.testing.assert_allclose(nll, expected_nll(hidden, tokens), rtol=0, atol=1e-12)
+    # The oracle loops over positions, so two positions of each row stand for all.
     assert log_p.shape == (2, 1, V, V)
     for token in range(V):
         expected = expected_nll(hidden[:, 0, :2], np.full((2, 2), token))
@@ -148,11 +150,9 @@ def losses_by_all_log_probabilities(hidden, weights, targets):
 
 
 @hypothesis.given(data=st.data())
-def test_any_distribution_of_targets(data):
-    """Losses and gradients.
-
-    The examples include no target in a tail, all targets in one tail, and each cluster's first and
-    last token.
+def test_losses_and_gradients_match_a_dense_softmax_for_any_distribution_of_targets(data):
+    """The examples include no target in a tail, all targets in one tail, and each cluster's first
+    and last token.
 
     The gradients of other clusters are compared with the original's in tests/test_golden.py.
     """
@@ -165,7 +165,8 @@ def test_any_distribution_of_targets(data):
     targets = data.draw(
         st.lists(st.sampled_from(tokens), min_size=B * L, max_size=B * L), label="targets"
     )
-    # None would be 1 for so few positions.
+    # Chunks of one position, of some, and of more than there are. The default of the product, None,
+    # would always be 1 for so few positions.
     chunk_size = data.draw(st.sampled_from([1, 3, 128]), label="chunk_size")
 
     with enable_x64(True):
@@ -192,6 +193,7 @@ def losses_under_a_mask(name: str, chunk_size: int | None):
     return tiny.with_gradients(nll)
 
 
+# Cases and dtypes with ignored targets: without tails, and with tails in both dtypes.
 IGNORED = [
     ("one cluster, projected", "float32"),
     ("mixed projections", "bfloat16"),
@@ -203,7 +205,8 @@ IGNORED = [
 def test_negative_targets_are_ignored_and_targets_beyond_the_vocabulary_are_nan(name, dtype):
     """Losses and gradients are the same as under a mask.
 
-    -1 and -100 are the usual marks. -V counted from the end is 0.
+    -1 and -100 are the usual marks. As an index from the end, -V would be the token 0. -2**31 is
+    the smallest int32.
     """
     targets = np.array([[-1, 2, 12, -100, 5], [0, -V, -(2**31), 9, 3]], np.int32)
     is_ignored = targets < 0
@@ -219,7 +222,7 @@ def test_negative_targets_are_ignored_and_targets_beyond_the_vocabulary_are_nan(
     assert (np.equal(losses, 0) == is_ignored).all()
     assert (np.any(hidden_gradient, axis=-1) == ~is_ignored).all()
 
-    # All targets that are not ignored are now beyond the vocabulary.
+    # All targets that are not ignored become V or more, which is beyond the vocabulary.
     beyond = np.where(is_ignored, targets, V + targets)
     losses, _ = chunked_losses(name, 3)(hidden, weights, beyond)
     assert (np.isnan(losses) == ~is_ignored).all()
@@ -227,11 +230,15 @@ def test_negative_targets_are_ignored_and_targets_beyond_the_vocabulary_are_nan(
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16])
-def test_targets_of_few_bits(dtype):
-    """A vocabulary of bytes has 256 tokens, a number that 8 bits cannot hold."""
+def test_targets_of_8_and_16_bits_have_their_tokens_losses(dtype):
+    """A vocabulary of bytes has 256 tokens, a number that 8 bits cannot hold.
+
+    Compared in 8 bits, all targets would be beyond the vocabulary, and their losses nan.
+    """
     rng = np.random.default_rng(5)
     hidden = rng.normal(size=(1, 3, D)).astype(np.float32)
     table = rng.normal(size=(256, D)).astype(np.float32)
+    # 127 is the largest int8.
     targets = np.array([[0, 97, 127]], dtype)
 
     @jax.jit
@@ -278,14 +285,17 @@ def draw_arguments(n_selected: int, *, seed: int = 0) -> Arguments:
 
 
 def everywhere(weights, states, labels, selected):
+    """The oracle of `in_chunks`, which computes every position."""
     return jnp.where(selected, squashed(weights, states, labels), 0)
 
 
 def in_chunks(chunk_size):
+    """The function under test, `chunked_apply`, of the same arguments as `everywhere`."""
     return functools.partial(chunked_apply, squashed, chunk_size)
 
 
 def test_positions_that_are_not_selected_are_not_read():
+    # Four positions in chunks of three: the second chunk has empty slots.
     weights, states, labels, selected = draw_arguments(4)
     states = np.where(selected[:, None], states, np.nan)
 
@@ -347,7 +357,8 @@ def test_gradients_of_bfloat16_weights_add_up_over_chunks_in_float32():
     np.testing.assert_array_equal(state_gradients, np.ones((n_position, 2)))
 
 
-def test_rows_of_a_vmap_have_as_many_chunks_as_each_needs(x64):
+def test_rows_of_a_vmap_may_fill_different_numbers_of_chunks(x64):
+    """Values and gradients match the oracle, although the rows share one loop over chunks."""
     weights = draw_arguments(0).weights
     rows = []
     for n_selected in (0, 3, 7, T):

@@ -1,7 +1,7 @@
 """Tests of the cross-entropy in blocks of the vocabulary, against one plain softmax.
 
-It is platform-neutral code, so it runs on this CPU. That accelerators compute in blocks, and CPUs
-do not, is read from programs that are lowered for both.
+The blocks are platform-neutral code, so they run on this CPU too. That the adaptive softmax takes
+them on accelerators only is read from programs that are lowered for each platform.
 """
 
 import functools
@@ -22,18 +22,21 @@ from txl_jax.ops.blocked_softmax import Weights
 # Positions, and columns of a table.
 T = 7
 WIDTH = 5
+# Positions per chunk, where only some are selected.
+CHUNK_SIZE = 3
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of 128 rows, the smallest."""
+    """Blocks of 128 rows, the smallest: no block has as few logits as this maximum."""
     monkeypatch.setattr(blocked_softmax, "MAX_BLOCK_LOGITS", 1)
 
 
-# Losses and gradients. They are traced in tests with `small_blocks` only.
+# Losses and gradients. Compiled programs keep the size of their blocks, so only tests with
+# `small_blocks` may call these.
 blocked = tiny.with_gradients(blocked_softmax.negative_log_likelihood)
 selected_and_blocked = tiny.with_gradients(
-    functools.partial(blocked_softmax.selected_negative_log_likelihood, 3)
+    functools.partial(blocked_softmax.selected_negative_log_likelihood, CHUNK_SIZE)
 )
 
 
@@ -46,7 +49,10 @@ class Call(NamedTuple):
 
 
 def draw(rows: int, *, scale: float = 3.0, dtype=np.float64) -> Call:
-    """Draws arguments. The labels include the first and the last row."""
+    """Draws arguments. The labels include the first and the last row.
+
+    `scale` is the standard deviation of the table, and thereby spreads the logits.
+    """
     rng = np.random.default_rng(0)
     labels = rng.integers(rows, size=T)
     labels[:2] = (0, rows - 1)
@@ -73,8 +79,8 @@ def plain(
     log_p = scipy.special.log_softmax(states @ table.T + bias, axis=-1)
     losses = np.where(selected, -log_p[position, labels], 0)
 
-    # The gradient of a loss by the logits is the probabilities, minus 1 at the label. The losses
-    # have the weights 1, 2, ..
+    # The gradient of a loss by the logits is the probabilities, minus 1 at the label. In the sum
+    # of `tiny.with_gradients` the losses have the weights 1, 2, ..
     logit_gradients = np.exp(log_p)
     logit_gradients[position, labels] -= 1
     logit_gradients *= np.where(selected, position + 1, 0)[:, None]
@@ -98,7 +104,16 @@ def test_values_and_gradients_of_all_positions(rows, small_blocks, x64):
     tiny_run.assert_close(blocked(*call), plain(*call), atol=1e-12)
 
 
-@pytest.mark.parametrize("n_selected", [0, 1, 3, 4, T])
+@pytest.mark.parametrize(
+    "n_selected",
+    [
+        pytest.param(0, id="none"),
+        pytest.param(1, id="a part of a chunk"),
+        pytest.param(CHUNK_SIZE, id="one chunk"),
+        pytest.param(CHUNK_SIZE + 1, id="one more than a chunk"),
+        pytest.param(T, id="all"),
+    ],
+)
 def test_values_and_gradients_of_selected_positions(n_selected, small_blocks, x64):
     selected = np.random.default_rng(1).permutation(np.arange(T) < n_selected)
     call = draw(300)
@@ -109,21 +124,23 @@ def test_values_and_gradients_of_selected_positions(n_selected, small_blocks, x6
 
 
 def test_logits_far_apart_and_empty_slots_do_not_overflow(small_blocks):
-    """In float32, exp(89) is infinite. An empty slot's logits are the biases."""
+    """In float32, exp(89) is infinite. An empty slot's logits are the biases, up to 1000."""
     weights, states, labels = draw(300, dtype=np.float32)
     weights = Weights(weights.table, np.linspace(-1000, 1000, 300, dtype=np.float32))
-    selected = np.arange(T) < 4
+    # The last chunk has two empty slots.
+    n_selected = CHUNK_SIZE + 1
+    selected = np.arange(T) < n_selected
 
     losses, gradients = selected_and_blocked(weights, states, labels, selected)
 
     expected_losses, _ = plain(weights, states, labels, dtype=np.float32)
-    np.testing.assert_allclose(losses[:4], expected_losses[:4], rtol=1e-5)
+    np.testing.assert_allclose(losses[:n_selected], expected_losses[:n_selected], rtol=1e-5)
     for path, gradient in jax.tree.leaves_with_path(gradients):
         assert np.isfinite(gradient).all(), jax.tree_util.keystr(path)
 
 
 def test_a_first_block_of_excluded_tokens_gives_no_nan(small_blocks):
-    """Biases of -inf exclude tokens, as in a plain softmax."""
+    """Biases of -inf exclude tokens, as in a plain softmax. The first block has 128 of the 200."""
     weights, states, _ = draw(300, dtype=np.float32)
     weights.bias[:200] = -np.inf
     labels = np.full(T, 299)
@@ -135,10 +152,7 @@ def test_a_first_block_of_excluded_tokens_gives_no_nan(small_blocks):
 
 
 def test_in_bfloat16_it_is_as_accurate_as_the_plain_softmax(small_blocks):
-    """Both are compared with float64, from the same rounded numbers.
-
-    The largest errors relative to the largest number, of losses, table, bias and states.
-    """
+    """Both are compared with float64, from the same rounded numbers."""
     weights, states, labels = draw(1000, scale=1.0, dtype=np.float32)
     narrow = Call(
         Weights(jnp.asarray(weights.table, jnp.bfloat16), weights.bias),
@@ -153,6 +167,7 @@ def test_in_bfloat16_it_is_as_accurate_as_the_plain_softmax(small_blocks):
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
     def relative_errors(results):
+        """The largest error of losses, table, bias and states, relative to the largest number."""
         losses, _ = results
         assert losses.dtype == jnp.float32
         errors = []
@@ -163,6 +178,7 @@ def test_in_bfloat16_it_is_as_accurate_as_the_plain_softmax(small_blocks):
     errors = relative_errors(blocked(*narrow))
     plain_errors = relative_errors(tiny.with_gradients(plain_in_bfloat16)(*narrow))
 
+    # Losses are sums in float32. Gradients come from factors in bfloat16, which has 8 bits (2**-8).
     assert (errors < [1e-6, 4e-3, 4e-3, 4e-3]).all(), errors
     assert (errors < 2 * plain_errors + 1e-6).all(), (errors, plain_errors)
 
@@ -178,7 +194,7 @@ CUTOFFS = (150, 400)
 
 
 def adaptive(projected: bool, n_tail: int = 2) -> tuple[list[Cluster], TailEntries]:
-    """A head of 150 tokens, and tails of 250 and 300, on the host."""
+    """A head of 150 tokens, and tails of 250 and 300, or the first tail only. On the host."""
     rng = np.random.default_rng(2)
     tail_widths = (4, 2) if projected else (D, D)
 
@@ -216,7 +232,8 @@ def test_an_adaptive_softmax_in_blocks(projected, small_blocks, monkeypatch, x64
     """Every cluster, with ignored targets, against whole log probabilities."""
     rng = np.random.default_rng(3)
     targets = rng.integers(V, size=(B, L))
-    targets[0] = (-1, 0, 399, V - 1)
+    # Ignored, the head's first token, the first tail's last token, and the last token of all.
+    targets[0] = (-1, 0, CUTOFFS[1] - 1, V - 1)
     arguments = (rng.normal(size=(B, L, D)), adaptive(projected), targets)
     monkeypatch.setattr(jax.lax, "platform_dependent", as_on_an_accelerator)
 
@@ -242,7 +259,7 @@ def test_on_a_cpu_no_bit_changes(monkeypatch):
 
 @functools.cache
 def traced():
-    """The traced gradient, with the sizes of wt103_base."""
+    """The traced gradient, with the sizes of wt103_base, but without its last tail."""
     shape = jax.ShapeDtypeStruct
     clusters = []
     for rows in (20_000, 20_000, 160_000):
@@ -269,7 +286,7 @@ def matmuls(platform: str) -> str:
     return "\n".join(line for line in text.splitlines() if "dot_general" in line)
 
 
-# The logits of all positions and of the whole head.
+# The logits of the whole head: 20,000 tokens and the entries of two tails.
 WHOLE_HEAD = "x20002xf32>"
 
 
@@ -281,7 +298,8 @@ def test_logits_of_a_large_vocabulary_are_computed_whole_on_a_cpu():
 def test_logits_of_a_large_vocabulary_are_computed_in_blocks_on_accelerators(platform):
     text = matmuls(platform)
 
-    # Blocks of the head, and of a tail with chunks of 512 positions.
+    # Blocks of the head at all 60 x 150 positions, and of the last tail in chunks of 512 positions.
+    # Their columns are the most multiples of 128 within 2**24 logits.
     assert "-> tensor<9000x1792xf32>" in text
     assert "-> tensor<512x32768xf32>" in text
     assert WHOLE_HEAD not in text

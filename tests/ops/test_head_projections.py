@@ -1,4 +1,7 @@
-"""Tests of the projections to heads that devices of a mesh share: numbers, and what is computed."""
+"""Tests of the projections to heads that devices of a mesh share: numbers, and what is computed.
+
+A product is a matmul of rows [memory; segment] with a kernel [D, H, E], or its gradient.
+"""
 
 import collections
 import functools
@@ -31,7 +34,10 @@ def normal(*shape):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def gradients(project, arguments, memory, segment, kernel):
-    """Gradients by some arguments, of a sum in which every key has another weight."""
+    """Gradients by the arguments with these indices.
+
+    They are of a sum in which every key has another weight.
+    """
 
     def weighted_sum(*arrays):
         keys = project(*arrays)
@@ -41,6 +47,7 @@ def gradients(project, arguments, memory, segment, kernel):
 
 
 def test_members_of_an_ensemble_have_their_own_gradients(x64):
+    """Under `vmap`, each member's gradient equals the gradient of its kernel by itself."""
     memory = normal(B, M, D)
     segment = normal(B, L, D)
     kernels = normal(4, D, H, E)
@@ -63,11 +70,16 @@ def test_members_of_an_ensemble_have_their_own_gradients(x64):
     ids=["segment and kernel", "all arguments", "kernel"],
 )
 def test_the_gradient_in_one_product_is_that_of_two(arguments, x64):
+    """The backward pass is told by which arguments gradients are taken.
+
+    In a model it has none for the memory, unless a layer norm comes before attention.
+    """
     arrays = (normal(B, M, D), normal(B, L, D), normal(D, H, E))
 
     in_one_product = gradients(
         head_projections.project_with_one_kernel_gradient, arguments, *arrays
     )
+    # Without a mesh, memory and segment each have a product.
     in_two_products = gradients(head_projections.project_apart, arguments, *arrays)
 
     assert len(in_one_product) == len(in_two_products) == len(arguments)
@@ -78,7 +90,10 @@ def test_the_gradient_in_one_product_is_that_of_two(arguments, x64):
 
 
 def matmuls_of_a_layer(mesh, norm):
-    """Counts the matmuls of a layer, forward and backward, by the sorted sizes of their result."""
+    """Counts the matmuls of a layer, forward and backward, by the sorted sizes of their result.
+
+    All layers are one scan, whose matmuls count once.
+    """
     model = tiny.make(layer_norm=norm)
     tokens = jnp.zeros((8, L), jnp.int32)
 
@@ -113,9 +128,9 @@ GRADIENT_OF_KERNEL = tuple(sorted((tiny.D, tiny.H, tiny.E)))
 
 @pytest.mark.parametrize(("mesh", "kernels"), [(None, 7), (FSDP, 5)], ids=["one device", "fsdp"])
 def test_fsdp_has_one_product_for_a_kernels_gradient_and_none_for_the_memorys(mesh, kernels):
-    """The kernels are for queries, keys, values, positions and the output.
+    """The five kernels are for queries, keys, values, positions and the output.
 
-    On one device, the kernels of keys and values have two products each.
+    On one device, the kernels of keys and values have two products each, which makes seven.
     """
     counts = matmuls_of_a_layer(mesh, NormPlace.POST)
 
@@ -127,4 +142,5 @@ def test_fsdp_has_one_product_for_a_kernels_gradient_and_none_for_the_memorys(me
 def test_a_norm_before_attention_needs_the_gradient_of_the_memorys_rows(mesh):
     counts = matmuls_of_a_layer(mesh, NormPlace.PRE)
 
+    # One product through the keys and one through the values.
     assert counts[GRADIENT_OF_MEMORY] == 2

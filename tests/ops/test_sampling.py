@@ -22,7 +22,10 @@ CUTOFFS = (4, 9)
 
 @functools.cache
 def make_clusters(strength=1.0, cutoffs=CUTOFFS, size=V) -> tuple[Cluster, ...]:
-    """A head of 4 words and 2 tails, the head joined with their entries. On the host."""
+    """A head of 4 words and 2 tails, the head joined with their entries. On the host.
+
+    `strength` is the standard deviation of the tables' numbers: large ones make a few words likely.
+    """
     rng = np.random.default_rng(3)
 
     def normal(*shape):
@@ -57,8 +60,9 @@ top_k_tokens = jax.jit(sampling.top_k_tokens, static_argnums=2)
 )
 @hypothesis.settings(max_examples=60)
 def test_the_likeliest_are_those_of_the_full_distribution(k_and_rows, seed, strength, layout):
-    """Of few words and of many, which are searched in groups, and of more words than a cluster
-    has.
+    """Among few words, and among many, which are searched in groups.
+
+    k may be more words than a cluster has, and the whole vocabulary.
     """
     k, rows = k_and_rows
     clusters = make_clusters(strength, *layout)
@@ -76,7 +80,11 @@ def test_the_likeliest_are_those_of_the_full_distribution(k_and_rows, seed, stre
 
 
 def test_of_equal_numbers_the_first_is_the_likeliest():
-    """Equal in one group, in two groups, and in the last group, which is shorter."""
+    """Equal in one group, in two groups, and in the last group, which is shorter.
+
+    The private search gets the numbers as logits, since computed logits are hardly ever equal. 98
+    numbers are ten groups of 9, and a last one of 8.
+    """
     numbers = np.zeros((3, 98), np.float32)
     numbers[0, [23, 25]] = 1
     numbers[1, [15, 71]] = 1
@@ -129,7 +137,10 @@ def tail_counter():
 
 
 def clusters_with_entries(first, second):
-    """Clusters whose two tails have these entries in the head, and are of 5 and 4 words."""
+    """Clusters whose two tails have these entries in the head, and are of 5 and 4 words.
+
+    The head's other logits are near 0, so that the entries decide which cluster is likely.
+    """
     head, *tails = make_clusters(0.01)
     return (head._replace(bias=np.asarray([0, 0, 0, 0, first, second], np.float32)), *tails)
 
@@ -168,12 +179,12 @@ LIMITS = {
     "top-p": limits(top_p=0.6),
     "more than there are": limits(top_k=V + 3),
 }
-# Without cutoffs these keep 2, 3 and 2 words. They would be 4, 2 and 6 if the temperature came
-# after top-p, and 4 of the second if top-k left the sum of the probabilities below 1.
+# Without cutoffs the next three keep 2, 3 and 2 words. They would be 4, 2 and 6 if the temperature
+# came after top-p, and 4 of the second if top-k left the sum of the probabilities below 1.
 LIMITS["cold, top-k, then top-p"] = limits(temperature=0.5, top_k=7, top_p=0.8)
 LIMITS["warm, top-k, then top-p"] = limits(temperature=1.3, top_k=4, top_p=0.7)
 LIMITS["cold, then top-p"] = limits(temperature=0.5, top_p=0.8)
-# Where the order of the limits decides.
+# The three limits whose order decides. Without cutoffs, all three are in the default tests.
 ORDERS = ("cold, top-k, then top-p", "warm, top-k, then top-p", "cold, then top-p")
 
 
@@ -229,6 +240,6 @@ def test_draws_are_as_frequent_as_under_the_full_softmax(name, cutoffs):
     expected = expected_probabilities(log_p, **LIMITS[name])
     likely = expected > 0
     assert frequencies[~likely].sum() == 0
-    # Pearson's statistic: for 12 degrees of freedom above 39.1 once in 10,000 seeds.
+    # Pearson's statistic: for 12 degrees of freedom, of 13 words, above 39.1 once in 10,000 seeds.
     deviations = n * (frequencies - expected)[likely] ** 2 / expected[likely]
     assert deviations.sum() < 39.1

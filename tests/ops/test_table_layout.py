@@ -29,7 +29,9 @@ SHAPE = (267_735, 410)
     ],
 )
 def test_which_tables_a_tpu_stores_by_columns(shape, by_columns):
-    """For wt103_base, libtpu 0.0.42.1 has the parameter `f32[267735,410]{0,1}`."""
+    """The rule follows the compiler: for wt103_base, a program of libtpu 0.0.42.1 has the parameter
+    `f32[267735,410]{0,1}`, where {0,1} means by columns.
+    """
     assert table_layout.is_stored_by_columns(shape) == by_columns
 
 
@@ -55,7 +57,9 @@ def lowered(platform: str, shape: tuple[int, int] = SHAPE) -> str:
 
 
 def test_on_a_tpu_a_gradient_is_turned():
+    """The constraint asks for the gradient by columns, where the table is stored by columns."""
     assert lowered("tpu").count("@LayoutConstraint(") == 1
+    # 512 columns fill their tiles, so the table is stored by rows.
     assert "LayoutConstraint" not in lowered("tpu", (267_735, 512))
     for platform in ("cpu", "cuda"):
         assert "LayoutConstraint" not in lowered(platform)
@@ -167,7 +171,7 @@ def test_the_tables_of_a_model_keep_their_layouts(all_tables):
 
 
 def test_a_large_table_has_a_forward_derivative_where_nothing_is_turned():
-    """On a CPU a large table is like any table, with `jax.jvp` and second derivatives."""
+    """The TPU's functions have no forward derivative. On a CPU a large table is like any table."""
     table = jnp.asarray(np.ones((33_000, 200), np.float32))
     rows = jnp.asarray([3, 5])
     assert table_layout.is_stored_by_columns(table.shape)
@@ -178,5 +182,6 @@ def test_a_large_table_has_a_forward_derivative_where_nothing_is_turned():
 
     value, tangent = jax.jit(lambda table: jax.jvp(total, (table,), (table,)))(table)
 
-    assert value == 400
-    assert tangent == 800
+    # A sum of squares of two rows of 200 ones, and its derivative along the ones.
+    assert value == 2 * 200
+    assert tangent == 2 * 2 * 200
