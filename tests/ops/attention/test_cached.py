@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
     width: int  # E
 
 
-# B, H, L, R and E.
+# A block is the keys or the queries of a tile. Blocks of TPU kernels have at least 128.
 SIZES = {}
 SIZES["40 slots"] = Sizes(2, 4, 6, 40, 5)
 SIZES["no ring"] = Sizes(2, 4, 6, 0, 5)
@@ -66,6 +66,7 @@ def draw(
     """Returns the arrays of a call by the names of the arguments."""
     batch, n_head, n_query, capacity, width = sizes
     rng = np.random.default_rng(0)
+    # The factors keep the scores of contents and of distances about equally large.
     n_position = table_length(segment_len=n_query, capacity=capacity, clamp_len=clamp_len)
 
     query = rng.normal(size=(batch, n_head, n_query, width)) * width**-0.5
@@ -103,6 +104,7 @@ def places_of_a_ring(capacity):
     """Where rings begin: filled slots of two rows, and the oldest slot."""
     r = capacity
     places = [([r, r], 0), ([r, r // 6], r // 2)]
+    # An empty row, and an empty ring.
     places += [([r - r // 8, 0], 3 * r // 4), ([0, 0], r // 8)]
     # Full over the end of the ring.
     places += [([r, r], 7 * r // 8), ([0, r], max(r - 1, 0))]
@@ -111,15 +113,19 @@ def places_of_a_ring(capacity):
     return places
 
 
-def check(arrays, implementation, *, window=None, places=None, tolerance=None):
+def check(
+    arrays, implementation, *, window=None, places=None, tolerance=None, reference_arrays=None
+):
     """Compares with the reference, for some places where the ring begins.
 
-    The default is `places_of_a_ring`.
+    The default is `places_of_a_ring`. The reference gets the same arrays, or `reference_arrays`.
     """
     batch, _, n_query, _ = arrays["query"].shape
     capacity = arrays["ring"][0].shape[3]
     if places is None:
         places = places_of_a_ring(capacity)
+    if reference_arrays is None:
+        reference_arrays = arrays
     if tolerance is None:
         tolerance = 5e-6 if implementation.path == "tiled" else 2e-5
 
@@ -133,7 +139,7 @@ def check(arrays, implementation, *, window=None, places=None, tolerance=None):
             capacity,
             window,
         )
-        expected = _attention(**arrays, visibility=visibility, implementation=REFERENCE)
+        expected = _attention(**reference_arrays, visibility=visibility, implementation=REFERENCE)
         attended = _attention(**arrays, visibility=visibility, implementation=implementation)
 
         assert attended.shape == expected.shape
@@ -147,8 +153,10 @@ def check(arrays, implementation, *, window=None, places=None, tolerance=None):
         )
 
 
-TILE = tiled(6, 16)  # One head. R is two and a half blocks.
-# Implementation, sizes, clamp_len and window.
+TILE = tiled(6, 16)  # The 6 queries of one head. 40 slots are two and a half blocks.
+# Implementation, sizes, clamp_len and window. The clamps are 0, within the segment of 6, within the
+# ring of 40, and near the largest distance, 45. The windows hide 1, 7 and 37 slots from the first
+# query.
 TILED = [
     (TILE, "40 slots", None, None),
     (TILE, "40 slots", 0, None),
@@ -165,6 +173,7 @@ TILED += [
     (tiled(12, 1), "40 slots", 8, None),
     (tiled(12, 4), "40 slots", 13, None),
 ]
+# Tiles of more queries, or of more keys, than there are. With 1000 x 20, R is two whole blocks.
 TILED += [
     (tiled(1000, 16), "40 slots", 20, 34),
     (tiled(12, 64), "40 slots", 20, 34),
@@ -174,6 +183,7 @@ TILED += [
 TILED += itertools.product(
     [tiled(12, 16)], ["no ring", "rows in groups", "no multiples"], [9], [None]
 )
+# 384 slots are three blocks. With the clamp of 130, position keys are one block and three more.
 TPU = [
     (tpu(), "384 slots", None, 290),
     (tpu(), "384 slots", 0, None),
@@ -230,6 +240,7 @@ def test_values_equal_the_references_wherever_the_ring_begins(
     ],
 )
 def test_position_terms_may_be_missing(implementation, name, has_keys, has_scores, window):
+    """Under a window that ends inside the ring."""
     arrays = draw(SIZES[name], clamp_len=20, has_keys=has_keys, has_scores=has_scores)
 
     check(arrays, implementation, window=window)
@@ -238,8 +249,10 @@ def test_position_terms_may_be_missing(implementation, name, has_keys, has_score
 @pytest.mark.parametrize("implementation", [TILE, tpu()], ids=str)
 @pytest.mark.parametrize("dtype", nightly_but(["float32"], ["float32", "bfloat16"]))
 def test_a_ring_in_bfloat16_is_read_as_it_is(implementation, dtype):
+    """The reference reads the same ring, so a result in float32 is as close as with a wide ring."""
     arrays = draw(SIZES["40 slots"], clamp_len=20, dtype=dtype, ring_dtype="bfloat16")
 
+    # A result in bfloat16 has 8 bits.
     tolerance = 2e-2 if dtype == "bfloat16" else None
     check(arrays, implementation, tolerance=tolerance)
 
@@ -247,10 +260,14 @@ def test_a_ring_in_bfloat16_is_read_as_it_is(implementation, dtype):
 def test_position_keys_of_longer_distances_than_there_are_change_nothing():
     arrays = draw(SIZES["384 slots"])
     position_query, position_key, _ = arrays["position"]
-    longer = np.concatenate([np.full((2, 16, 70), 3.0, np.float32), position_key], axis=2)
-    arrays["position"] = (position_query, longer, None)
+    # Keys of 70 longer distances come first. They would change a result that had read them.
+    n_head, width, _ = position_key.shape
+    unread = np.full((n_head, width, 70), 3.0, np.float32)
+    longer_key = np.concatenate([unread, position_key], axis=2)
+    longer = arrays | {"position": (position_query, longer_key, None)}
 
-    check(arrays, tpu(), places=[([384, 100], 160)])
+    for implementation in (REFERENCE, tpu()):
+        check(longer, implementation, places=[([384, 100], 160)], reference_arrays=arrays)
 
 
 def test_tiles_never_hold_the_scores():
@@ -258,6 +275,7 @@ def test_tiles_never_hold_the_scores():
     valid = np.asarray([sizes.capacity] * 2, np.int32)
     visibility = CachedVisibility(valid, np.int32(0), sizes.n_query, sizes.capacity, None)
 
+    # A tile has the 32 queries of one head and an eighth of the slots.
     lowered = _attention.lower(**draw(sizes), visibility=visibility, implementation=tiled(32, 256))
     scratch = lowered.compile().memory_analysis().temp_size_in_bytes
 

@@ -10,11 +10,24 @@ from txl_jax.errors import UserError
 from txl_jax.ops.attention import AttentionCall, Implementation, Tile, choose
 from txl_jax.ops.attention.problem import PATHS
 
-LARGE = AttentionCall("cpu", "cpu", "float32", 2, 8, 512, 1024, 64, 1024)
+# Large enough for tiles and kernels: M and L are 512.
+LARGE = AttentionCall(
+    platform="cpu",
+    device_kind="cpu",
+    dtype="float32",
+    batch=2,
+    n_head=8,
+    segment_len=512,
+    n_keys=1024,
+    d_head=64,
+    n_positions=1024,
+)
 ON_TPU = dataclasses.replace(LARGE, platform="tpu", device_kind="TPU v5 lite", dtype="bfloat16")
 ON_GPU = dataclasses.replace(LARGE, platform="gpu", device_kind="NVIDIA H200", dtype="bfloat16")
-CACHED = {"segment_len": 128, "capacity": 3840, "n_keys": 3968, "n_positions": 1001}
-WRITTEN = [
+# Fields of a call over a KV cache, with distances that are clamped at 1,000.
+CACHED = {"segment_len": 128, "capacity": 3840, "n_keys": 3840 + 128, "n_positions": 1001}
+# One of each path, both kernels of "fused", and an interpreted kernel.
+IMPLEMENTATIONS = [
     Implementation("reference"),
     Implementation("tiled", tile=Tile(128, 256)),
     Implementation("fused", "mosaic_roll", Tile(256, 512)),
@@ -23,7 +36,7 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.parametrize("implementation", WRITTEN, ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 def test_an_implementation_is_read_from_its_string(implementation):
     assert Implementation.parse(str(implementation)) == implementation
 
@@ -31,14 +44,14 @@ def test_an_implementation_is_read_from_its_string(implementation):
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "tiled 128x",
-        "reference  128x128",
-        "tiled",
-        "tiled 0x128",
-        "fused 16x16",
-        "fused mosaic_roll",
-        "other 8x8",
+        pytest.param("", id="nothing"),
+        pytest.param("tiled 128x", id="half a tile"),
+        pytest.param("reference  128x128", id="two spaces"),
+        pytest.param("tiled", id="tiled without a tile"),
+        pytest.param("tiled 0x128", id="a tile without queries"),
+        pytest.param("fused 16x16", id="fused without a kernel"),
+        pytest.param("fused mosaic_roll", id="a kernel without a tile"),
+        pytest.param("other 8x8", id="an unknown path"),
     ],
 )
 def test_a_string_that_is_not_an_implementation_is_an_error(text):
@@ -68,6 +81,7 @@ def test_a_string_that_is_not_an_implementation_is_an_error(text):
     ],
 )
 def test_auto_takes_the_path_of_the_platform_or_says_why_not(problem, changes, path):
+    """Every choice has a reason. If a TPU gets no kernel, the reason has the kernels' refusal."""
     problem = dataclasses.replace(problem, **changes)
 
     implementation, reason = choose.choose("auto", problem)
@@ -101,7 +115,7 @@ on_all_platforms = pytest.mark.parametrize(
 
 
 def one_token(problem):
-    """The call for a single token over a KV cache."""
+    """The call, changed to a single token over a KV cache of 4,096 slots."""
     return dataclasses.replace(problem, segment_len=1, capacity=4096, n_keys=4097, n_positions=4097)
 
 
@@ -138,12 +152,13 @@ def test_one_token_over_a_cache_is_computed_by_the_reference(problem, path):
 
 @on_all_platforms
 def test_auto_takes_the_reference_for_one_token_over_a_cache(problem):
+    """And "auto" itself counts as refused, as every path other than the reference."""
     assert choose.choose("auto", one_token(problem))[0].path == "reference"
     assert choose.refusal("auto", one_token(problem)) is not None
 
 
 @on_all_platforms
-@pytest.mark.parametrize("implementation", WRITTEN, ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 def test_only_the_reference_can_serve_one_token_over_a_cache(problem, implementation):
     is_reference = implementation.path == "reference"
 

@@ -25,7 +25,9 @@ H = 3
 L = 4
 M = 6
 E = 5
-VISIBILITY = Visibility(jnp.asarray([M, 2]), L, M, 7)
+VISIBILITY = Visibility(jnp.asarray([M, 2]), segment_len=L, mem_len=M, window=7)
+# All arrays but the position scores.
+ARRAYS = NAMES[:6]
 
 
 def replaced(arguments, changes):
@@ -79,6 +81,7 @@ def as_type(dtype):
             "content_bias and position_bias",
             id="biases without position keys",
         ),
+        # Keys ahead of a query need L - 1 more position keys than the K of a causal call.
         pytest.param(
             {"visibility": sees(causal=False)},
             r"position_key.*\(3, 13, 5\)",
@@ -140,24 +143,30 @@ def as_type(dtype):
     ],
 )
 def test_arguments_that_do_not_match_are_an_error(changes, words):
-    arguments = draw(VISIBILITY, H, E, names=NAMES[:6]) | {"visibility": VISIBILITY}
+    """The error names the argument, with what it must have or what it got."""
+    arguments = draw(VISIBILITY, H, E, names=ARRAYS) | {"visibility": VISIBILITY}
 
     with pytest.raises(ValueError, match=words):
         attention(**replaced(arguments, changes))
 
 
 def arguments_over_a_cache(changes):
-    """Arguments of `cached_attention`, some of them changed by their names."""
+    """Arguments of `cached_attention`, some of them changed by their names.
+
+    Arrays in the ring and in the positions have names here, so that each can be changed by itself.
+    """
     segment = jnp.ones((B, H, L, E))
     arguments = dict.fromkeys(("query", "key", "value", "position_query"), segment)
     arguments["ring_key"] = jnp.ones((B, H, E, M))
     arguments["ring_value"] = jnp.ones((B, H, M, E))
     arguments["position_key"] = jnp.ones((H, E, M + L))
     arguments["position_score"] = jnp.ones((H, M + L))
-    arguments["visibility"] = CachedVisibility(jnp.asarray([M, 2]), jnp.int32(0), L, M, 7)
+    arguments["visibility"] = CachedVisibility(
+        jnp.asarray([M, 2]), write_index=jnp.int32(0), segment_len=L, capacity=M, window=7
+    )
     arguments = replaced(arguments, changes)
 
-    # The ring and the positions are one argument each.
+    # `cached_attention` has one argument for the ring, and one for the positions.
     ring = [arguments.pop(name) for name in ("ring_key", "ring_value")]
     position_names = ("position_query", "position_key", "position_score")
     position = [arguments.pop(name) for name in position_names]
@@ -243,26 +252,39 @@ def traced_shape(function):
     [
         pytest.param(
             {"data": 2, "fsdp": 2, "tensor": 2},
-            Shards(("data", "fsdp"), "tensor", 2, 2),
+            Shards(rows=("data", "fsdp"), heads="tensor", batch=2, n_head=2),
             id="all axes",
         ),
-        pytest.param({"data": 8}, Shards(("data", "fsdp"), "tensor", 1, 4), id="data"),
-        pytest.param({"data": 3}, Shards((), "tensor", 8, 4), id="8 rows do not divide by 3"),
         pytest.param(
-            {"tensor": 8}, Shards(("data", "fsdp"), None, 8, 4), id="4 heads do not divide by 8"
+            {"data": 8},
+            Shards(rows=("data", "fsdp"), heads="tensor", batch=1, n_head=4),
+            id="data",
+        ),
+        pytest.param(
+            {"data": 3},
+            Shards(rows=(), heads="tensor", batch=8, n_head=4),
+            id="8 rows do not divide by 3",
+        ),
+        pytest.param(
+            {"tensor": 8},
+            Shards(rows=("data", "fsdp"), heads=None, batch=8, n_head=4),
+            id="4 heads do not divide by 8",
         ),
     ],
 )
 def test_rows_and_heads_are_divided_where_they_divide(sizes, expected):
+    # An axis that is not named has one device.
     config = MeshConfig(**{"data": 1} | sizes)
 
     with use_mesh(abstract_mesh(config, n_device=config.data * config.fsdp * config.tensor)):
         assert shards_of(8, 4) == expected
         assert traced_shape(plain_attention) == ON_ALL_DEVICES
 
+    # Without a mesh nothing is divided.
     assert shards_of(8, 4) is None
 
 
+# None of these meshes has all the axes of the project: data, fsdp and tensor.
 @pytest.mark.parametrize("names", [("batch",), ("data",), ("data", "model")], ids=str)
 def test_a_mesh_of_other_axes_is_left_to_the_caller(names):
     n_axis = len(names)
@@ -274,6 +296,7 @@ def test_a_mesh_of_other_axes_is_left_to_the_caller(names):
 
 
 def test_inside_a_shard_map_of_the_caller_arrays_are_those_of_one_device():
+    """So attention does not divide them again."""
     shards = []
 
     def on_one_device(query):
@@ -287,5 +310,6 @@ def test_inside_a_shard_map_of_the_caller_arrays_are_those_of_one_device():
         shape = traced_shape(jax.jit(mapped))
 
     assert shape == ON_ALL_DEVICES
+    # The function may be traced more than once.
     assert shards
     assert set(shards) == {None}

@@ -18,6 +18,7 @@ from txl_jax.ops.attention.problem import REFERENCE
 from txl_jax.ops.attention.tiled import training
 
 H = 2
+# Arrays of a call: up to the position keys, without positions, and up to the biases u and v.
 SHAW = NAMES[:4]
 ABSOLUTE = NAMES[:3]
 ALL_BUT_SCORE = NAMES[:6]
@@ -66,7 +67,8 @@ QUICK["tiled: window"] = Case(UNEVEN, window=7, **ROWS)
 QUICK["tiled: one query"] = Case(SMALL, segment_len=1)
 QUICK["tiled: all terms"] = Case(SMALL, NAMES)
 QUICK["tiled: no positions"] = Case(tiled(7, 11), ABSOLUTE)
-QUICK["tiled: dropout, rows in groups"] = Case(tiled(7, 9), rate=0.3, **ROWS)
+GROUPED = tiled(7, 9)
+QUICK["tiled: dropout, rows in groups"] = Case(GROUPED, rate=0.3, **ROWS)
 QUICK["tiled: both sides, lengths"] = Case(tiled(7, 11), **PADDED)
 
 QUICK["stored: window, part-filled, dropout"] = Case(STORED, window=7, rate=0.3, **ROWS)
@@ -153,6 +155,7 @@ def make(case: Case, dtype="float32") -> Call:
 
     dropout = None
     if case.rate is not None:
+        # As on a device of a mesh, whose rows and heads are some of a larger batch and model.
         dropout = ProbabilityDropout(case.rate, jnp.uint32(5), first_row=3, first_head=1, n_head=7)
     arrays = draw_on_host(visibility, H, case.width, names=case.names, dtype=dtype)
     return Call(arrays, visibility, dropout)
@@ -179,7 +182,7 @@ mask_of = jax.jit(Visibility.mask)
 
 def assert_close(results, expected, implementation):
     """Compares the result and each gradient, by the largest difference relative to the largest
-    value.
+    value, or to `smallest_scale` if all values are smaller.
     """
     if implementation.path == "fused":
         float32_tolerance = 2e-5
@@ -188,7 +191,7 @@ def assert_close(results, expected, implementation):
         float32_tolerance = 2e-6
         smallest_scale = 1
     for name, expected_array in expected.items():
-        # bfloat16 has 8 bits.
+        # Of the narrow types, bfloat16 has 8 bits, and float16 more.
         is_wide = results[name].dtype == jnp.float32
         tolerance = float32_tolerance if is_wide else 2e-2
         expected_array = np.asarray(expected_array, np.float64)
@@ -231,8 +234,9 @@ def check(name, dtype="float32"):
 @pytest.mark.parametrize("name", nightly_but(QUICK, CASES))
 def test_values_and_gradients_equal_the_references(name, monkeypatch):
     if "groups" in name:
-        # Groups of two rows.
-        monkeypatch.setattr(training, "_CPU_SCORES", 2 * 7 * 9)
+        # The most scores of a block on a CPU: two of the four rows in this case's tiles.
+        tile = GROUPED.tile
+        monkeypatch.setattr(training, "_CPU_SCORES", 2 * tile.query * tile.key)
     check(name)
 
 
@@ -285,6 +289,7 @@ def test_members_of_an_ensemble_have_their_own_weights_seeds_and_rates(name):
     )
 
     def of_member(implementation, member):
+        # Seed and rate are traced under `vmap`.
         dropout = ProbabilityDropout(rate=member.rate, seed=member.seed, n_head=7)
         return value_and_gradients(
             implementation, member.arrays, visibility.replace(valid=member.valid), dropout
@@ -312,6 +317,7 @@ def test_tiles_never_hold_the_scores(causal):
     lowered = value_and_gradients.lower(tiled(32, 48), arrays, visibility, None)
     text = lowered.compile().as_text()
 
+    # Of all arrays in the program, the largest may be keys, values or position keys.
     sizes = []
     for shape in set(re.findall(r"\[([\d,]+)\]", text)):
         sizes.append(math.prod(map(int, shape.split(","))))

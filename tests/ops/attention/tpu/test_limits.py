@@ -8,8 +8,30 @@ import pytest
 from txl_jax.ops.attention.problem import AttentionCall, Tile
 from txl_jax.ops.attention.tpu.geometry import default_tile, kernel_of, refusal, round_tile
 
-PROBLEM = AttentionCall("tpu", "TPU v5 lite", "bfloat16", 4, 8, 768, 1536, 128, 1536)
-CACHED = AttentionCall("tpu", "TPU v4", "float32", 1, 8, 128, 3968, 128, 1001, capacity=3840)
+# Training and evaluation of enwik8_24l.
+PROBLEM = AttentionCall(
+    platform="tpu",
+    device_kind="TPU v5 lite",
+    dtype="bfloat16",
+    batch=4,
+    n_head=8,
+    segment_len=768,
+    n_keys=1536,
+    d_head=128,
+    n_positions=1536,
+)
+CACHED = AttentionCall(
+    platform="tpu",
+    device_kind="TPU v4",
+    dtype="float32",
+    batch=1,
+    n_head=8,
+    segment_len=128,
+    n_keys=3968,
+    d_head=128,
+    n_positions=1001,
+    capacity=3840,
+)
 # Sizes of the published models: heads, L, K, E and P. In evaluation also R, and the tile.
 TRAINING = {
     "enwik8_12l": (8, 512, 1024, 64, 1024),
@@ -51,7 +73,7 @@ def test_training_of_the_published_models_is_served(kind, preset, dtype):
     problem = resized(PROBLEM, TRAINING[preset], device_kind=kind, dtype=dtype)
 
     assert refusal(problem) is None
-    # The rotation needs v5.
+    # The kernel "mosaic_roll" skews tiles by a rotation, which needs v5.
     expected = "mosaic_gather" if kind == "TPU v4" else "mosaic_roll"
     assert kernel_of(problem) == expected
 
@@ -112,15 +134,17 @@ def test_evaluation_of_the_published_models_is_served(kind, preset):
         ),
     ],
 )
-def test_what_the_kernels_cannot_do_is_refused_with_the_number(problem, changes, words):
+def test_what_the_kernels_cannot_do_is_refused_with_its_name_or_number(problem, changes, words):
     reason = refusal(dataclasses.replace(problem, **changes))
 
     assert reason is not None, "the kernels serve the call"
     assert words in reason
 
 
+# The last version that cannot compile the kernels of its own time's jax, and one that can.
 @pytest.mark.parametrize(("version", "is_named"), [("0.0.21.1", True), ("0.0.42.1", False)])
 def test_a_libtpu_that_compiles_no_kernels_is_named(version, is_named, monkeypatch):
+    # This function says which version of libtpu is installed.
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
 
     reason = refusal(PROBLEM) or ""
@@ -131,5 +155,6 @@ def test_a_libtpu_that_compiles_no_kernels_is_named(version, is_named, monkeypat
 def test_a_tile_is_rounded_to_registers_and_no_larger_than_the_scores():
     small = resized(PROBLEM, TRAINING["wt103_base"])
 
+    # Multiples of 16 queries and 128 keys, for the 150 queries and 300 keys of wt103_base.
     assert round_tile(Tile(256, 512), small) == Tile(160, 384)
     assert round_tile(Tile(100, 200), PROBLEM) == Tile(112, 256)
