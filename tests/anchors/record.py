@@ -37,12 +37,13 @@ import txl_jax
 from support import tiny
 
 FOLDER = Path(__file__).parent
-# Training steps of runs that are stopped before they compile an evaluation, and of other runs.
+# Training steps after which runs are stopped, before they would compile an evaluation. Only the run
+# in bfloat16 goes to the end, with all steps.
 UPDATES = 3
 STEPS = 4
-# Relative tolerances by the kind of number. Other processors and versions of XLA round float32 sums
-# differently. Another mask, another initial weight or a lost cast changes these losses by 1e-3 and
-# more.
+# Relative tolerances by the kind of number, and for initial parameters of any kind. Other processors
+# and versions of XLA round float32 sums differently. Another mask, another initial weight or a lost
+# cast changes these losses by 1e-3 and more.
 FLOAT32 = 1e-4
 FLOAT64 = 1e-9
 BFLOAT16 = 1e-3
@@ -70,7 +71,8 @@ TRAINING: dict[str, Any] = {
     "data.corpus": "text",
     "data.tokenizer.kind": "char",
     "optimizer.learning_rate": 0.02,
-    # The first training step has a rate of 0 and leaves the initial parameters.
+    # The first training step has a learning rate of 0 and leaves the initial parameters, so that
+    # they can be read after it.
     "optimizer.warmup_steps": 1,
     "train.steps": STEPS,
     "train.batch_size": 6,
@@ -230,7 +232,7 @@ def run(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
         curves = train(folder, changes, txl_jax.Hook(1, look), STOP)
         return {"initial": initial, "curves": curves}
 
-    # Only here, evaluation is compiled too.
+    # Only here, the run goes to its end, so that evaluation is recorded too.
     curves = train(folder, changes, txl_jax.Hook(1, look))
     # Later norms differ by 1 % between versions of XLA, the losses by less than 0.1 %.
     curves["train grad_norm"] = curves["train grad_norm"][:1]
@@ -252,7 +254,7 @@ def run_float64(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 # Changes for models that generate: their logits are as far apart as a trained model's, and as
-# different after different prompts.
+# different after different prompts. They hardly train.
 WRITER = {"model.init_std": 0.8, "optimizer.learning_rate": 1e-6}
 LIMITS = {
     "plain": {"top_k": None},
@@ -270,6 +272,7 @@ def drawn(
     curves = train(folder, WRITER | changes, STOP)
     model = txl_jax.load(folder / "run")
     texts = _texts(model, kinds)
+    # Only texts that rounding cannot change are worth recording.
     if "--write" in sys.argv:
         message = "a near-tie, which rounding may decide: choose another prompt or seed"
         assert _texts(_almost_equal(model), kinds) == texts, message

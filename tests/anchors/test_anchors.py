@@ -11,6 +11,7 @@ import pytest
 from anchors import record
 from support.cases import full_but
 
+# Cases with dropout that the others represent in the default tests.
 SLOW = ("accumulated_float64", "adaptive_one_width")
 # Twins that represent the others in the default tests. All of them would take 40 s more.
 QUICK_TWINS = [f"{name}{record.TWIN}" for name in ("relative", "averaged", "lstm", "qrnn")]

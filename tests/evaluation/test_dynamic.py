@@ -38,9 +38,10 @@ from txl_jax.runs.scoring_progress import Interrupted
 
 L = 5
 M = 7
-# Segments of a call of the product, whose compiled program the loops share.
+# Segments of a call in `DynamicModel.score`. `learned` takes as many, and shares its compiled
+# program.
 SEGMENTS_PER_CALL = 8
-# With one row 7 segments, the last one with padding. With three rows 3.
+# 33 targets are 7 segments of one row, or 3 segments of three rows. The last one has padding.
 TEXT = np.random.default_rng(3).integers(tiny.V, size=34)
 RULES = {
     "sgd": DynamicConfig(rule=DynamicRule.SGD, learning_rate=0.3, decay=0.02),
@@ -73,6 +74,7 @@ def config_of(
             dynamic=rule,
         ),
     )
+    # Half of the targets, and another length than L, as further settings of training only.
     config = tiny.changed(config, train__loss=LossPart.HALF, train__segment_len=4)
     return tiny.changed(config, **NETWORKS[network], **changes)
 
@@ -95,7 +97,7 @@ def built_to_learn(config: ExperimentConfig) -> DynamicModel:
 
 
 def squares_like(params: Any) -> Any:
-    """Statistics for the rule RMS: some 0, as of a rare word, and some large."""
+    """Drawn statistics for the rule RMS: some 0, as of a rare word, and some large."""
     rng = np.random.default_rng(5)
 
     def draw(leaf: Any) -> np.ndarray:
@@ -126,6 +128,7 @@ def loop(model: DynamicModel, text: np.ndarray, *, updates_first: bool = False) 
     rows = lengths.batch_size
     row_len = -(-(len(text) - 1) // rows)
 
+    # Without the rule in the key of the cache, all rules share a compiled gradient.
     gradient = gradient_of(module, dataclasses.replace(lengths, dynamic=DynamicConfig()))
     params = trained = jax.tree.map(np.asarray, model.params)
     moment = jax.tree.map(np.zeros_like, params)
@@ -178,6 +181,7 @@ def updated(settings, params, trained, grads, moment, statistics, count) -> tupl
         roots = jax.tree.map(np.sqrt, statistics)
         strengths = roots
     else:
+        # RMSprop's mean of squares has the decay 0.999, and is corrected for its start at 0.
         moment = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, moment, grads)
         roots = jax.tree.map(lambda v: np.sqrt(v / (1 - 0.999**count)), moment)
         mean = np.concatenate([root.ravel() for root in jax.tree.leaves(roots)]).mean()
@@ -227,7 +231,7 @@ def test_each_segment_is_scored_and_then_learned_as_in_a_plain_loop(network, rul
     scored = learned(model, TEXT)
 
     assert difference(scored, loop(model, TEXT)) < 1e-9
-    # The comparison sees whether the update comes before the score.
+    # The comparison above would fail if the update came before the score.
     assert difference(scored, loop(model, TEXT, updates_first=True)) > 1e-3
 
 
@@ -261,6 +265,7 @@ def test_a_score_begins_with_the_trained_parameters_and_leaves_them_as_they_are(
 
 
 def test_the_loss_that_is_learned_has_the_temperature():
+    """As the loss of the loop, which reads `eval.temperature` too."""
     model = model_of("transformer-xl", "sgd", eval__temperature=1.7)
 
     scored = learned(model, TEXT)
@@ -275,8 +280,8 @@ def test_warmup_tokens_fill_the_memory_and_are_not_learned():
 
     scored = learned(model, text, warmup_tokens=2 * L)
 
-    # The second and third row are two segments ahead of their own text. Nothing but the first row's
-    # text is learned while they read them.
+    # The second and third row begin two segments before their own text, and score nothing in them.
+    # So only the first row is learned in the first two segments. Its text ends after the third.
     assert scored.tokens == [L, L, 3 * L, 2 * L, 2 * L]
     first_row = loop(model_of("transformer-xl", "rms"), text[: 1 + 2 * L])
     np.testing.assert_allclose(scored.nats[:2], first_row.nats, rtol=1e-9)
@@ -311,7 +316,7 @@ def test_rows_of_one_segment_learn_nothing_and_a_note_says_so():
     (note,) = lines
     assert "--eval.batch_size" in note
 
-    # One more token makes a second segment, from which no further note comes.
+    # With one more token, rows have a second segment. No note is added.
     model.score(TEXT[: 1 + 3 * L + 1], name="text", log=lines.append)
     assert lines == [note]
 
@@ -320,7 +325,7 @@ def test_rows_of_one_segment_learn_nothing_and_a_note_says_so():
     ("setting", "value", "others"),
     [
         ("stride", 2, {"mem_len": 0, "same_length": False}),
-        # Of all that is wrong with a stride here, the rule comes first.
+        # A stride does not allow this memory either, but the error is the rule's.
         ("stride", 2, {"mem_len": 7, "same_length": True}),
         ("weight_dtype", "int8", {}),
         ("cache_dtype", "bfloat16", {}),
@@ -337,11 +342,14 @@ def test_what_learning_cannot_do_is_refused_by_name(setting, value, others):
 @pytest.mark.parametrize(
     "settings",
     [
+        # Without a rule, nothing is learned.
         {"learning_rate": 0.1},
         {"decay": 0.1},
         {"shared": True},
+        # Settings of other rules.
         {"rule": "sgd", "epsilon": 0.1},
         {"rule": "rmsprop", "statistics_segments": 5},
+        # Out of range.
         {"rule": "rms", "learning_rate": -0.1},
         {"rule": "rms", "epsilon": 0.0},
     ],

@@ -18,9 +18,9 @@ from txl_jax.config import DType, Encoding
 from txl_jax.evaluation.sliding_window import evaluate_windows, make_window_step, window_batches
 
 T = 14
-CLAMP = 2
+CLAMP = 2  # Less than the distances in a window, so that it matters.
 TEXT = np.random.default_rng(3).integers(tiny.V, size=T)
-# A, stride and batch size.
+# A, which is the length of a window, stride and batch size.
 SIZES = (
     (4, 1, 1),  # The published protocol.
     (5, 3, 2),  # Windows that end past the text.
@@ -92,6 +92,7 @@ class NotingModel:
 
     def __call__(self, params, windows, targets):
         self.shapes.append((windows.shape, targets.shape))
+        # A window has targets only at its end.
         first_place = self.attention_len - targets.shape[1]
         for window, row_targets in zip(windows, targets, strict=True):
             for place, target in enumerate(row_targets, first_place):
@@ -100,7 +101,10 @@ class NotingModel:
         return np.where(targets > 0, targets, np.nan)
 
     def check_context(self, context, target):
-        """A target is predicted from the tokens just before it, of which there are enough."""
+        """A target is predicted from the tokens just before it, of which there are enough.
+
+        The first call has the first window, where a target has all tokens before it.
+        """
         np.testing.assert_array_equal(context, np.arange(target - len(context), target))
         if len(self.shapes) == 1:
             assert len(context) == target
@@ -134,7 +138,8 @@ def test_every_token_is_scored_once_at_the_end_of_what_it_is_predicted_from(data
     assert totals.tokens == n_scored
     assert totals.nats == sum(range(length))
 
-    # Totals come along one call late.
+    # Totals come along one call late: after call c they are those of the c - 1 calls before. The
+    # first of these has one window, and each of the others a stride of targets per window.
     n_call = len(model.shapes)
     expected_reports = []
     for calls in range(2, n_call + 1):

@@ -35,6 +35,7 @@ def params():
     return tiny_run.params(model())
 
 
+# The memory is donated, as in the product.
 @functools.cache
 def eval_step(clamp_len: int | None, same_length: bool):
     return jax.jit(
@@ -74,7 +75,7 @@ def totals(
     valid=0,
     **others,
 ):
-    """Totals of a text; the memory first holds noise in `valid` slots."""
+    """Totals of a text. The memory holds noise, and `valid` of its slots count as filled."""
     prepared = weights(segment_len, mem_len, clamp_len, same_length)
     memory = forward.init_cache(prepared, batch_size=rows, mem_len=mem_len, segment_len=segment_len)
     with_noise = memory.replace(
@@ -95,9 +96,7 @@ def totals(
 
 @pytest.mark.parametrize(("clamp_len", "same_length"), [(None, False), (4, True)])
 def test_segments_are_read_in_order_with_the_memory_between(clamp_len, same_length):
-    """As a loop over segments scores them, of which the last is shorter, without the code under
-    test.
-    """
+    """Totals match a loop over segments, the last of which is shorter, in the training model."""
     network = model()
 
     @jax.jit
@@ -148,6 +147,7 @@ def test_segments_scored_together_have_the_losses_of_each_alone(monkeypatch, per
     prepared = tiny.prepared(words, {"params": tiny_run.params(words)}, segment_len=L, mem_len=M)
     reader = evaluation_segments(TEXT, batch_size=rows, segment_len=2)
     segments = reader.segments(0, per_call)
+    # No segment is padding, and the last tail has targets.
     assert reader.n_segments >= per_call
     assert TEXT.max() >= 8
 
@@ -158,6 +158,7 @@ def test_segments_scored_together_have_the_losses_of_each_alone(monkeypatch, per
         )
         return losses_of_segments
 
+    # All these segments have fewer positions than the limit. A limit of 0 leaves one at a time.
     together = losses()
     monkeypatch.setattr(streaming, "_SCORED_TOGETHER", 0)
     tiny_run.assert_close(together, losses(), rtol=1e-12)
@@ -170,16 +171,18 @@ def check_same_scores(padded, whole):
 
 @pytest.mark.parametrize("per_call", [2, 8])
 def test_padding_of_blocks_never_changes_the_totals(per_call):
-    """Of five segments."""
+    """Calls of 2 and of 8 segments pad the five segments of the text to 6 and 8."""
     check_same_scores(totals(per_call=per_call), totals())
 
 
 def test_padding_at_the_end_of_rows_never_changes_the_totals():
-    """Whole segments of another cut have none."""
+    """Four rows of 6 targets are whole segments of 6, but 5 and 1 in segments of 5."""
     check_same_scores(totals(rows=4, segment_len=5), totals(rows=4, segment_len=6, mem_len=6))
 
 
 def test_an_empty_row_never_changes_the_totals():
+    # 24 targets are six rows of 4, so the seventh is empty. Without memory each row is a segment of
+    # its own, and the same segments are in one row too.
     check_same_scores(totals(rows=7, segment_len=4, mem_len=0), totals(segment_len=4, mem_len=0))
 
 
@@ -192,10 +195,10 @@ def test_totals_come_along_one_call_late():
 
     result = totals(per_call=2, after_call=lambda done, so_far: reports.append((done, so_far)))
 
-    # Of five segments. The totals of the last call are the result.
+    # Five segments are three calls. The totals of the last call are the result.
     (first_done, first), (second_done, second) = reports
     assert (first_done, second_done) == (2, 4)
-    assert (first.tokens, second.tokens) == (10, 20)
+    assert (first.tokens, second.tokens) == (2 * L, 4 * L)
     assert first.nats < second.nats < result.nats
 
 

@@ -1,4 +1,4 @@
-"""Tests how the KV cache is written on each platform."""
+"""Tests how the KV cache is written on each platform, and under `vmap`."""
 
 import functools
 import importlib.metadata
@@ -41,6 +41,7 @@ def prepared(*, mem_len=MEM_LEN, **sizes):
 
 
 def empty_cache(weights, n_row, *, index_per_row=False) -> KVCache:
+    """An empty cache. The server's rows each have their own position in the ring."""
     mem_len = weights.max_keys - SEGMENT_LEN
     cache = forward.init_cache(weights, batch_size=n_row, mem_len=mem_len, segment_len=SEGMENT_LEN)
     if index_per_row:
@@ -62,18 +63,21 @@ def decoding(weights, *, index_per_row):
         number=zeros,
         steps=zeros + 3,
         key=np.stack([row_key(0)] * 2),
-        stop=np.int32(-1),
+        stop=np.int32(-1),  # No token stops a row.
     )
-    function = functools.partial(decode_block, sampling=Sampling(1.0, 1.0), count=3)
+    sampling = Sampling(temperature=1.0, top_p=1.0)
+    function = functools.partial(decode_block, sampling=sampling, count=3)
     return function, (weights, cache_shapes(weights, 2, index_per_row=index_per_row), rows)
 
 
 def reading(weights):
+    """The function and the arguments with which a segment of two prompts is read."""
     tokens = jnp.zeros((2, SEGMENT_LEN), jnp.int32)
     return prefill, (weights, cache_shapes(weights, 2), tokens)
 
 
 def reading_one_row(weights):
+    """Those with which the server reads three tokens into row 1 of its cache."""
     cache = cache_shapes(weights, 3, index_per_row=True)
     tokens = jnp.zeros(SEGMENT_LEN, jnp.int32)
     return prefill_row, (weights, cache, jnp.int32(1), tokens, jnp.int32(3))
@@ -105,6 +109,7 @@ def lowered_texts(program, **sizes):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_bfloat16_is_written_as_integers_on_a_cpu_only(program):
+    """A CPU would copy the ring to float32 for an update, and a TPU would copy it for integers."""
     texts = lowered_texts(PROGRAMS[program], n_layer=1)
 
     assert "xui16>" in texts["cpu"]
@@ -114,7 +119,10 @@ def test_bfloat16_is_written_as_integers_on_a_cpu_only(program):
 
 @pytest.mark.parametrize(("d_head", "n_constrained"), [(128, 4), (64, 0)], ids=["128", "64"])
 def test_a_step_keeps_the_layout_of_whole_tiles_on_a_tpu_only(d_head, n_constrained):
-    """Keys and values of two layers, if heads fill a TPU's tile. Others would be padded."""
+    """Keys and values of two layers, if heads fill the 128 columns of a TPU's tile.
+
+    Narrower heads would be padded.
+    """
     texts = lowered_texts(PROGRAMS["generation"], n_layer=2, n_head=1, d_head=d_head)
 
     assert texts["cpu"].count("@LayoutConstraint") == 0
@@ -180,7 +188,8 @@ def written(cache: KVCache, new: jax.Array) -> KVCache:
 
 
 def test_an_exported_write_of_bfloat16_runs_on_every_platform():
-    """A program for several platforms decides when it runs."""
+    """A program for several platforms decides when it runs. It runs on this CPU."""
+    # The second segment is written.
     cache = empty_cache(prepared(), 2).replace(write_index=jnp.int32(SEGMENT_LEN))
     arrays, structure = jax.tree.flatten(cache)
     new = random_states(2, tiny.H, SEGMENT_LEN, tiny.E)

@@ -39,6 +39,8 @@ SEGMENTS = 10
 
 
 class Lengths(NamedTuple):
+    """How a text is read."""
+
     segment_len: int
     mem_len: int
     clamp_len: int | None
@@ -46,7 +48,7 @@ class Lengths(NamedTuple):
 
 
 # Memories that L divides and does not, shorter than a segment, and none. Clamps below a segment,
-# inside the memory, and above all distances.
+# inside the memory, and above all distances. The cache rounds the memory up to whole segments.
 LENGTHS = {
     "divides": Lengths(4, 8, None, False),
     "rounded up": Lengths(4, 10, None, True),
@@ -87,7 +89,7 @@ def prepared(model, lengths: Lengths):
 
 
 class Reading(NamedTuple):
-    """What a model has of a segment."""
+    """What a model returns for a segment."""
 
     hidden: jax.Array
     nll: jax.Array
@@ -205,7 +207,10 @@ def test_the_query_is_scaled_before_it_is_rounded():
 
 
 def test_a_narrower_memory_is_read_in_the_compute_type(x64):
-    """float32 in a float64 model: off by what float32 rounds (1e-7), by no more and no less."""
+    """float32 in a float64 model: off by about what float32 rounds, 1e-7.
+
+    Without a difference the memory would not be narrower.
+    """
     model = tiny.make(dtype=DType.FLOAT64)
     differences = []
     for with_cache, with_states in both(model, LENGTHS["clamp"], cache_dtype=jnp.float32):
@@ -216,10 +221,14 @@ def test_a_narrower_memory_is_read_in_the_compute_type(x64):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rows", [None, 1, 3])  # With one index, that of one row, and one per row.
+# None is one row, and an index that all rows share. 1 and 3 are rows that each have an index.
+@pytest.mark.parametrize("rows", [None, 1, 3])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_a_step_keeps_no_copy_of_the_memory(rows, dtype):
-    """Eight steps take less temporary memory than a layer's cache: it is written in place."""
+    """Eight steps take less temporary memory than the keys and values of a layer, of four.
+
+    So the cache is written in place.
+    """
     model = tiny.make(n_layer=4, d_model=64, n_head=4, d_head=16, d_inner=64)
     weights = prepared(model, Lengths(1, 4096, 64, False))
     n_row = rows or 1
@@ -231,7 +240,7 @@ def test_a_step_keeps_no_copy_of_the_memory(rows, dtype):
         number=np.zeros(n_row, np.int32),
         steps=np.full(n_row, 8, np.int32),
         key=np.stack([row_key(0)] * n_row),
-        stop=np.int32(-1),
+        stop=np.int32(-1),  # No token stops a row.
     )
 
     steps = jax.jit(decode_block, static_argnames=("sampling", "count"), donate_argnums=1)
@@ -250,6 +259,11 @@ def test_a_step_keeps_no_copy_of_the_memory(rows, dtype):
     ],
 )
 def test_other_lengths_than_those_of_the_weights_are_refused(mem_len, segment_len, length, numbers):
+    """The weights are for 8 slots and 4 tokens, together 12 keys.
+
+    In turn: more keys than 12, because of the slots and because of the tokens; and a segment that
+    does not divide the slots.
+    """
     weights = prepared(tiny.make(), Lengths(4, 8, 0, False))
     memory = forward.init_cache(weights, batch_size=1, mem_len=mem_len, segment_len=segment_len)
 
@@ -289,9 +303,8 @@ def test_logits_are_divided_with_their_biases(network):
         )
 
 
-SPAN = EvalConfig(segment_len=3, mem_len=32, clamp_len=None, same_length=False)
 TEXT = np.random.default_rng(2).integers(tiny.V, size=12).tolist()
-LONGEST = 60
+LONGEST = 60  # More than 12 tokens of a prompt and 45 generated tokens.
 
 
 @functools.cache
@@ -334,11 +347,13 @@ def greedy_text(prompt: list[int], length: int, *, same_length: bool) -> list[in
     return np.concatenate(list(blocks), axis=1)[0].tolist()
 
 
+# A token attends to the ring's 7 slots and to itself, or to as many keys as the ring has slots.
 @pytest.mark.parametrize(("same_length", "window"), [(False, 8), (True, 7)])
 def test_greedy_text_on_a_ring_matches_one_pass_without_memory(same_length, window, x64):
     """Token for token, where the ring of 7 slots goes round eight times."""
     text = greedy_text(TEXT, 45, same_length=same_length)
 
+    # The last token of the prompt predicts the first one of the text.
     first = len(TEXT) - 1
     assert text == argmax_of_one_pass(TEXT + text, window)[first:-1]
     # The comparison sees a window of another size.
@@ -348,16 +363,19 @@ def test_greedy_text_on_a_ring_matches_one_pass_without_memory(same_length, wind
 
 @pytest.mark.parametrize("n_prompt", [1, 3, 4, 10])
 def test_greedy_text_after_prompts_of_any_length_matches_one_pass(n_prompt, x64):
-    """Shorter than a segment, whole segments, and both; beyond the ring's length."""
+    """Segments have 3 tokens: a part of one, one, one and a part, and a prompt beyond the ring."""
     prompt = TEXT[:n_prompt]
 
     text = greedy_text(prompt, 6, same_length=False)
 
+    # A token attends to the ring's 7 slots and to itself.
     assert text == argmax_of_one_pass(prompt + text, 8)[n_prompt - 1 : -1]
 
 
 def test_weights_for_single_tokens_share_arrays_with_those_for_segments():
-    generator = tiny_run.generator(tiny.make(), SPAN)
+    """So a generator holds the embedding and the softmax once."""
+    lengths = EvalConfig(segment_len=3, mem_len=32, clamp_len=None, same_length=False)
+    generator = tiny_run.generator(tiny.make(), lengths)
 
     def buffers(params):
         leaves = jax.tree.leaves((params.embed_and_norm, params.clusters))

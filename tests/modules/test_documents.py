@@ -37,16 +37,17 @@ MODELS = {"post": {}, "pre": {"layer_norm": NormPlace.PRE}}
 
 
 def text(segment_len):
-    """Rows with ends inside segments, at their first and last positions, next to each other, and a
-    row without ends.
-    """
+    """Four rows of tokens, with ends in the places where a reader may go wrong."""
     length = segment_len * N_SEGMENT
     tokens = tiny.text(length + 1, rows=4, seed=2)
     tokens[tokens == END] = END + 1
-    last = segment_len - 1
+    # The first token of the text, three ends next to each other, and one end far from the others.
     tokens[0, [0, 7, 8, 9, 21]] = END
-    tokens[1, [last, 3 * segment_len]] = END
-    tokens[2, [2 * last + 1, 2 * last + 2, length - 1]] = END
+    # The last position of the first segment, and the first position of the fourth.
+    tokens[1, [segment_len - 1, 3 * segment_len]] = END
+    # Both sides of the border after the second segment, and the last input.
+    tokens[2, [2 * segment_len - 1, 2 * segment_len, length - 1]] = END
+    # The last row has no end.
     return tokens
 
 
@@ -65,7 +66,7 @@ def one_by_one(model, variables, tokens, lengths):
     """Nats [B, T] of a loop over rows and documents, each read by itself from an empty memory, cut
     where segments end.
 
-    The model must have no end token: nothing of the tested code is used.
+    The model must have no end token, so that it does not use the code under test.
     """
     read = reader(model, variables, lengths.same_length)
     empty = model.init_memory(batch_size=1, mem_len=lengths.mem_len)
@@ -136,7 +137,8 @@ def test_every_loss_is_the_loss_of_the_document_by_itself(name, lengths, x64):
         nats = read(model, variables, tokens, lengths)
         np.testing.assert_allclose(nats, expected, rtol=1e-10, atol=1e-10, err_msg=read.__name__)
 
-    # Without ends, the losses of all rows but the last one differ.
+    # A model that ignores ends has other losses in all rows but the last, so the comparison above
+    # would fail.
     nats = streamed(without_ends, variables, tokens, lengths)
     differs = np.abs(nats - expected).max(axis=1) > 1e-3
     assert differs.tolist() == [True, True, True, False]
@@ -152,6 +154,7 @@ def test_tiles_and_kernels_take_no_documents(path):
 
 
 def test_a_run_with_documents_chooses_the_reference():
+    """In training and over a KV cache. The reason tells it from the choice at such small sizes."""
     for choice in tiny_run.parts(end_token=END, data__reset_at="x").attention:
         assert choice.implementation == choose.REFERENCE
         assert "data.reset_at" in choice.reason
@@ -167,6 +170,10 @@ def test_a_run_with_documents_chooses_the_reference():
     ],
 )
 def test_an_end_without_an_effect_is_an_error(reset_at, end_token):
+    """The setting is the text of an end, and `end_token` is the token that stands for it.
+
+    The error has the size of the vocabulary, and ends with the token that it got.
+    """
     words = rf"end_token\b.*data\.reset_at\b.*\b{tiny.V}\b.*{end_token}$"
 
     with pytest.raises(UserError, match=words):

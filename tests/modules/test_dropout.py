@@ -1,8 +1,10 @@
 """Tests of dropout: masks and who shares them, traced rates, and independence.
 
-The masks of a model's places, of training steps and of microbatches are independent. Anchors have
-the places. The hash is tested in tests/ops/test_random_masks.py, masks on meshes in tests/sharding,
-and that remat changes no mask in tests/modules/test_transformer_xl.py.
+The masks of a model's places, of training steps and of microbatches are independent. The statistics
+are p-values, which are below `SMALLEST`, 1e-6, if masks are not random.
+
+That the places stay is tested in tests/anchors, the hash in tests/ops/test_random_masks.py, masks
+on meshes in tests/sharding, and that remat changes no mask in tests/modules/test_transformer_xl.py.
 """
 
 import itertools
@@ -30,7 +32,8 @@ from txl_jax.training.optimizer import learning_rate, make_optimizer
 from txl_jax.training.step import TrainState, make_train_step
 
 RNGS = {"dropout": jax.random.key(0)}
-DRAWING = {"clamp_len": None, "same_length": False, "deterministic": False}
+# Options of a model's call in training, which drops.
+TRAINING = {"clamp_len": None, "same_length": False, "deterministic": False}
 L = 40
 config = tiny.model_config
 
@@ -45,6 +48,7 @@ def test_locked_masks_are_shared_by_positions_and_not_by_rows(locked):
 
     scaled = np.asarray(dropped(np.ones((50, L, 60), np.float32)))
     assert set(np.unique(scaled)) == {0.0, np.float32(1 / 0.6)}
+    # A locked mask has 50 x 60 numbers, whose mean has a standard deviation of 0.015.
     assert scaled.mean() == pytest.approx(1, abs=0.03)
     assert (scaled == scaled[:, :1]).all() == locked
     assert (scaled[0] != scaled[1]).any()
@@ -96,17 +100,18 @@ def model_of(network, **changes):
 
 @pytest.mark.parametrize("network", full_but([Network.QRNN], Network))
 def test_traced_rates_are_those_of_the_config(network, x64):
-    """Vmapped over models with different rates, each of all six.
+    """Under `vmap` over two models, which differ in all six rates.
 
-    A model gives the same as a model whose config has its rates.
+    The second one gives the same as a model whose config has its rates.
     """
+    # The traced rates must replace this one.
     model = model_of(network, dtype=DType.FLOAT64, dropout__rate=0.9)
     memory = model.init_memory(batch_size=tiny.B, mem_len=3)
     params = tiny_run.params(model)
     rngs = {"dropout": jax.random.key(0, impl="rbg")}  # Compiles faster than the default.
 
     def hidden(model):
-        return model.apply({"params": params}, tiny.text(5), memory, rngs=rngs, **DRAWING)[0]
+        return model.apply({"params": params}, tiny.text(5), memory, rngs=rngs, **TRAINING)[0]
 
     first_rates = 0.1 + np.arange(6) / 10
     second_rates = 0.2 + np.arange(6) / 10
@@ -199,11 +204,17 @@ PLACES = {
     "locked": Place(rows=256, length=3, width=256, locked=True),
     "ten million numbers": Place(rows=80, length=128, width=1024, locked=False),
 }
+# Masks of a model of 3 layers. Each layer of a Transformer-XL has one after attention and two in
+# its feed-forward network, and encodings, embeddings and output have one each. A recurrent model
+# has one for the embeddings, two between its layers, and one for the output.
 N_MASKS = {Network.TRANSFORMER_XL: 3 * 3 + 3, Network.LSTM: 4, Network.QRNN: 4}
 
 
 def masks_of_places(network, place, rate):
-    """The masks of a model of 3 layers by place, of locked masks the first position."""
+    """The masks of a model of 3 layers by place.
+
+    A locked mask is the same at all positions, of which only the first is returned.
+    """
     model = model_of(
         network,
         n_layer=3,
@@ -244,7 +255,7 @@ def test_masks_of_a_models_places_are_independent(network, case):
         for axis in range(mask.ndim):
             assert sums_p(mask, rate, axis) > SMALLEST, (name, axis)
     for (name, mask), (other_name, other) in itertools.combinations(masks.items(), 2):
-        # The encodings' mask has no rows of the batch.
+        # The encodings' mask has no rows of the batch, and more positions than the others.
         length = min(mask.shape[-2], other.shape[-2])
         first, second = np.broadcast_arrays(mask[..., :length, :], other[..., :length, :])
         assert pair_p(first, second, rate) > SMALLEST, (name, other_name)
@@ -255,7 +266,7 @@ def test_dropped_words_are_independent(vocab_size):
     """Words with neighbouring ids, and words of two training steps."""
     rate = 0.1
     embed = embedder(rate, vocab_size, 2)
-    # The first position of a segment is never dropped.
+    # The first position of a segment is never dropped, so word 0 is there twice.
     tokens = np.arange(-1, vocab_size, dtype=np.int32)[None].clip(0)
 
     first = np.asarray(embed(tokens, 0))[0, 1:, 0] != 0
@@ -329,12 +340,14 @@ def test_masks_of_steps_and_microbatches_are_independent():
         assert pair_p(first, second, rate) > SMALLEST
 
 
-def test_updates_per_call_and_a_later_start_change_no_mask():
+def test_updates_per_call_change_no_mask():
+    """Two updates in a call have the masks of two calls. The second call starts at a later step."""
     masks = masks_of_steps(0.3)
     assert len(masks) == 4
 
     pairs = masks_of_steps(0.3, per_call=2)
 
+    # A call leaves the mask of its last update.
     np.testing.assert_array_equal(pairs, masks[1::2])
 
 
@@ -400,6 +413,7 @@ def test_no_random_bits_but_seeds_in_a_train_step(name):
     for equation in tiny.equations(program):
         if equation.primitive.name in ("random_bits", "threefry2x32"):
             sizes.extend(output.aval.size for output in equation.outvars)
-    # There are some seeds, so larger arrays would be seen.
+    # There are some seeds, so larger arrays would be seen. A mask of words has 20,000 numbers, and
+    # masks of activations have 4 x 64 x 64 unless they are locked.
     assert sizes
     assert max(sizes) <= 10_000

@@ -39,10 +39,15 @@ QUICK = [(Encoding.SHAW, None), (Encoding.AL_RFOU, 2)]
 
 @pytest.mark.parametrize(("encoding", "clamp_len"), nightly_but(QUICK, CLAMPS))
 def test_distances_beyond_the_table_or_the_clamp_share_the_last_one(encoding, clamp_len, x64):
-    """A longer table with copies of the last row that counts gives the same."""
+    """A longer table with copies of the last row that counts gives the same.
+
+    Clamps are at the last row of the short table, and far beyond it. The long table has a row for
+    each of the distances 0 to 8, of a segment of 5 after a memory of 4.
+    """
     short = tiny.make(encoding=encoding, num_positions=3, dtype=DType.FLOAT64)
     long = tiny.make(encoding=encoding, num_positions=9, dtype=DType.FLOAT64)
     variables = tiny.variables(short)
+    # The short table ends with distance 2.
     last = 2 if clamp_len is None else min(clamp_len, 2)
     rows = np.minimum(np.arange(9), last)
 
@@ -67,7 +72,7 @@ def test_distances_beyond_the_table_or_the_clamp_share_the_last_one(encoding, cl
 
 @pytest.mark.parametrize("encoding", nightly_but([Encoding.RELATIVE, Encoding.VASWANI], Encoding))
 def test_encodings_say_whether_they_generate_by_token(encoding, x64):
-    """Single tokens give the states of a segment, or they do not."""
+    """Single tokens give the states of a segment, or they do not, as the encoding declares."""
     model = tiny.make(encoding=encoding, dtype=DType.FLOAT64)
     variables = tiny.variables(model)
     encode = tiny.encoder(model)
@@ -126,7 +131,11 @@ class LogBias(PositionEncoding):
 
 @pytest.fixture(name="model")
 def _model(monkeypatch, x64):
-    """A model whose encoding is `LogBias`, registered as VASWANI. Its parameters are VASWANI's."""
+    """A model whose encoding is `LogBias`.
+
+    It takes the place of VASWANI in the registry, because `Encoding` has no name for it. Its
+    parameters are VASWANI's.
+    """
     monkeypatch.setitem(ENCODINGS, Encoding.VASWANI, LogBias)
     return tiny.make(encoding=Encoding.VASWANI, dtype=DType.FLOAT64)
 
@@ -140,7 +149,10 @@ def test_an_encoding_that_the_original_has_not_cannot_be_converted(model):
 
 @pytest.mark.parametrize("clamp_len", nightly_but([6], [None, 6, 2]))
 def test_inference_in_segments_and_by_token_equals_training(model, clamp_len):
-    """The ring of 12 slots goes round once, and is unrotated for single tokens at slot 8."""
+    """The ring of 12 slots goes round once, and is unrotated for single tokens at slot 8.
+
+    10 slots are rounded up to 12, the next multiple of 4. After 20 tokens, slot 8 is the oldest.
+    """
     variables = tiny.variables(model)
     lengths = [L] * 5 + [1] * 3
     text = tiny.text(sum(lengths))

@@ -80,7 +80,7 @@ def test_segments_that_follow_each_other_match_a_loop_over_tokens(network, loop,
 
 
 def test_cells_of_a_qrnn_in_bfloat16_are_pooled_in_float32():
-    """1,000 steps that keep 99.9 %.
+    """1,000 steps that keep 99.9 %, from 0 to an input of 1.
 
     In bfloat16 the gate would be 1, and the cell would never change.
     """
@@ -92,6 +92,7 @@ def test_cells_of_a_qrnn_in_bfloat16_are_pooled_in_float32():
 
     (cell, _), _ = jax.jit(layer.apply)({"params": params}, inputs, (zeros, zeros))
 
+    # The bias is rounded to bfloat16 before it becomes a gate.
     kept = sigmoid(float(jnp.bfloat16(6.9)))
     assert float(cell[0, 0]) == pytest.approx(1 - kept**1000, rel=2**-8)
 
@@ -102,6 +103,10 @@ def test_cells_of_a_qrnn_in_bfloat16_are_pooled_in_float32():
     ids=str,
 )
 def test_a_row_that_is_reset_starts_again(network, how):
+    """Whether its states are set to zeros, or only marked as empty.
+
+    The same text is read twice, so a row without a reset has other states the second time.
+    """
     model = make(network)
     variables = {"params": tiny_run.params(model)}
     encode = tiny.encoder(model)

@@ -39,7 +39,7 @@ PATHS = {
     "tiled": Implementation("tiled", tile=Tile(LENGTH, 32)),
     "fused": Implementation("fused", "mosaic_gather", Tile(16, 128), interpret=True),
 }
-# Probabilities [B, H, L, K] in units of [B, L, D].
+# Probabilities [B, H, L, K] in units of [B, L, D], with the three heads above.
 PROBABILITIES = 3 * KEYS / WIDTH
 
 
@@ -71,9 +71,9 @@ def traced_step(path, remat, *, rate, attention_rate=0.0):
 
 
 def default_step(path, remat):
-    """The jaxpr of a training step with dropout, but without remat also without dropout.
+    """The jaxpr of a training step: with dropout, except without remat.
 
-    Without remat a dropout may keep its mask.
+    Without remat a dropout may keep its mask, which would count.
     """
     return traced_step(path, remat, rate=0.0 if remat is Remat.NONE else 0.3)
 
@@ -138,7 +138,8 @@ def stacked_units(jaxpr):
             ("fused", Remat.DOTS, 13),
         ],
         [
-            # The queries of contents and of distances, and attention's output in two orders.
+            # One array more than of tiles, since queries of contents and of distances are two. The
+            # reference keeps probabilities in float32, which are two units, and in bfloat16.
             ("reference", Remat.NONE, 27 + 3 * PROBABILITIES),
             ("stored", Remat.NONE, 27 + PROBABILITIES),
             ("tiled", Remat.NONE, 26),
@@ -153,7 +154,10 @@ def stacked_units(jaxpr):
     ),
 )
 def test_what_the_scan_stacks_for_each_layer(path, remat, expected):
-    """There are also numbers per position, such as variances and the log sums."""
+    """The units are the arrays that txl_jax/modules/remat.py lists: 26, 13 or 1, and probabilities.
+
+    Numbers per position, such as variances and log sums, make up less than one unit.
+    """
     units = stacked_units(default_step(path, remat))
 
     assert expected <= units < expected + 1, units
@@ -199,7 +203,10 @@ def forward_passes_of_attention(path, jaxpr):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_dots_computes_attention_once_and_full_twice(path):
-    """The reference has no residuals of its own, so its scores are computed again with dots too."""
+    """But dots computes the scores of the reference again.
+
+    The reference has no residuals of its own that could be kept, and its gradient needs the scores.
+    """
     plain = forward_passes_of_attention(path, default_step(path, Remat.NONE))
     dots = forward_passes_of_attention(path, default_step(path, Remat.DOTS))
     full = forward_passes_of_attention(path, default_step(path, Remat.FULL))
@@ -213,7 +220,10 @@ def test_dots_computes_attention_once_and_full_twice(path):
 
 
 def matmuls_with_weights(remat):
-    """How many matmuls of a step multiply with an array of a weight's sizes, without a batch."""
+    """How many matmuls of a step multiply with an array of a weight's sizes, without a batch.
+
+    Weights have a side of WIDTH or of d_inner, 4 WIDTH. Operands of attention have a batch.
+    """
     count = 0
     for equation in tiny.equations(default_step("fused", remat)):
         if equation.primitive.name != "dot_general":
@@ -283,6 +293,7 @@ def has_checkpoints(model):
 def test_a_model_without_a_run_asks_the_device(monkeypatch):
     """Its config still has `auto`, which a run replaces."""
     model = tiny.make(remat=Remat.AUTO)
+    # This process runs on a CPU.
     assert not has_checkpoints(model)
 
     tpu = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")

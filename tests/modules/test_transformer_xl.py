@@ -1,4 +1,4 @@
-"""Tests of the model's parts in place: tied positions, remat, dtypes, matmuls, norms, memory.
+"""Tests of the parts of a whole model: tied positions, remat, dtypes, matmuls, norms, memory.
 
 Values and gradients are compared with the original's in tests/test_golden.py.
 """
@@ -35,7 +35,7 @@ class Results(NamedTuple):
 def loss_of(model: TransformerXL, *, deterministic: bool = True):
     """(variables, rngs) -> (the sum of the losses, `Results`).
 
-    Rows have different numbers of filled slots.
+    Rows of the memory have no, some and all slots filled.
     """
     empty = model.init_memory(batch_size=tiny.B, mem_len=M)
     states = np.random.default_rng(2).normal(size=empty.hidden.shape).astype(empty.hidden.dtype)
@@ -118,8 +118,8 @@ def test_bfloat16_computes_close_to_float32():
     assert results.hidden.dtype == jnp.bfloat16
     assert results.memory.hidden.dtype == jnp.bfloat16
     assert results.nll.dtype == jnp.float32
-    # The distance of two bfloat16 numbers near 1 is 2**-7. Some tens of roundings follow each
-    # other.
+    # The distance of two bfloat16 numbers near 1 is 2**-7, about 0.008. Some tens of roundings
+    # follow each other.
     assert 0 < distance(results.hidden, expected.hidden) < 0.01
     assert 0 < distance(results.nll, expected.nll) < 0.005
     for (path, gradient), expected_gradient in zip(
@@ -178,7 +178,7 @@ def test_memory_and_segment_are_projected_apart():
 
 
 def test_layer_norm_takes_the_variance_of_centred_values():
-    """In float32 E[x^2] - E[x]^2 of these is 0 or 8."""
+    """The variance is 1. In float32 E[x^2] - E[x]^2 of these is 0 or 8."""
     norm = layer_norm("norm", tiny.CONFIG)
 
     @jax.jit
@@ -192,7 +192,7 @@ def test_layer_norm_takes_the_variance_of_centred_values():
 
 # The memory: segmentation and causality.
 
-# Every segment length is a compilation.
+# Tokens of a text. Every segment length is a compilation.
 T = 4
 
 
@@ -233,6 +233,7 @@ def test_any_segmentation_gives_the_same_states(name, x64):
     memory = model.init_memory(batch_size=tiny.B, mem_len=mem_len)
 
     whole, *parts = segmentations()
+    # Each of the T - 1 places between tokens has a cut or none.
     assert whole == [T]
     assert len(parts) == 2 ** (T - 1) - 1
     expected = tiny.stream(encode, variables, tiny.text(T), whole, memory)
