@@ -61,6 +61,7 @@ def test_bits_and_masks_are_those_of_the_definition(seed, lengths):
 
 
 def test_large_indices_and_negative_seeds_wrap_around():
+    """All products and sums are taken modulo 2**32, as unsigned integers of 32 bits."""
     wrapped = bits_of(-1, np.int32(70_000), np.int32(2**31 - 1))
     assert int(wrapped) == hash_of(2**32 - 1, 70_000, 2**31 - 1)
 

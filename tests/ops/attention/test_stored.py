@@ -33,13 +33,15 @@ def test_a_score_far_above_the_others_takes_all_weight_without_a_nan(dtype, larg
     # In row 0 the products of queries and keys reach some hundreds, which carry the sum with the
     # large score beyond float16. In row 1 they are near 0.
     query[0] *= 100
-    # One distance of each query has the large score.
+    # One distance of each query has the large score: the farthest that the first query has. Scores
+    # are in the order of the distances n_key - 1, .., 0.
+    mem_len = n_key - n_query
+    distance = mem_len
     score = np.zeros((3, n_key))
-    score[:, 4] = largest
+    score[:, n_key - 1 - distance] = largest
     arrays = {"query": query, "key": key, "value": value, "position_score": score}
     narrow = jax.tree.map(lambda array: array.astype(jnp.dtype(dtype)), arrays)
     wide = jax.tree.map(lambda array: np.asarray(array, np.float32), narrow)
-    mem_len = n_key - n_query
     visibility = Visibility(np.full(2, mem_len, np.int32), n_query, mem_len)
 
     @jax.jit

@@ -249,7 +249,8 @@ def check_cached(chip, preset, dtype, *, batch=1, cache_dtype=None, window=None)
     assert max(sizes_in_memory - {ring_size}) < scores / 2
     if capacity and width % 8 == 0:
         assert ring_size not in sizes_in_memory
-        assert program.memory_analysis().temp_size_in_bytes < 4 * scores
+        bytes_of_scores = 4 * scores  # In float32.
+        assert program.memory_analysis().temp_size_in_bytes < bytes_of_scores
 
 
 @in_both_types
