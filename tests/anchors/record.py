@@ -42,8 +42,8 @@ FOLDER = Path(__file__).parent
 UPDATES = 3
 STEPS = 4
 # Relative tolerances by the kind of number, and for initial parameters. Other processors and
-# versions of XLA round float32 sums differently. Another mask, another initial weight or a lost cast
-# changes these losses by 1e-3 and more.
+# versions of XLA round float32 sums differently. Another mask, another initial weight or a lost
+# cast changes these losses by 1e-3 and more.
 FLOAT32 = 1e-4
 FLOAT64 = 1e-9
 BFLOAT16 = 1e-3

@@ -77,7 +77,7 @@ def reading(weights):
 
 
 def reading_one_row(weights):
-    """Those with which the server reads three tokens into row 1 of its cache."""
+    """The function and the arguments with which the server reads three tokens into row 1."""
     cache = cache_shapes(weights, 3, index_per_row=True)
     tokens = jnp.zeros(SEGMENT_LEN, jnp.int32)
     return prefill_row, (weights, cache, jnp.int32(1), tokens, jnp.int32(3))

@@ -80,7 +80,7 @@ def test_segments_that_follow_each_other_match_a_loop_over_tokens(network, loop,
 
 
 def test_cells_of_a_qrnn_in_bfloat16_are_pooled_in_float32():
-    """1,000 steps that keep 99.9 %, from 0 to an input of 1.
+    """1,000 steps that keep 99.9 % of a cell, which goes from 0 toward 1.
 
     In bfloat16 the gate would be 1, and the cell would never change.
     """

@@ -50,7 +50,8 @@ SIZES["384 slots"] = Sizes(2, 2, 32, 384, 16)
 SIZES["few"] = Sizes(2, 2, 2, 10, 8)
 SIZES["second block of queries not whole"] = Sizes(2, 1, 150, 300, 16)
 SIZES["no ring, two strips"] = Sizes(2, 1, 300, 0, 16)
-# Heads of 128 fill a TPU's lanes, so the kernel reads values as [R, E], and narrower ones as [E, R].
+# Heads of 128 fill a TPU's lanes, so the kernel reads values as [R, E]. It reads values of narrower
+# heads as [E, R].
 SIZES["values of the ring by rows"] = Sizes(2, 2, 128, 400, 128)
 SIZES["wide"] = Sizes(2, 1, 16, 128, 256)
 

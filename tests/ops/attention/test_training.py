@@ -33,7 +33,8 @@ def tpu(query=16, key=128, kernel="mosaic_gather"):
     return Implementation("fused", kernel, Tile(query, key), interpret=True)
 
 
-# The 13 queries of a case are 3 strips of `UNEVEN`, and 2 strips of the other tiles.
+# The 13 queries of a case are 3 strips of `UNEVEN`, and 2 strips of the other tiles. The 30 keys
+# fit into one tile of `WHOLE`.
 UNEVEN = tiled(5, 11)
 SMALL = tiled(7, 8)
 WHOLE = tiled(7, 64)
@@ -115,6 +116,7 @@ MORE["reference: both sides, lengths"] = Case(REFERENCE, **PADDED)
 MORE["tpu: one query, u only"] = Case(tpu(), NAMES[:5], segment_len=1, mem_len=3)
 MORE["tpu: one key"] = Case(tpu(), segment_len=1, mem_len=0)
 MORE["tpu: both sides, window"] = Case(tpu(), segment_len=40, mem_len=100, causal=False, window=20)
+# All terms that the kernels support, which have no position scores.
 MORE["tpu: all terms"] = Case(
     tpu(), segment_len=40, mem_len=100, valid=(100, 40), width=64, rate=0.2
 )
