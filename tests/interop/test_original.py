@@ -275,6 +275,13 @@ def test_a_model_that_an_implementation_lacks_is_an_error(format, changes, final
         original.from_flax(params, model.config, format=format)
 
 
+def test_vectors_of_positions_that_cannot_be_cut_into_heads_are_an_error():
+    """Al-Rfou's vectors are added to the layer's inputs, of size D, and the release has [H, E]."""
+    config, params = foreign.make("pytorch", encoding=Encoding.AL_RFOU, d_model=12, d_head=5)
+    with pytest.raises(UserError, match=r"\b20\b.*\bmodel\.d_model\D*\b12\b"):
+        original.from_flax(params, config)
+
+
 V = tiny.V
 L = 3  # Length of a segment.
 M = 7  # Length of the memory.

@@ -135,8 +135,9 @@ CORRUPTED_RECORDS = {
     "empty": "",
     "attention": {"attention": {"training": "tild 4x8"}},
     "members": {"members": 3},
-    # The text is the error. What a warm start says is not checked when a record is read.
-    "empty text": {"warm_start": 3, "text": {}},
+    "empty text": {"text": {}},
+    "a number as warm start": {"warm_start": 3},
+    "a warm start without its step": {"warm_start": {"sha256": "0" * 64}},
 }
 
 

@@ -258,6 +258,13 @@ def check_exportable(config: ModelConfig, format: Format) -> None:
     if not _has_encoding(config, format):
         flags = f"--model.encoding={Encoding.RELATIVE}"
         refuse(f"has no such positions (model.encoding is {config.encoding})", flags)
+    width_of_heads = config.n_head * config.d_head
+    if config.encoding is Encoding.AL_RFOU and width_of_heads != config.d_model:
+        refuse(
+            "cuts Al-Rfou's vectors of positions into heads (model.n_head x model.d_head is "
+            f"{width_of_heads}, and model.d_model {config.d_model})",
+            "--model.n_head and --model.d_head whose product is model.d_model",
+        )
     if config.encoding is Encoding.SHAW and config.compat.shaw_terms is not ShawTerms.ORIGINAL:
         refuse(
             "has more terms in Shaw's encoding (model.compat.shaw_terms is "

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -641,6 +642,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             _check_members(self.members, record["config"])
             self.attention = record.get("attention", {})
             self.warm_start = record.get("warm_start")
+            _check_warm_start(self.warm_start)
             self.dropout_masks = _masks_version(record)
             for implementation in self.attention.values():
                 Implementation.parse(implementation)
@@ -664,6 +666,19 @@ class Run(contextlib.AbstractContextManager["Run"]):
             f"{os.path.join(self.path, name)} is corrupted, or this version cannot read it (%s). "
             "Restore it, or pass another --workdir."
         )
+
+
+def _check_warm_start(record: Any) -> None:
+    """Raises `UserError` unless a record says from which weights a run began, or is None."""
+    if record is None:
+        return
+    # What a later start with a warm start compares, and its error shows.
+    is_complete = (
+        isinstance(record, dict)
+        and isinstance(record.get("sha256"), str)
+        and "step" in record
+    )
+    require(is_complete, f"warm_start must have sha256 and step, got {reprlib.repr(record)}")
 
 
 def _check_format(record: Mapping[str, Any]) -> None:
