@@ -18,6 +18,8 @@ from txl_jax.trained_model import load
 pytestmark = pytest.mark.nightly(part="lm_eval")
 
 TEXT = "the cat sat on the mat and the dog ran to the cat "
+# Documents shorter and longer than a segment, and one of a single token. Some of their words and
+# letters are not in TEXT.
 DOCUMENTS = [
     "the cat sat",
     "a dog ran on the mat and sat there for a while, as long as this line",
@@ -47,6 +49,7 @@ def lm_eval_model():
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The workdirs of a run on characters and a run on words, by the kind of tokens."""
+    # The memory holds a whole document, so scores do not depend on how it is cut into segments.
     lengths = EvalConfig(segment_len=8, mem_len=120, clamp_len=None, same_length=False)
     text = (TEXT * 4 + "\n").encode() * 20
     paths = {}

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import numpy as np
 import pytest
 
@@ -39,6 +38,7 @@ class Written(NamedTuple):
     folder: Path
     format: Format
     config: ExperimentConfig
+    params: dict
 
 
 @pytest.fixture(params=WRITE)
@@ -49,7 +49,7 @@ def written(request, tmp_path):
     info = ModelInfo(config, VOCABULARY, 7, "a description", SCORES)
     WRITE[request.param](tmp_path, info, leaves.from_tree(params))
     own_settings.write(tmp_path, info, request.param)
-    return Written(tmp_path, request.param, config)
+    return Written(tmp_path, request.param, config, params)
 
 
 def update_json(path, **changes):
@@ -125,7 +125,10 @@ def test_it_is_ignored_next_to_other_weights(written):
 
 
 def test_documents_belong_to_the_vocabulary(written):
-    """The end of documents is ignored if the words have another order."""
+    """The end of documents is ignored if the words have another order.
+
+    vocabulary.txt is ours. Without it the words are read from vocab.txt, as others write it.
+    """
     (written.folder / "vocabulary.txt").unlink()
     words = list(foreign.WORDS)
     words[1:3] = [words[2], words[1]]
@@ -156,10 +159,16 @@ def test_documents_belong_to_the_vocabulary(written):
     ids=str,
 )
 def test_a_field_with_another_value_is_an_error_that_names_the_file(changes, written):
-    update_json(written.folder / own_settings.NAME, **changes)
+    path = written.folder / own_settings.NAME
+    if isinstance(changes.get("config"), dict):
+        # All other settings stay, so that only the changed one can be the error.
+        settings = json.loads(path.read_text())["config"]
+        changes = {"config": settings | changes["config"]}
+    update_json(path, **changes)
+
     with pytest.raises(UserError, match=r"txl_jax\.json") as raised:
         formats.read(written.folder)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(raised.value), "an error is one line"
 
 
 # Lists that nest too deep for Python, and an integer of more digits than it converts, are errors of
@@ -176,5 +185,4 @@ def test_other_content_is_an_error_that_names_the_file(content, written):
 
 
 def test_parameters_are_those_of_the_weights(written):
-    params = jax.tree.map(np.asarray, tiny.variables(tiny.make())["params"])
-    foreign.check(formats.read(written.folder), written.config.model, params)
+    foreign.check(formats.read(written.folder), written.config.model, written.params)

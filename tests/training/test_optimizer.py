@@ -372,7 +372,7 @@ def test_means_by_hand(settings, begin_at, expected):
     np.testing.assert_allclose(means, expected, rtol=1e-6)
 
 
-def test_a_mean_begins_once():
+def test_a_mean_that_waits_for_validation_has_not_begun_before_it_is_told():
     average = weight_averaging.init({"w": jnp.zeros(())}, AverageConfig(nt_asgd_patience=5))
     assert not weight_averaging.has_begun(average)
 

@@ -674,9 +674,7 @@ def _check_warm_start(record: Any) -> None:
         return
     # What a later start with a warm start compares, and its error shows.
     is_complete = (
-        isinstance(record, dict)
-        and isinstance(record.get("sha256"), str)
-        and "step" in record
+        isinstance(record, dict) and isinstance(record.get("sha256"), str) and "step" in record
     )
     require(is_complete, f"warm_start must have sha256 and step, got {reprlib.repr(record)}")
 
