@@ -229,6 +229,27 @@ def test_another_model_is_one_error(compressed, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("direction", ["compress", "decompress"])
+def test_the_member_that_is_named_is_opened_in_both_directions(
+    compressed, model, tmp_path, direction
+):
+    """The run is no ensemble, so naming a member is an error."""
+    text, file = compressed
+    words = {"compress": [text], "decompress": ["--decompress", file]}[direction]
+    out = tmp_path / "out"
+
+    code, _, err = programs.run(
+        "experiments.compress",
+        *words,
+        f"--model={model}",
+        f"--out={out}",
+        "--ensemble_member=seed=2",
+    )
+
+    assert_one_error((code, err), r"\bensemble_member\b|\bmember\b.*seed=2")
+    assert not out.exists()
+
+
 def test_flags_of_the_coding_come_from_the_file(compressed, model, tmp_path):
     _, file = compressed
     code, _, err = programs.run(

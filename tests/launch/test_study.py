@@ -393,6 +393,28 @@ def test_the_place_of_a_run_is_free_again_if_its_worker_died(out, ended, is_free
         assert new_trials == []
 
 
+DRAWN = FILE + (
+    "[random]\nsamples = 1\noptimizer.learning_rate = { log = [1e-3, 0.1] }\n"
+    '[sampler]\nname = "TPESampler"\n'
+)
+
+
+@pytest.mark.filterwarnings("ignore:Heartbeat of storage")
+def test_a_stopped_run_is_queued_with_the_values_that_were_drawn_for_it(out):
+    """Its directory is named after them. Other values would begin another run."""
+    worker, made = worker_in_this_process(out, DRAWN)
+    assert worker._queue()
+    stopped = worker._study.ask(made.space)
+    worker._study.tell(stopped, state=optuna.trial.TrialState.FAIL)
+
+    assert worker._queue()
+
+    again = worker._study.ask(made.space)
+    assert again.user_attrs["place"] == stopped.user_attrs["place"]
+    assert again.params == stopped.params
+    assert list(again.params) == ["optimizer.learning_rate"]
+
+
 @pytest.mark.nightly(part="faults")
 def test_four_workers_that_are_killed_at_any_moment_lose_no_run_and_repeat_none(out):
     workers = [start(out, FORTY_RUNS, STEP_SECONDS="0.05") for _ in range(4)]

@@ -627,3 +627,8 @@ def test_a_run_that_was_stopped_gets_fewer_steps_and_not_less_than_are_done(
     change = {"step": done, "name": "train.steps", "old": STEPS, "new": done + 2}
     assert outcome.results["steps"] == done + 2
     assert outcome.results["changes"] == [change]
+
+    # A second change is added to the first one.
+    outcome = runs.train(tiny.changed(config, train__steps=done + 4), corpus, tmp_path)
+    second = {"step": done + 2, "name": "train.steps", "old": done + 2, "new": done + 4}
+    assert outcome.results["changes"] == [change, second]

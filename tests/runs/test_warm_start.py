@@ -71,6 +71,17 @@ def test_a_run_begins_with_the_weights_and_a_fresh_optimizer(text_of, tmp_path):
     assert weights.record["step"] == drawn_run.STEP
 
 
+def test_a_run_begins_with_the_best_weights_of_a_run_that_is_scored_by_a_mean(text_of, tmp_path):
+    """`eval.average_checkpoints` in its record belongs to its evaluation."""
+    old, old_corpus = text_of("old", eval__average_checkpoints=2)
+    _, parts = drawn_run.make(tmp_path / "old", old, old_corpus)
+    config, corpus = text_of("new", init_from=str(tmp_path / "old"))
+
+    _, state = first_state(config, corpus, Run(tmp_path / "new"))
+
+    tiny_run.assert_equal(state.params, tiny_run.params(parts.model))
+
+
 WORDS = {"data__tokenizer__kind": Tokenizer.WORD, "model__cutoffs": (3, 6)}
 CLUSTERS = {
     "untied": {"model__cutoffs": (), "model__tie_weight": False},
