@@ -6,6 +6,7 @@ averages and the optimizer are wide. Numbers alone do not show it: in a small mo
 much stays within each tolerance.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -449,9 +450,7 @@ def test_the_optimizers_state_and_arithmetic_are_float32(name):
 
 
 def test_an_update_computes_in_16_bits_only_what_the_gradient_does():
-    """Not the sums over microbatches, penalties, the norm of the gradient, clipping, moments and
-    averages.
-    """
+    """Not the sums over microbatches, the norm of the gradient, clipping, moments and averages."""
     made = tiny_run.parts(**AVERAGED, **DIVIDED)
     state = shapes(made.abstract_state)
     segments = shapes(made.abstract_segments(made.config.train))
@@ -472,6 +471,30 @@ def test_an_update_computes_in_16_bits_only_what_the_gradient_does():
     # (`div`).
     assert set(in_loss) == {"dot_general", "add", "max", "mul", "div", ROUNDED}
     assert set(in_gradient) == set(in_loss) | {"add_any", "reduce_sum"}
+
+
+def test_penalties_are_computed_in_float32():
+    """Of outputs in bfloat16."""
+    penalty = functools.partial(step_lib.activation_penalty, activation=0.2, temporal=0.1)
+    assert narrow(penalty, bfloat16s(2, 5, 3)) == {}
+
+
+def test_norms_and_biases_stay_float32_at_inference():
+    """Of a bfloat16 model. Matrices are cast once, before the first token."""
+    model = tiny.make(dtype=DType.BFLOAT16, layer_norm=NormPlace.PRE, d_embed=8)
+    params = jax.eval_shape(lambda: tiny.variables(model)["params"])
+    prepare = functools.partial(
+        prepare_params, model=model, segment_len=2, mem_len=3, clamp_len=None
+    )
+
+    prepared = jax.eval_shape(prepare, params)
+
+    final_norm = prepared.embed_and_norm["final_norm"]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(final_norm)} == {"float32"}
+    dtypes = collections.defaultdict(set)
+    for leaf in jax.tree.leaves(prepared.embed_and_norm):
+        dtypes[leaf.ndim].add(leaf.dtype.name)
+    assert dtypes == {1: {"float32"}, 2: {"bfloat16"}}
 
 
 def test_summed_losses_of_a_segment_are_wide():

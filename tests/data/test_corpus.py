@@ -17,6 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from support import order
 from support.encoded_text import in_blocks, joined, own_text, text_of, words_of
 from support.miniature import arrange
 from txl_jax.config import CorpusName, LineMark, Newlines, Tokenizer, TokenizerConfig, config_tree
@@ -547,6 +548,19 @@ def test_the_same_text_and_settings_are_not_encoded_again(tmp_path, monkeypatch)
 
     monkeypatch.setattr(token_store, "VERSION", token_store.VERSION + 1)
     assert find_store(text_of(), SETTINGS, tmp_path) is None
+
+
+def test_the_ids_of_a_store_last_before_its_name(tmp_path, monkeypatch):
+    """A power cut could otherwise leave a store with holes under its final name."""
+    store = token_store._path(text_of(), SETTINGS, tmp_path).name
+    events = order.record(monkeypatch, tmp_path)
+
+    open_store(text_of(), SETTINGS, make_words, folder=tmp_path)
+
+    synced = {Path(name).name for what, name in events if what == "sync"}
+    assert synced >= {"train.npy", "valid.npy", "test.npy", "sentences.npy"}
+    renamed = events.index(("rename", store))
+    assert all(what != "sync" for what, _ in events[renamed:])
 
 
 def flip_a_bit(path):

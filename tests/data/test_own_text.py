@@ -15,6 +15,7 @@ import re
 import sys
 import sysconfig
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -716,3 +717,24 @@ def test_a_byte_order_mark_is_not_part_of_the_first_word(block):
     # A part that begins later has no mark.
     later_part = in_blocks(content.encode(), block, offset=3)
     assert "".join(text_blocks([later_part], close_lines=False)) == content
+
+
+def test_an_object_that_is_replaced_while_it_is_copied_is_copied_again(tmp_path, monkeypatch):
+    """Also by one of the same size: the copy has the time that the object had before."""
+    bucket = {"content": b"old", "time": 1000.0}
+    downloads = []
+
+    def download(url, target):
+        downloads.append(bucket["content"])
+        Path(target).write_bytes(bucket["content"])
+        # Somebody replaces the object once its bytes were read.
+        bucket.update(content=b"new", time=2000.0)
+
+    monkeypatch.setattr(own_text_module.storage, "modified", lambda url: bucket["time"])
+    monkeypatch.setattr(own_text_module, "size", lambda url: 3)
+    monkeypatch.setattr(own_text_module.remote, "download", download)
+
+    copies = [own_text_module._copy("gs://bucket/a.txt", tmp_path) for _ in range(3)]
+
+    assert downloads == [b"old", b"new"]
+    assert Path(copies[-1]).read_bytes() == b"new"

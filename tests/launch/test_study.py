@@ -393,6 +393,25 @@ def test_the_place_of_a_run_is_free_again_if_its_worker_died(out, ended, is_free
         assert new_trials == []
 
 
+@pytest.mark.filterwarnings("ignore:Heartbeat of storage")
+def test_a_trial_has_a_heartbeat_before_it_is_taken(out, monkeypatch):
+    """Its worker may die right after. Without a heartbeat nobody would take it for dead."""
+    worker, made = worker_in_this_process(out, ONE_RUN)
+    assert worker._queue()
+    states_at_heartbeats = []
+    record_heartbeat = study._Storage.record_heartbeat
+
+    def record(self, trial_id):
+        states_at_heartbeats.append(self.get_trial(trial_id).state.name)
+        record_heartbeat(self, trial_id)
+
+    monkeypatch.setattr(study._Storage, "record_heartbeat", record)
+
+    worker._study.ask(made.space)
+
+    assert states_at_heartbeats == ["WAITING"]
+
+
 DRAWN = FILE + (
     "[random]\nsamples = 1\noptimizer.learning_rate = { log = [1e-3, 0.1] }\n"
     '[sampler]\nname = "TPESampler"\n'

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support import drawn_run, runs, tiny_model, tiny_run
-from txl_jax.config import Tokenizer, config_tree
+from txl_jax.config import DType, Tokenizer, config_tree
 from txl_jax.data.byte_tokens import ByteVocabulary
 from txl_jax.data.word_tokens import CharacterVocabulary
 from txl_jax.errors import NonFiniteError, UserError
@@ -222,6 +222,26 @@ def test_every_kind_of_tokens_has_bits_per_byte_of_its_text(tmp_path, kind, has,
     n_bytes = corpus.vocabulary.count_bytes(corpus.test[1:])
     for name in has - {"bpc"}:
         assert scores[name] == pytest.approx(bits / n_bytes), name
+
+
+def test_the_losses_of_a_bfloat16_models_tokens_keep_the_bits_that_were_computed(run, monkeypatch):
+    """Losses are computed in float32, which the tables show."""
+    config, corpus, _, _ = run
+    dtypes = []
+
+    def score(*arguments, token_nats, **options):
+        dtypes.append(token_nats.dtype.name)
+        return Totals(1.0, 1), "a line"
+
+    monkeypatch.setattr(score_splits, "score_text_with_line", score)
+    narrow = config_tree.replace(config, {"model.dtype": DType.BFLOAT16})
+    trained = types.SimpleNamespace(config=narrow)
+    parts = score_splits._score_splits(
+        None, trained, corpus, lambda: False, kind=None, per_token=True
+    )
+
+    assert [part.split for part in parts] == list(score_splits.Split)
+    assert set(dtypes) == {"float32"}
 
 
 def test_another_text_is_noted(run, capsys):
