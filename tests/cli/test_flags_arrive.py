@@ -275,6 +275,23 @@ def test_each_typed_flag_arrives(declare, start, name):
     }
 
 
+# Code that another program has left in these places is run. A flagfile may be a stranger's.
+LOADS_CODE = {"compilation_cache"}
+LOADS_CODE_OF_PROGRAM = {
+    "experiments.bench.speed": {"peer_path"},
+    "experiments.lm_eval": {"include_path"},
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_flagfile_may_not_name_code(declare, name):
+    kind, _ = declare(name)
+    leaves = list(config_tree.leaves(kind))
+    loads_code = {leaf.name for leaf in leaves if leaf.setting.loads_code}
+    expected = LOADS_CODE & {leaf.name for leaf in leaves}
+    assert loads_code == expected | LOADS_CODE_OF_PROGRAM.get(name, set())
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_flag_of_a_file_arrives_unless_it_is_typed_behind_it(declare, start, tmp_path, name):
     """The file gives every flag a value, and every second flag is typed as well, with another."""

@@ -525,7 +525,12 @@ def test_sentences_are_where_lines_begin(line_mark, files, block, open_end, tmp_
 
     folder = tmp_path_factory.mktemp("store")
     vocabulary = words_of(line_mark)
-    tokens = open_store(text_of(contents, block=block), SETTINGS, lambda: vocabulary, folder=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        # Ids are searched for marks in blocks. Texts this short would be one block.
+        patch.setattr(token_store, "_BLOCK_IDS", 4)
+        tokens = open_store(
+            text_of(contents, block=block), SETTINGS, lambda: vocabulary, folder=folder
+        )
     assert tokens.sentences.tolist() == expected
     assert expected[-1] == len(tokens.splits["train"])
     assert tokens.splits["train"].tolist() == joined(vocabulary.blocks(map(in_blocks, contents)))

@@ -9,6 +9,7 @@ import json
 import logging
 import socket
 import time
+from unittest import mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from support.http_server import ask, server
 from support.serving import SECONDS
 from support.waiting import wait_until
 from txl_jax.serving import middleware
+from txl_jax.serving.connections import Connections, Phase
 from txl_jax.serving.engine import ServerLimits
 from txl_jax.serving.middleware import LOOPBACK
 
@@ -138,6 +140,26 @@ def test_at_the_limit_the_oldest_connection_makes_room(content, answer):
         # The probe's connection and the last two are as many as may be open.
         assert [is_closed(connection) for connection in connections[:3]] == [True] * 3
         assert [is_open(connection) for connection in connections[3:]] == [True] * 2
+
+
+@pytest.mark.parametrize("phase", [Phase.HEADER, Phase.BODY, Phase.READER])
+def test_at_the_limit_a_request_that_runs_is_not_closed_for_a_newer_connection(phase):
+    """Not even if it is the oldest of all: the other one has done less."""
+
+    def connection(phase, since):
+        return mock.Mock(phase=phase, since=since)
+
+    connections = Connections(2)
+    running = connection(Phase.WORK, since=1.0)
+    waiting = connection(phase, since=2.0)
+    new = connection(Phase.HEADER, since=3.0)
+
+    for added in (running, waiting, new):
+        connections.add(added)
+
+    waiting.transport.abort.assert_called_once_with()
+    running.transport.abort.assert_not_called()
+    new.transport.abort.assert_not_called()
 
 
 def test_requests_that_run_are_not_closed_for_others():
