@@ -47,6 +47,9 @@ STEPS = 4
 FLOAT32 = 1e-4
 FLOAT64 = 1e-9
 BFLOAT16 = 1e-3
+# A number in bfloat16 has an error of up to 4e-3 of itself. From version 0.11 of JAX on, XLA rounds
+# at other places than when the numbers were recorded: the first norm differs by 1.3e-3.
+BFLOAT16_OF_LATER_VERSIONS = 4e-3
 INITIAL = 1e-6
 
 MODEL: dict[str, Any] = {
@@ -322,6 +325,8 @@ def tolerance(name: str) -> float:
     if name.endswith("float64"):
         return FLOAT64
     if name == "bfloat16":
+        if jax.__version_info__ >= (0, 11):
+            return BFLOAT16_OF_LATER_VERSIONS
         return BFLOAT16
     return FLOAT32
 

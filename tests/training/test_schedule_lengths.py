@@ -59,8 +59,8 @@ def constant_rate(config, peak):
     )
 
 
-# Pairs of warm-up and steps, whose inverses are rounded. XLA multiplies by the rounded inverse of a
-# constant. If lengths that are data were divided by instead, the bits would differ.
+# Pairs of warm-up and steps, whose inverses are rounded. XLA may multiply by the rounded inverse of
+# a constant. If lengths that are data were divided by instead, the bits would differ.
 ROUNDED_LENGTHS = ((30, 1187), (7, 997), (333, 1111), (77, 3001))
 # The updates of the longest schedule and a few after it. All schedules are computed for as many, so
 # that one compiled program serves them all.
@@ -71,7 +71,7 @@ UPDATES = np.arange(3001 + 13, dtype=np.int32)
 @pytest.mark.parametrize("decay_steps", [None, 777])
 @pytest.mark.parametrize("offset", ScheduleOffset)
 @pytest.mark.parametrize("schedule", Schedule)
-def test_rates_have_the_bits_of_a_schedule_of_constants(schedule, offset, decay_steps, wide):
+def test_rates_have_the_bits_of_lengths_that_are_constants(schedule, offset, decay_steps, wide):
     """Of lengths whose inverses are rounded, with a peak of the config and with a traced one."""
     configs = []
     for warmup, steps in ROUNDED_LENGTHS:
@@ -102,14 +102,19 @@ def compare_rates(configs):
     def as_constants(peak, updates):
         rates = []
         for config in configs:
-            of_config = constant_rate(config, PEAK)
-            of_traced_peak = constant_rate(config, peak)
+            of_config = learning_rate(config)
+            of_traced_peak = learning_rate(config, peak=peak)
             rates.append((jax.vmap(of_config)(updates), jax.vmap(of_traced_peak)(updates)))
         return rates
 
+    @jax.jit
+    def of_optax(updates):
+        return [jax.vmap(constant_rate(config, PEAK))(updates) for config in configs]
+
     peak = jnp.asarray(PEAK)
     all_expected = jax.device_get(as_constants(peak, UPDATES))
-    for config, of_both_peaks in zip(configs, all_expected, strict=True):
+    all_of_optax = jax.device_get(of_optax(UPDATES))
+    for config, of_both_peaks, by_optax in zip(configs, all_expected, all_of_optax, strict=True):
         steps = config.train.steps
         actual = jax.device_get(as_data(ScheduleLengths.of(config), peak, UPDATES))
         for kind, rates, expected in zip(
@@ -118,6 +123,11 @@ def compare_rates(configs):
             case = f"{steps} steps, {kind}"
             assert rates.dtype == expected.dtype, case
             np.testing.assert_array_equal(rates, expected, err_msg=case)
+
+            # Optax divides by the lengths. XLA of jax 0.10 turns that into the same products. Later
+            # versions keep the division, which rounds once less.
+            atol = 2 * PEAK * np.finfo(rates.dtype).eps
+            np.testing.assert_allclose(rates, by_optax, rtol=0, atol=atol, err_msg=case)
 
             # The schedules are not trivial. With the original offset the decay has begun where the
             # warm-up ends, so that the peak is not reached there.

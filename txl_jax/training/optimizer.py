@@ -41,8 +41,9 @@ class ScheduleLengths(NamedTuple):
     The compiled training step takes them as data (`runs.build`), so that it is the same program
     for all values of `train.steps`, `optimizer.decay_steps` and `optimizer.warmup_steps`.
 
-    XLA replaces a division by a constant with a multiplication by its inverse. The inverses are
-    data too, so that a rate is the same, bit for bit, whether the lengths are data or constants.
+    Some versions of XLA replace a division by a constant with a multiplication by its inverse, and
+    others do not. The inverses are data too, so that a rate is the same, bit for bit, with any
+    version, and whether the lengths are data or constants.
     """
 
     warmup_start: Any  # int32, the first update of the warm-up. Earlier ones are at the peak.
