@@ -49,17 +49,13 @@ from txl_jax.training.step import TrainState, TrainStep, UpdateMetrics
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Outcome of training.
+    """Outcome of training."""
 
-    Attributes:
-      finished: Whether training has ended. Otherwise it was stopped on request, with everything
-        saved.
-      step: Number of training steps done.
-      results: Content of results.json, or None if training was stopped.
-    """
-
+    # Whether training has ended. Otherwise it was stopped on request, with everything saved.
     finished: bool
+    # Number of training steps done.
     step: int
+    # Content of results.json, or None if training was stopped.
     results: dict[str, Any] | None
 
 
