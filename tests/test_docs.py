@@ -10,7 +10,6 @@ import importlib
 import re
 import runpy
 import shlex
-import types
 
 import numpy as np
 import pytest
@@ -94,26 +93,6 @@ def test_every_setting_of_a_page_exists(page):
     for name in re.findall(rf"--((?:{SECTIONS})\.[\w.]*\w)", page.read_text()):
         is_group = any(f"{name}." in setting for setting in SETTINGS)
         assert name in SETTINGS or is_group, name
-
-
-def test_the_page_of_settings_has_all_of_them():
-    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="settings.md"))
-    fill = runpy.run_path(str(ROOT / ".ci" / "mkdocs_settings.py"))["on_page_markdown"]
-    text = fill((ROOT / "docs/settings.md").read_text(), page=page)
-
-    rows = {}
-    pattern = r"^\| `(?:--)?([\w.]+)`.* \| (.*) \| .* \| (.*) \|$"
-    for name, default, values in re.findall(pattern, text, re.MULTILINE):
-        assert name not in rows, f"{name} has two rows"
-        rows[name] = (default, values)
-
-    assert rows.keys() == SETTINGS
-    assert rows["model.n_layer"] == ("12", "int at least 1")
-    assert rows["train.same_length"] == ("false", "bool")
-    assert rows["model.tie_projs"] == ("empty", "list of bool")
-    assert rows["average.ema_decay"] == ("none", "float above 0 and below 1 or none")
-    newlines = ("keep", "keep, drop; only if `data.tokenizer.kind` is byte")
-    assert rows["data.tokenizer.newlines"] == newlines
 
 
 @pytest.mark.parametrize("path", modules_with_examples(), ids=str)
