@@ -1,9 +1,13 @@
-"""MkDocs hook: links that leave docs/ point to the repository, or to the clone.
+"""MkDocs hook: links that leave docs/ point to the repository, and pictures follow the theme.
 
 Pages link to files outside docs/, such as ../README.md, so that they work in a clone and on a
 forge. The site has no such pages. This hook turns these links into addresses of the repository
 (`extra.repository` of mkdocs.yml) or, without one, into paths from a site in the clone (`site/`). A
 file that does not exist gives a warning, which ends a strict build.
+
+A forge shows the light or the dark one of two pictures by a <picture> element. MkDocs would leave
+its paths as they are, which is wrong one directory below, and the site has a switch of its own. So
+the element becomes two images, of which the theme shows one.
 """
 
 import logging
@@ -15,6 +19,10 @@ from typing import Any
 
 LOG = logging.getLogger("mkdocs.hooks.links")
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
+PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>[^"]+)">\s*'
+    r'<img alt="(?P<alt>[^"]*)"\s+src="(?P<light>[^"]+)">\s*</picture>'
+)
 FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -59,8 +67,24 @@ def outside(target: str, page: str, repository: str, exists: Callable[[str], boo
     return f"{found}{mark}{anchor}"
 
 
+def for_both_themes(markdown: str) -> str:
+    r"""Replaces each <picture> of a light and a dark image by two images of the theme.
+
+    >>> source = '<source media="(prefers-color-scheme: dark)" srcset="a-dark.svg">'
+    >>> for_both_themes(f'<picture> {source} <img alt="An a." src="a-light.svg"> </picture>')
+    '![An a.](a-light.svg#only-light)\n![An a.](a-dark.svg#only-dark)'
+    """
+
+    def replace(picture: re.Match[str]) -> str:
+        words = " ".join(picture["alt"].split())
+        light = f"![{words}]({picture['light']}#only-light)"
+        return f"{light}\n![{words}]({picture['dark']}#only-dark)"
+
+    return PICTURE.sub(replace, markdown)
+
+
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Returns a page with absolute links to files outside docs/; fenced code stays as it is."""
+    """Returns a page with links and pictures of the site; fenced code stays as it is."""
     root = Path(config.config_file_path).parent
 
     def replace(link: re.Match[str]) -> str:
@@ -75,5 +99,6 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
     parts = FENCED.split(markdown)  # Text and fenced code in turn.
     return "".join(
-        part if number % 2 else LINK.sub(replace, part) for number, part in enumerate(parts)
+        part if number % 2 else for_both_themes(LINK.sub(replace, part))
+        for number, part in enumerate(parts)
     )
