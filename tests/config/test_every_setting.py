@@ -9,7 +9,6 @@ import functools
 import os
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -100,7 +99,7 @@ def init(config):
 
     def init():
         params = init_params(parts.model, jax.random.key(config.seed))
-        return nn.unbox(init_state(parts.model, parts.optimizer, config, params))
+        return init_state(parts.model, parts.optimizer, config, params)
 
     return jax.jit(init).lower().as_text()
 

@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.experimental
 import jax.numpy as jnp
@@ -68,7 +67,7 @@ def _drawn(model: TransformerXL, x64: bool) -> dict:
     assert jax.config.jax_enable_x64 == x64
     tokens = jnp.zeros((1, 2), jnp.int32)
     memory = model.init_memory(batch_size=1, mem_len=1)
-    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens, memory))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens, memory)
     rng = np.random.default_rng(1)
 
     def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:

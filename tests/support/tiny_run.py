@@ -9,7 +9,6 @@ import functools
 import math
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 
@@ -61,7 +60,7 @@ def params(model: TransformerXL) -> Any:
     Nothing is compiled for them.
     """
     rng = np.random.default_rng(1)
-    shapes = nn.unbox(jax.eval_shape(lambda: init_params(model, jax.random.key(0))))
+    shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     # Sums over D are equally large for each D from 12 on.
     wide = 0.5 * min(1.0, math.sqrt(12 / model.config.d_model))
 

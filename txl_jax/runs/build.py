@@ -146,8 +146,8 @@ class Built:
         with use_mesh(self.mesh):
             boxed = jax.eval_shape(lambda: self.traced_state(self._first_params()))
 
-        # Flax boxes each parameter with its logical axes, which its initializer names, and which
-        # decide its sharding (`sharding.axes`). The memory has no boxes.
+        # On a mesh each parameter is in a box with its logical axes, which its initializer names,
+        # and which decide its sharding (`sharding.axes`). The memory has no boxes.
         shardings = param_shardings(self.mesh, boxed)
         shardings = shardings.replace(memory=self._memory_shardings(self.config.train.batch_size))
         return abstract_arrays(nn.unbox(boxed), shardings)
@@ -195,7 +195,7 @@ class Built:
         return make_state(params)
 
     def _first_params(self) -> Any:
-        """Returns the initial parameters, in boxes that hold their logical axes."""
+        """Returns the initial parameters, on a mesh in boxes that hold their logical axes."""
         return init_params(self.model, jax.random.key(self.config.seed))
 
     def traced_state(self, params: Any) -> TrainState:

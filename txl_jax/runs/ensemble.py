@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -67,7 +66,7 @@ class Ensemble(Built):
 
         @jax.jit
         def params_of(seed: jax.Array) -> Any:
-            return nn.unbox(init_params(self.model, jax.random.key(seed)))
+            return init_params(self.model, jax.random.key(seed))
 
         # Members are initialized one after the other, so that each has, bit for bit, the parameters
         # of a run of its own.

@@ -1,7 +1,7 @@
 """Logical names of array axes, and the one table that maps them to the axes of the device mesh.
 
 Parameters, memory, activations and batches are labelled with these names; `normal`, `zeros` and
-`ones` are initializers of parameters that carry them.
+`ones` are initializers of parameters that carry them on a mesh.
 """
 
 import functools
@@ -80,7 +80,8 @@ def param_shardings(mesh: Mesh, tree: Any) -> Any:
     every use, which reads parts of the tokens.)
 
     An optimizer's state has the boxes of its parameters, as optax maps over them. Bare arrays are
-    replicated, and so is an array that its box does not fit, such as Adafactor's means of rows.
+    replicated, like all parameters on one device, and so is an array that its box does not fit,
+    such as Adafactor's means of rows.
     """
     return jax.tree.map(
         functools.partial(_param_sharding, mesh),
@@ -214,20 +215,38 @@ def vocab_axis() -> str | None:
     return _MESH_AXES[VOCAB] if num_vocab_shards() > 1 else None
 
 
-# Makes a boxed parameter (`nn.LogicallyPartitioned`), which `self.param` unboxes.
+# Makes a parameter: a plain array, or on a mesh a box around it (`nn.LogicallyPartitioned`) that
+# `self.param` takes off.
 Initializer = Callable[..., Any]
 
 
 def normal(stddev: float, *names: str | None) -> Initializer:
     """Returns an initializer N(0, stddev) for a parameter with these logical axes."""
-    return nn.with_logical_partitioning(nn.initializers.normal(stddev), names)
+    return _with_names(nn.initializers.normal(stddev), names)
 
 
 def zeros(*names: str | None) -> Initializer:
     """Returns an initializer of zeros for a parameter with these logical axes."""
-    return nn.with_logical_partitioning(nn.initializers.zeros_init(), names)
+    return _with_names(nn.initializers.zeros_init(), names)
 
 
 def ones(*names: str | None) -> Initializer:
     """Returns an initializer of ones for a parameter with these logical axes."""
-    return nn.with_logical_partitioning(nn.initializers.ones_init(), names)
+    return _with_names(nn.initializers.ones_init(), names)
+
+
+def _with_names(initializer: Initializer, names: tuple[str | None, ...]) -> Initializer:
+    """Returns an initializer that boxes its array with its logical axes where there is a mesh.
+
+    Without an ambient mesh of several devices nothing is sharded, and the array stays plain. A box
+    would be in the way of everybody who calls `init`, and NNX rejects it: it shards a parameter as
+    soon as it exists, by the names on its box, and there is no mesh that has them.
+    """
+
+    def initialize(*arguments: Any) -> Any:
+        array = initializer(*arguments)
+        if ambient_mesh() is None:
+            return array
+        return nn.LogicallyPartitioned(array, names)
+
+    return initialize

@@ -53,7 +53,7 @@ class TrainState:
 
 
 def init_params(model: AnyModel, key: jax.Array) -> Any:
-    """Returns the initial parameters, each in a box that holds its logical axis names."""
+    """Returns the initial parameters, on a mesh in boxes that hold their logical axis names."""
     token = jnp.zeros((1, 1), jnp.int32)
     return model.init(key, token, model.init_memory(batch_size=1, mem_len=0))["params"]
 
