@@ -77,8 +77,14 @@ def init(
 
 
 @jax.named_scope("memory")
-def update(memory: Memory, layer_inputs: jax.Array) -> Memory:
-    """Appends a segment's layer inputs [N, B, L, D] and drops the oldest positions."""
+def update(memory: Memory, layer_inputs: jax.Array, lengths: jax.Array | None = None) -> Memory:
+    """Appends a segment's layer inputs [N, B, L, D] and drops the oldest positions.
+
+    With `lengths`, int32 [B] of `token_counts`, a row appends only that many positions. What
+    follows them in the segment is padding.
+    """
+    if lengths is not None:
+        return _update_padded(memory, jax.lax.stop_gradient(layer_inputs), lengths)
     mem_len = memory.mem_len
     segment_len = layer_inputs.shape[2]
 
@@ -89,6 +95,43 @@ def update(memory: Memory, layer_inputs: jax.Array) -> Memory:
         hidden=jnp.concatenate([kept, new.astype(kept.dtype)], axis=2),
         valid=jnp.minimum(memory.valid + segment_len, mem_len),
     )
+
+
+def _update_padded(memory: Memory, layer_inputs: jax.Array, lengths: jax.Array) -> Memory:
+    """Appends the first `lengths` [B] positions of each row's layer inputs [N, B, L, D]."""
+    mem_len = memory.mem_len
+    new = layer_inputs.astype(memory.hidden.dtype)
+    states = jnp.concatenate([memory.hidden, new], axis=2)
+
+    # A row with n tokens has M + n states before its padding. The last M of them begin at n.
+    def last_slots(row: jax.Array, n_token: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(row, n_token, mem_len, axis=1)
+
+    return Memory(
+        hidden=jax.vmap(last_slots, in_axes=(1, 0), out_axes=1)(states, lengths),
+        valid=jnp.minimum(memory.valid + lengths, mem_len),
+    )
+
+
+def token_counts(lengths: jax.Array | None, tokens: jax.Array) -> jax.Array | None:
+    """Returns the number of tokens before the padding of each row of a segment, int32 [B].
+
+    Returns None if `lengths` is None, for a segment without padding. A length above L means L, and
+    a negative one 0.
+
+    Raises:
+      UserError: If lengths are not integers [B].
+    """
+    if lengths is None:
+        return None
+    lengths = jnp.asarray(lengths)
+    batch_size, segment_len = tokens.shape[:2]
+    if lengths.shape != (batch_size,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise UserError(
+            f"lengths must be integers [{batch_size}], the number of tokens in each row, got "
+            f"{lengths.dtype} of shape {lengths.shape}"
+        )
+    return jnp.clip(lengths, 0, segment_len).astype(jnp.int32)
 
 
 class Documents(NamedTuple):
@@ -104,25 +147,33 @@ class Documents(NamedTuple):
     # int32 [B], position after the last end token, or 0 if the segment has none.
     last: jax.Array
 
-    def valid(self, valid: jax.Array) -> jax.Array:
+    def valid(self, valid: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
         """Returns the number of filled slots [B] after the segment, at most `valid`.
 
-        If the segment has an end token, the filled slots are the positions after the last one.
+        If the segment has an end token, the filled slots are the positions after the last one, to
+        the end of the segment or of the row's `lengths` [B].
         """
-        of_last_document = jnp.minimum(valid, self.start.shape[1] - self.last)
+        n_token = self.start.shape[1] if lengths is None else lengths
+        of_last_document = jnp.minimum(valid, n_token - self.last)
         return jnp.where(self.last > 0, of_last_document, valid)
 
 
-def documents(tokens: jax.Array, end_token: int | None) -> Documents | None:
+def documents(
+    tokens: jax.Array, end_token: int | None, lengths: jax.Array | None = None
+) -> Documents | None:
     """Returns the documents of a segment of tokens [B, L].
 
-    Returns None without an end token, or for embeddings.
+    Returns None without an end token, or for embeddings. An end token in the padding after
+    `lengths` [B] does not count.
     """
     if end_token is None or jnp.issubdtype(tokens.dtype, jnp.floating):
         return None
     # The position after each position's latest end token, the position's own included, or 0.
     next_position = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.int32)
-    after_end = jnp.where(tokens == end_token, next_position[None, :], 0)
+    is_end = tokens == end_token
+    if lengths is not None:
+        is_end &= next_position[None, :] <= lengths[:, None]
+    after_end = jnp.where(is_end, next_position[None, :], 0)
     after_latest_end = jax.lax.cummax(after_end, axis=1)
 
     # An end token belongs to the document that it ends: documents start one position later.

@@ -75,10 +75,12 @@ class TransformerXL(nn.Module):
         clamp_len: int | None = None,
         same_length: bool = False,
         deterministic: bool = True,
+        lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, Memory]:
         """Computes a segment's hidden states [B, L, D] and the memory after it.
 
-        The hidden states are the last layer's outputs. The memory is advanced by L positions.
+        The hidden states are the last layer's outputs. The memory is advanced by L positions, or
+        by `lengths`.
 
         Args:
           tokens: int [B, L], below V. As usual in JAX, larger ids are clipped, not rejected. Or
@@ -89,18 +91,23 @@ class TransformerXL(nn.Module):
           same_length: Whether every query attends to the same number of keys, M (or M + 1, see
             `model.compat`).
           deterministic: Whether dropout is off. Dropout needs an rng named "dropout".
+          lengths: int [B], the number of tokens in each row, or None for L in each. What follows
+            them is padding, of any ids: it does not enter the memory, and no token attends to it.
+            Its hidden states mean nothing, so that its targets must not count (-1 in `nll`).
 
         Raises:
-          UserError: If tokens or embeddings have another shape, or the memory other layers or rows.
+          UserError: If tokens or embeddings have another shape, the memory other layers or rows, or
+            lengths are not integers [B].
         """
         memory.check(tokens, self.config.n_layer)
+        lengths = memory_lib.token_counts(lengths, tokens)
         segment_len = tokens.shape[1]
         mem_len = memory.mem_len
 
         # Which keys each query attends to. Without same_length the window is None, for no limit.
         window = self.config.compat.window(mem_len, same_length=same_length)
         # None unless data.reset_at keeps documents apart.
-        documents = memory_lib.documents(tokens, self.end_token)
+        documents = memory_lib.documents(tokens, self.end_token, lengths)
         document_start = None if documents is None else documents.start
         visibility = Visibility(
             valid=memory.valid,
@@ -132,10 +139,10 @@ class TransformerXL(nn.Module):
         if self.is_initializing() and not _are_embeddings(tokens):
             self.nll(hidden, tokens)  # Creates the softmax's parameters.
 
-        memory = memory_lib.update(memory, layer_inputs)
+        memory = memory_lib.update(memory, layer_inputs, lengths)
         if documents is not None:
             # The next segment attends only to slots of the last document.
-            memory = Memory(memory.hidden, documents.valid(memory.valid))
+            memory = Memory(memory.hidden, documents.valid(memory.valid, lengths))
         return hidden, memory
 
     def embed(
