@@ -15,6 +15,7 @@ import pytest
 
 import txl_jax
 from support import ROOT, drawn_run, tiny, tiny_model
+from support.pages import execute, python_blocks
 from txl_jax.config import config_tree
 from txl_jax.errors import UserError
 from txl_jax.runtime.log import read_metrics
@@ -24,18 +25,6 @@ NO_TEXT = config_tree.replace(
     txl_jax.preset("small"), {"data.corpus": "text", "data.file": "no.txt"}
 )
 TEXT = bytes(np.random.default_rng(3).choice(list(b"abcdefgh \n"), 1200).tolist())
-
-
-def python_blocks(page="README.md"):
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
-
-
-def execute(blocks, **names):
-    """Runs the blocks of a page one after the other, and returns the names that they define."""
-    names["__name__"] = "page"
-    for block in blocks:
-        exec(block, names)
-    return names
 
 
 @pytest.fixture

@@ -46,7 +46,8 @@ _INSIDE_JAX = (
     "txl_jax.TransformerXL(model.config.model, vocab_size=model.vocabulary.size); "
     "hidden, memory = net.apply({'params': model.params}, tokens, memory, "
     "clamp_len=model.config.eval.clamp_len, same_length=model.config.eval.same_length); "
-    "log_p = net.apply({'params': model.params}, hidden, method=net.log_probabilities)"
+    "log_p = net.apply({'params': model.params}, hidden, method=net.log_probabilities). "
+    "docs/own-module.md shows gradients and training too"
 )
 
 
@@ -483,8 +484,8 @@ class LanguageModel:
             raise UserError(_INSIDE_JAX)
 
         advice = (
-            "For documents of other lengths, use model.score, or pad the rows and ignore what "
-            "follows their ends."
+            "For documents of other lengths, use model.score, or pad the rows, ignore what follows "
+            "their ends, and do not carry this memory on (docs/own-module.md)."
         )
         message = f"tokens must be ids [B, L] in rows of equal length (%s). {advice}"
         with rephrased(message, ValueError, TypeError):

@@ -168,6 +168,18 @@ def test_lengths_of_whole_segments_change_nothing_and_others_are_clipped():
     jax.tree.map(np.testing.assert_array_equal, after(np.full(3, -2)), before)
 
 
+def test_padding_of_end_tokens_empties_a_row():
+    """Without lengths, in a model that keeps documents apart."""
+    model = tiny.make(end_token=END)
+    tokens = np.where(tiny.text(L) == END, END + 1, tiny.text(L))
+    tokens[1, 2:] = END
+    memory = model.init_memory(batch_size=3, mem_len=6)
+
+    _, memory = model.apply(tiny.variables(model), tokens, memory)
+
+    assert memory.valid.tolist() == [L, 0, L]
+
+
 @pytest.mark.parametrize(
     "lengths",
     [
