@@ -1,0 +1,113 @@
+"""Tests of docs/from-transformers.md: the new code runs on a converted checkpoint, and computes
+what the old code does with transformers 4.35.2.
+"""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from support import ROOT, drawn_run
+from support.pages import execute, python_blocks
+from txl_jax.config import MemoryStart
+from txl_jax.runs.convert import TargetFormat, convert
+
+PAGE = "docs/from-transformers.md"
+# Like the published checkpoint it has no file of ours, and a memory that starts with zeros.
+PUBLISHED = drawn_run.WT103 | {
+    "model.untie_r": True,
+    "model.compat.memory_start": MemoryStart.ZEROS,
+}
+
+
+def titled_blocks(title):
+    """The blocks of Python under a title on the page."""
+    pattern = rf'```python title="{re.escape(title)}"\n(.*?)```'
+    return re.findall(pattern, (ROOT / PAGE).read_text(), flags=re.DOTALL)
+
+
+@pytest.fixture
+def converted(tmp_path, monkeypatch):
+    """The directory of a small checkpoint of transformers, and what the page's command makes of
+    it.
+    """
+    made = drawn_run.of_words(tmp_path / "run", **PUBLISHED)
+    theirs = tmp_path / "transfo-xl-wt103"
+    convert(made.path, theirs, to_format=TargetFormat.HUGGINGFACE)
+    (theirs / "txl_jax.json").unlink()
+    convert(theirs, tmp_path / "wt103")
+    monkeypatch.chdir(tmp_path)
+
+
+def new_names():
+    """What the new blocks define. A reader's code runs with jax's own settings."""
+    with jax.numpy_rank_promotion("allow"):
+        return execute(python_blocks(PAGE))
+
+
+def test_each_old_block_has_a_new_one():
+    assert len(titled_blocks("transformers 4.35.2")) == len(python_blocks(PAGE)) == 8
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("converted")
+def test_the_new_code_runs():
+    names = new_names()
+
+    n_token = names["ids"].shape[1]
+    assert n_token == 6
+    assert names["model"].decode(names["ids"][0]).strip() == "the cat sat on the <unk>"
+    assert names["log_p"].shape == (1, n_token - 4, 19)
+    assert names["losses"].shape == (n_token - 1,)
+    assert names["loss"] == pytest.approx(names["losses"].mean(), rel=1e-6)
+    assert names["hidden"].shape == names["embedded"].shape == names["inputs"].shape == (6, 64)
+    assert 1 <= len(names["continuation"]) <= 12
+    assert names["logits"].shape == (2, 3)
+
+
+@pytest.mark.nightly(part="huggingface")
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
+)
+@pytest.mark.usefixtures("converted")
+def test_the_new_code_computes_what_the_old_code_does():
+    """By the names that both define."""
+    import torch
+
+    torch.set_num_threads(1)
+    old = execute(titled_blocks("transformers 4.35.2"))
+    new = new_names()
+
+    for name in ("ids", "continuation", "num_parameters"):
+        assert np.array_equal(old[name], new[name]), name
+    # Theirs is a list of [M, B, D] for each layer.
+    old["mems"] = torch.stack(old["mems"]).transpose(1, 2)
+    # Theirs are sorted by cluster.
+    assert not np.allclose(old["losses"], new["losses"])
+    old["losses"] = np.sort(old["losses"])
+    new["losses"] = np.sort(new["losses"])
+    # With their classifier's matrix, which is random.
+    params = {"core": new["model"].params, "score": old["score"].numpy()}
+    new["logits"] = new["logits_of"](params, new["tokens"], new["count"])
+    for name in ("log_p", "mems", "losses", "loss", "hidden", "embedded", "inputs", "logits"):
+        theirs = np.asarray(old[name])
+        assert theirs.shape == np.shape(new[name]), name
+        scale = np.abs(theirs).max()
+        np.testing.assert_allclose(new[name], theirs, rtol=0, atol=1e-5 * scale, err_msg=name)
+
+
+@pytest.mark.nightly(part="huggingface")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.usefixtures("converted")
+def test_the_page_splits_text_as_their_tokenizer_does():
+    [block] = titled_blocks("with sacremoses")
+    like_wikitext = execute([block])["like_wikitext"]
+    tokenizer = execute(titled_blocks("transformers 4.35.2")[:1])["tokenizer"]
+
+    for text in (
+        "23,000 people, 1.80m tall, don't agree (or do they?).",
+        "A well-known “quote” — from 1,234,567.89 sources; see e.g. p. 12.",
+        "the cat sat on the mat",
+    ):
+        assert like_wikitext(text).split() == tokenizer.tokenize(text), text
