@@ -1,6 +1,6 @@
 """Compares the sizes of a text after experiments.compress and after other compressors.
 
-    PROGRAM="python benchmarks/compression.py"
+    PROGRAM="python benchmarks/compressors.py"
     $PROGRAM split --workdir=runs/quickstart --out=python
     $PROGRAM others --text=python/test --train=python/train
     $PROGRAM model --text=python/test --workdir=runs/quickstart -- --streams=1
@@ -215,7 +215,7 @@ def _add_row(
         "bits per byte": f"{8 * size / len(text):.3f}",
         "kB/s": speed(seconds),
         "kB/s back": speed(seconds_back),
-        "command": " ".join(["python", "benchmarks/compression.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "benchmarks/compressors.py", *sys.argv[1:]]),
     }
     is_new = not arguments.csv.exists()
     with open(arguments.csv, "a", newline="") as file:
