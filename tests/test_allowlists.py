@@ -401,7 +401,7 @@ def test_servers_that_texts_are_downloaded_from():
 
 
 def test_schemes_of_urls():
-    assert remote.SCHEMES == {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+    assert remote.SCHEMES == {"gs": "gcsfs", "s3": "s3fs"}
 
 
 class _Answer(Exception):  # noqa: N818

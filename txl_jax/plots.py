@@ -56,7 +56,7 @@ def can_draw() -> bool:
     """Returns whether matplotlib is installed, or prints a line that nothing is drawn."""
     is_installed = importlib.util.find_spec("matplotlib") is not None
     if not is_installed:
-        say("no figure: matplotlib is not installed (pip install '.[plots]')")
+        say("no figure: matplotlib is not installed (pip install matplotlib)")
     return is_installed
 
 

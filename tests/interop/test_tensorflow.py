@@ -313,10 +313,10 @@ def test_the_published_layout(tmp_path, monkeypatch):
     )
 
 
-def test_without_tensorflow_the_extra_is_named(tmp_path, monkeypatch):
+def test_without_tensorflow_its_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", None)  # Importing it fails.
     (tmp_path / "model.ckpt-0.index").write_bytes(b"")
-    with pytest.raises(UserError, match=r"txl_jax\[tensorflow\]"):
+    with pytest.raises(UserError, match="pip install tensorflow-cpu"):
         formats.read(tmp_path)
 
 

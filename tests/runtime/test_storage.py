@@ -44,7 +44,7 @@ def test_a_local_path_is_absolute_with_its_home_and_links(tmp_path, monkeypatch)
     [
         ("memory://run", "memory://"),
         ("gs:/bucket/run", "gs://bucket"),
-        ("s3://bucket/run", "txl_jax[s3]"),
+        ("s3://bucket/run", "pip install s3fs"),
     ],
 )
 def test_what_cannot_be_opened_is_refused(url, expected, monkeypatch):

@@ -24,7 +24,7 @@ def constriction() -> Any:
         return importlib.import_module("constriction")
     except ImportError as error:
         raise MissingPackageError(
-            "compression requires the package constriction. Run pip install '.[compress]'."
+            "compression requires the package constriction. Run pip install constriction."
         ) from error
 
 

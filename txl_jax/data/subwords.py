@@ -312,7 +312,7 @@ def package() -> ModuleType:
     """
     missing = (
         "subwords and tokenizer.json files need the package tokenizers. "
-        "Run pip install '.[tokenizers]'"
+        "Run pip install tokenizers."
     )
     with rephrased(missing, ImportError, to=MissingPackageError):
         import tokenizers

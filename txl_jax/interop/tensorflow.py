@@ -189,7 +189,7 @@ def _open(prefix: Path) -> dict[str, Leaf]:
     """Returns all variables by name, matmuls' matrices transposed."""
     missing = (
         f"{prefix} is a checkpoint of TensorFlow, which is not installed. "
-        "Run pip install 'txl_jax[tensorflow]'"
+        "Run pip install tensorflow-cpu."
     )
     with rephrased(missing, ImportError):
         import tensorflow

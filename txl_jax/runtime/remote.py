@@ -23,9 +23,8 @@ from txl_jax.errors import UserError
 
 # For the tries of one call. gcsfs tries six times within each, for about 20 s in all.
 PATIENCE_SECONDS = 120.0
-# The schemes that Orbax writes to as well: the module that opens each, and the extra that installs
-# it.
-SCHEMES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+# The schemes that Orbax writes to as well, and the package that opens each.
+SCHEMES = {"gs": "gcsfs", "s3": "s3fs"}
 _BLOCK_BYTES = 16 << 20
 # A request without an answer is given up after this time, and tried again.
 _ANSWER_SECONDS = 120
@@ -63,11 +62,9 @@ def as_url(text: str) -> str:
     if "://" not in text or scheme not in SCHEMES or not place:
         known = " or ".join(f"{scheme}://bucket/directory" for scheme in SCHEMES)
         raise UserError(f"the path must be a local directory or {known}, got {text}")
-    module, extra = SCHEMES[scheme]
-    if importlib.util.find_spec(module) is None:
-        raise UserError(
-            f"the path {text} needs the package {module}. Run pip install 'txl_jax[{extra}]'"
-        )
+    package = SCHEMES[scheme]
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"the path {text} needs the package {package}. Run pip install {package}.")
     return f"{scheme}://{place}"
 
 
@@ -293,6 +290,5 @@ def shorten_storage_logs() -> None:
         record.exc_info = None
         return is_new
 
-    modules = [module for module, _ in SCHEMES.values()]
-    for name in [*modules, "google.auth._default"]:
+    for name in [*SCHEMES.values(), "google.auth._default"]:
         logging.getLogger(name).addFilter(is_first)

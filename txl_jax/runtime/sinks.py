@@ -232,7 +232,7 @@ class WeightsAndBiases(Sink):
         if importlib.util.find_spec("wandb") is None:
             raise UserError(
                 f"--wandb_project is {project!r}, but wandb is not installed. "
-                "Run pip install 'txl_jax[wandb]', or omit --wandb_project."
+                "Run pip install wandb, or omit --wandb_project."
             )
         self._project = project
         self._workdir = os.fspath(workdir)
