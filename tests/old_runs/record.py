@@ -1,10 +1,11 @@
-"""Wrote the runs in this directory, with the code of commit 5521e3e8, whose dropout masks are of
-version 1.
+"""Wrote the runs in this directory, with code from before 0.1.
 
-    PYTHONPATH=CLONE_OF_5521e3e8 python record.py DIRECTORY
+Its dropout masks are of version 1.
+
+    PYTHONPATH=CLONE_OF_THAT_CODE python record.py DIRECTORY
 
 The runs were recorded in /old_runs, a directory without a meaning, because records name the files
-of their texts. `numbers.json` has the numbers that this commit computed with them, each in a copy.
+of their texts. `numbers.json` has the numbers that this code computed with them, each in a copy.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Tests that runs of commit 5521e3e8, with dropout masks of version 1, can be used as before.
+"""Tests that runs from before 0.1, with dropout masks of version 1, can be used as before.
 
 `record.py` made them, and the numbers that they must still give. Only training them further with
 dropout is an error, and then no file changes.

@@ -170,8 +170,11 @@ def test_a_corrupted_vocabulary_is_named(folder, content):
         Run.read(folder)
 
 
-@pytest.mark.parametrize("number", [None, 2, "3", FORMAT + 1])
-def test_a_record_of_another_format_is_an_error_whatever_else_it_contains(folder, number):
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(None, "train"), (2, "train"), ("3", "newer"), (FORMAT + 1, "newer")],
+)
+def test_a_record_of_another_format_is_an_error_whatever_else_it_contains(folder, number, advice):
     """Records of format 1 have no number. Another format may have settings that are unknown here,
     which must not be what the error is about.
     """
@@ -180,7 +183,7 @@ def test_a_record_of_another_format_is_an_error_whatever_else_it_contains(folder
         record["format"] = number
     (folder / "config.json").write_text(json.dumps(record))
 
-    named = rf"config\.json .*format must be {FORMAT}, got {number or 1!r}: use commit "
+    named = rf"config\.json .*format must be {FORMAT}, got {number or 1!r}: .*{advice}"
     with pytest.raises(UserError, match=named):
         Run.open(folder)
     assert json.loads((folder / "config.json").read_text()) == record

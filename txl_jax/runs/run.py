@@ -686,11 +686,11 @@ def _check_format(record: Mapping[str, Any]) -> None:
         "it belongs to a portable checkpoint: pass that to --init_from",
     )
     number = record.get("format", 1)  # Format 1 has no number.
-    require(
-        number == FORMAT,
-        f"its format must be {FORMAT}, got {number!r}: "
-        "use commit 624573f for formats 1 and 2, and a newer txl_jax for later formats",
-    )
+    if number in (1, 2):
+        advice = "it was written before 0.1, so train the model again"
+    else:
+        advice = "use the txl_jax that wrote it, or a newer one"
+    require(number == FORMAT, f"its format must be {FORMAT}, got {number!r}: {advice}")
 
 
 def _masks_version(record: Mapping[str, Any]) -> int:
