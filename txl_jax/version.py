@@ -5,7 +5,7 @@ import sys
 
 from txl_jax.errors import UserError
 
-__version__ = "0.2.0"
+__version__ = "0.1.0"
 OLDEST_JAX = "0.7.2"  # As in setup.cfg. With 0.7.0 Orbax cannot save the arrays of several devices.
 
 
