@@ -1,12 +1,16 @@
-"""Tests that the commands and settings in README and docs exist, and that the examples run, in
-docstrings and docs/examples.
+"""Tests that the commands, settings, names and files in README and docs exist, and that the
+examples run, in docstrings and docs/examples.
 
 Each model of docs/examples solves a task that it cannot solve without the part that is shown.
 """
 
+import ast
+import configparser
+import dataclasses
 import doctest
 import functools
 import importlib
+import importlib.util
 import re
 import runpy
 import shlex
@@ -22,6 +26,13 @@ from txl_jax.config.experiment import evaluation_preset_names, preset_names
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "BUILD.md", ROOT / "CONTRIBUTING.md", *DOCS]
+# Pages with names of code too.
+PAGES_WITH_NAMES = [
+    *PAGES,
+    ROOT / "SECURITY.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "tests" / "golden" / "README.md",
+]
 PLACEHOLDERS = {"FLAGS", "...", "NAME"}  # Words of the pages for what a reader fills in.
 SETTINGS = {leaf.name for leaf in leaves(ExperimentConfig)}
 SECTIONS = "model|data|optimizer|mesh|train|regularization|average|eval|generate"
@@ -93,6 +104,176 @@ def test_every_setting_of_a_page_exists(page):
     for name in re.findall(rf"--((?:{SECTIONS})\.[\w.]*\w)", page.read_text()):
         is_group = any(f"{name}." in setting for setting in SETTINGS)
         assert name in SETTINGS or is_group, name
+
+
+PACKAGES = ("txl_jax", "experiments", "launch")
+# Files that the pages name and this repository does not have.
+FILES_ELSEWHERE = {
+    "train.py": "the original release",
+    "eval.py": "the original release",
+    "argparse.py": "Python's standard library",
+    "experiments/my_news.py": "the reader is to write it",
+}
+
+
+def inline_codes(page):
+    """Yields each `code` of a page outside of its code blocks, up to an opening parenthesis."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for code in re.findall(r"`([^`\n]+)`", text):
+        yield code.partition("(")[0]
+
+
+@functools.cache
+def modules_of_classes():
+    """Returns the module of each class of txl_jax, by the class's name."""
+    modules = {}
+    for path in (ROOT / "txl_jax").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                modules[node.name] = module.removesuffix(".__init__")
+    return modules
+
+
+def has(value, name):
+    """Returns whether a module or class has the name. A field without a default counts."""
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return hasattr(value, name) or name in {field.name for field in fields}
+
+
+def name_exists(dotted):
+    """Returns whether `package.module.name` is a module, or something in one."""
+    parts = dotted.split(".")
+    # Modules are only found, not run, because a program may need an extra.
+    n_found = 1
+    while n_found < len(parts):
+        try:
+            spec = importlib.util.find_spec(".".join(parts[: n_found + 1]))
+        except ModuleNotFoundError:  # The name before is a module without submodules.
+            break
+        if spec is None:
+            break
+        n_found += 1
+    if n_found == len(parts):
+        return True
+
+    value = importlib.import_module(".".join(parts[:n_found]))
+    for name in parts[n_found:]:
+        if not has(value, name):
+            return False
+        value = getattr(value, name, None)
+    return True
+
+
+def path_exists(path):
+    """Returns whether a path of a page exists, from the root, from txl_jax or as a path's end."""
+    # Words in capitals stand for any name.
+    pattern = re.sub(r"\b[A-Z]{4,}\b", "*", path).rstrip("/")
+    patterns = [pattern, f"txl_jax/{pattern}", f"txl_jax/{pattern}.py"]
+    if path.endswith(".py"):
+        # A list of files may name the directory only at its first one.
+        patterns += [f"{folder}/**/{pattern}" for folder in (*PACKAGES, "docs", "tests")]
+    return any(next(ROOT.glob(pattern), None) for pattern in patterns)
+
+
+def names_something(code, *, folders):
+    """Returns whether a code exists, or is no name of a module, class or file of this project.
+
+    Args:
+      code: Text of a page, without an argument list.
+      folders: Directories of the repository and of txl_jax.
+    """
+    in_folder = "/" in code and code.partition("/")[0] in folders
+    if re.fullmatch(r"[\w./*-]+", code) and (in_folder or code.endswith(".py")):
+        return path_exists(code)
+    if not re.fullmatch(r"\w+(\.\w+)+", code) or code.endswith((".json", ".jsonl")):
+        return True
+
+    first, _, rest = code.partition(".")
+    if first in PACKAGES:
+        return name_exists(code)
+    if first in modules_of_classes():
+        owner = getattr(importlib.import_module(modules_of_classes()[first]), first)
+        return has(owner, rest)
+    if (ROOT / "txl_jax" / first).is_dir() or (ROOT / "txl_jax" / f"{first}.py").exists():
+        return code in SETTINGS or name_exists(f"txl_jax.{code}")
+    return True
+
+
+def missing_names(page):
+    """Yields each inline code of a page that names a module, class or file that does not exist."""
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    folders |= {path.name for path in (ROOT / "txl_jax").iterdir() if path.is_dir()}
+    # Only the page about the structure of the code means packages by these names.
+    if page.name != "architecture.md":
+        folders -= {"runs", "data"}
+    for code in inline_codes(page):
+        if code not in FILES_ELSEWHERE and not names_something(code, folders=folders):
+            yield code
+
+
+@pytest.mark.parametrize(
+    "page", PAGES_WITH_NAMES, ids=lambda page: page.relative_to(ROOT).as_posix()
+)
+def test_names_and_files_of_a_page_exist(page):
+    """Modules, functions, methods and files in `code` that is not part of a code block."""
+    assert list(missing_names(page)) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "txl_jax.sharding.make_mesh",
+        "txl_jax.sharding.meshes",
+        "experiments.paper.table10",
+        "Run.begin",
+        "LanguageModel.tokens",
+        "sharding.make_mesh(...)",
+        "cli/runner.py",
+        "tests/test_nothing.py",
+        "no_such_file.py",
+        "benchmarks/nothing.csv",
+    ],
+)
+def test_a_name_that_does_not_exist_is_noticed(code, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"Call `{code}` with `txl_jax.load` or `Run.read`, see `cli/app.py`.")
+    assert list(missing_names(page)) == [code.partition("(")[0]]
+
+
+def extras():
+    """Returns the extras of the package, each with the names of its requirements."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    return {
+        extra: set(re.findall(r"^[\w-]+", requirements, re.MULTILINE))
+        for extra, requirements in setup["options.extras_require"].items()
+    }
+
+
+def advice_to_install(package):
+    """Yields the argument of each `pip install ARGUMENT` in the sources of a package."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        text = path.read_text()
+        for quoted, plain in re.findall(r"pip install (?:'([^']+)'|(\w[\w-]*))", text):
+            yield quoted or plain
+
+
+def test_the_library_advises_to_install_the_packages_of_its_extras():
+    """No extra is named: the package is in no registry, and a user of the wheel has no clone."""
+    known = set().union(*extras().values())
+    advised = set(advice_to_install("txl_jax"))
+    assert {"wandb", "tokenizers", "tensorflow-cpu"} <= advised
+    assert advised <= known, advised - known
+
+
+@pytest.mark.parametrize("package", ["experiments", "launch"])
+def test_programs_advise_to_install_extras_of_the_clone(package):
+    for argument in advice_to_install(package):
+        if argument.startswith("."):
+            for extra in argument.removeprefix(".[").removesuffix("]").split(","):
+                assert extra in extras(), argument
+        assert not argument.startswith("txl_jax"), argument
 
 
 @pytest.mark.parametrize("path", modules_with_examples(), ids=str)
