@@ -252,14 +252,14 @@ def test_peaks_by_the_names_that_jax_gives(kind, peak):
 def test_units_of_a_total():
     total = Totals(nats=6 * math.log(2), tokens=2)  # Six bits: three per token.
     assert total.nll == pytest.approx(3 * math.log(2))
-    assert total.bpc == pytest.approx(3)
+    assert total.bits_per_token == pytest.approx(3)
     assert total.perplexity == pytest.approx(8)
     assert math.isnan(total.bits_per_byte)
     assert Totals(nats=1e6, tokens=1).perplexity == math.inf
 
     nothing = Totals()
     assert math.isnan(nothing.nll)
-    assert math.isnan(nothing.bpc)
+    assert math.isnan(nothing.bits_per_token)
     assert math.isnan(nothing.perplexity)
 
 

@@ -1,4 +1,4 @@
-"""Metrics from summed nats: loss, bits per character, perplexity."""
+"""Metrics from summed nats: loss, bits per token and per byte, perplexity."""
 
 import dataclasses
 import enum
@@ -28,7 +28,7 @@ class Totals:
     """Losses summed over scored tokens. `a + b` is the sum over both documents.
 
     >>> total = Totals(nats=math.log(2) * 10, tokens=10) + Totals(nats=math.log(8) * 10, tokens=10)
-    >>> total.bpc
+    >>> total.bits_per_token
     2.0
     >>> round(total.perplexity, 3)
     4.0
@@ -54,8 +54,8 @@ class Totals:
         return self.nats / self.tokens
 
     @property
-    def bpc(self) -> float:
-        """Bits per token, which are bits per character if tokens are characters."""
+    def bits_per_token(self) -> float:
+        """Bits per token, which is bits per byte or character (bpc) if the tokens are these."""
         return self.nll / math.log(2)
 
     @property
@@ -70,7 +70,7 @@ class Totals:
         """Bits per byte of the text, whatever its tokens are, or nan if its bytes are unknown."""
         if self.bytes == 0:
             return math.nan
-        return self.bpc * (self.tokens / self.bytes)
+        return self.bits_per_token * (self.tokens / self.bytes)
 
     def per_token(self, measure: Measure) -> dict[str, float]:
         """Returns the loss in nats, bits and perplexity by their names in records.
@@ -80,10 +80,10 @@ class Totals:
         """
         values = {"loss": self.nll}
         if measure.is_bits:
-            values["bpc"] = self.bpc
+            values["bpc"] = self.bits_per_token
         if measure is Measure.BPB:
-            values["bits_per_byte"] = self.bpc
-        values["bits_per_token"] = self.bpc
+            values["bits_per_byte"] = self.bits_per_token
+        values["bits_per_token"] = self.bits_per_token
         values["perplexity"] = self.perplexity
         return values
 
@@ -94,7 +94,7 @@ class Totals:
 
     def value(self, measure: Measure) -> float:
         """Returns the value of a measure."""
-        return self.bpc if measure.is_bits else self.perplexity
+        return self.bits_per_token if measure.is_bits else self.perplexity
 
     def format(self, measure: Measure) -> str:
         """Formats a measure and its value.

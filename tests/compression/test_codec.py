@@ -94,7 +94,7 @@ def test_progress_counts_bytes_and_their_bits():
     assert second == 60
     assert last == totals.tokens == 1000
     # The coder rounds up to words of 4 bytes, of which the last two may hold few bits.
-    assert totals.bpc * 1000 / 8 == pytest.approx(len(payload), abs=8)
+    assert totals.bits_per_token * 1000 / 8 == pytest.approx(len(payload), abs=8)
 
 
 def test_a_forged_length_allocates_nothing():

@@ -92,7 +92,7 @@ def test_curves_end_at_the_bits_of_the_whole_test_split(tmp_path, monkeypatch):
         "learning": comparison.learning,
     }
     for name, reading_of_text in readings.items():
-        assert reading_of_text.bits == pytest.approx(totals_of[name].bpc), name
+        assert reading_of_text.bits == pytest.approx(totals_of[name].bits_per_token), name
         # The first byte has no loss.
         bits_of_rows = nats_of[name][1:].reshape(5, 11) / np.log(2)
         by_hand = [

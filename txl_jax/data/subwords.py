@@ -311,8 +311,7 @@ def package() -> ModuleType:
       MissingPackageError: If it is not installed.
     """
     missing = (
-        "subwords and tokenizer.json files need the package tokenizers. "
-        "Run pip install tokenizers."
+        "subwords and tokenizer.json files need the package tokenizers. Run pip install tokenizers."
     )
     with rephrased(missing, ImportError, to=MissingPackageError):
         import tokenizers
