@@ -289,7 +289,7 @@ def test_a_run_that_diverged_says_so_and_its_scores_are_infinite(tmp_path):
     row = run.row([])
     assert row["state"] == "diverged"
     assert row["best_valid"] == row["test"] == math.inf
-    assert "| ppl >1e9 | ppl >1e9 |" in list(markdown([], [row]))[2]
+    assert "| >1e9 | >1e9 |" in list(markdown([], [row]))[2]
     assert dataclasses.replace(run, measure=Measure.BPC).row([])["best_valid"] == math.inf
 
 
@@ -325,5 +325,25 @@ def test_means_omit_runs_that_have_not_finished_or_diverged():
     # In Markdown a name must not end its cell. The columns for steps and time are empty here.
     named_rows = [{"run": f"r|{number}"} | row for number, row in enumerate(rows)]
     lines = list(markdown(["lr", "seed"], named_rows))
-    assert lines[2] == "| r\\|0 | 1 | 1 | ppl 10.00 | ppl 12.00 |  |  | finished |"
-    assert lines[-2] == "| 1 | ppl 12.00 ± 2.83 | ppl 12.50 ± 0.71 | 2 |"
+    assert lines[0] == "| run | lr | seed | best valid (ppl) | test (ppl) | steps | time | state |"
+    assert lines[2] == "| r\\|0 | 1 | 1 | 10.00 | 12.00 |  |  | finished |"
+    assert lines[-2] == "| 1 | 12.00 ± 2.83 | 12.50 ± 0.71 | 2 |"
+
+
+def test_a_table_names_the_measure_once_unless_runs_have_different_ones():
+    rows = []
+    for name, measure in (("a", Measure.BPB), ("b", Measure.BPB), ("c", Measure.BPC)):
+        scores = {"best_valid": 2.0, "test": 3.0, "measure": str(measure)}
+        rows.append({"run": name, "state": "finished", "steps": 1, "seconds": 1.0} | scores)
+    # It has not been scored yet.
+    rows.append({"run": "d", "state": "0 of 9 training steps", "steps": 0})
+
+    of_bytes = list(markdown([], [*rows[:2], rows[3]]))
+    assert of_bytes[0].startswith("| run | best valid (bits per byte) | test (bits per byte) |")
+    assert of_bytes[2].startswith("| a | 2.0000 | 3.0000 |")
+    assert of_bytes[4].startswith("| d |  |  |")
+
+    mixed = list(markdown([], rows))
+    assert mixed[0].startswith("| run | best valid | test |")
+    assert mixed[2].startswith("| a | bits per byte 2.0000 | bits per byte 3.0000 |")
+    assert mixed[4].startswith("| c | bpc 2.0000 | bpc 3.0000 |")

@@ -338,7 +338,8 @@ def _card(info: ModelInfo, num_parameters: int) -> str:
 def _score_table(scores: Mapping[str, Any], measure: Measure) -> str:
     """Returns the card's section of scores, empty for a model without scores."""
     name = "bpc" if measure.is_bits else "perplexity"
-    lines = ["## Scores", "", f"| split | {name} | nats per token | tokens |", "|---|---|---|---|"]
+    heading = str(measure) if measure.is_bits else name
+    lines = ["## Scores", "", f"| split | {heading} | nats per token | tokens |", "|---|---|---|---|"]
     has_scores = False
     for key, split in (("best_valid", "validation"), ("test", "test")):
         row = scores.get(key)

@@ -328,15 +328,27 @@ def markdown(names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
-    headings = [_HEADINGS.get(column, column) for column in columns]
+    # A measure that all rows share is in the headings of the scores, else in their cells.
+    measures = {row["measure"] for row in rows if "measure" in row}
+    shared_measure = measures.pop() if len(measures) == 1 else None
+    headings = []
+    for column in columns:
+        heading = _HEADINGS.get(column, column)
+        if column in _SCORES and shared_measure is not None:
+            heading += f" ({shared_measure})"
+        headings.append(heading)
+
     cells = []
     for row in rows:
-        cells.append([_cell(row, column) for column in columns])
+        cells.append([_cell(row, column, shared_measure is None) for column in columns])
     return table(headings, cells)
 
 
-def _cell(row: Row, column: str) -> str:
-    """Formats the value of a column, which is empty if it is missing."""
+def _cell(row: Row, column: str, names_measure: bool) -> str:
+    """Formats the value of a column, which is empty if it is missing.
+
+    `names_measure` is whether a score has the name of its measure before it.
+    """
     if column not in row:
         return ""
     value = row[column]
@@ -351,8 +363,9 @@ def _cell(row: Row, column: str) -> str:
 
     measure = Measure(row["measure"])
     score = format_score(value, measure)
+    if not names_measure:
+        score = score.removeprefix(f"{measure} ")
     deviation = row.get(f"{column}_deviation")
     if deviation is None:
         return score
-    # The deviation is formatted like the score, without the name of the measure before it.
-    return f"{score} ± {format_score(deviation, measure).split()[-1]}"
+    return f"{score} ± {format_score(deviation, measure).removeprefix(f'{measure} ')}"
