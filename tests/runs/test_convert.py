@@ -39,6 +39,7 @@ from txl_jax.data.corpus import read_corpus
 from txl_jax.errors import CheckpointError, UserError
 from txl_jax.interop import original, portable, safetensors
 from txl_jax.interop.original import Format
+from txl_jax.metrics import Measure
 from txl_jax.runs import convert as convert_job
 from txl_jax.runs.convert import TargetFormat
 
@@ -114,6 +115,16 @@ def test_a_portable_checkpoint_is_the_run_without_its_paths(workdir, folder):
     private = str(Path(workdir.path).parent)
     for name in ("config.json", "README.md", "vocabulary.txt"):
         assert private not in (folder / name).read_text(), name
+
+
+@pytest.mark.parametrize(
+    ("measure", "expected"),
+    [(Measure.BPB, "bits per byte"), (Measure.BPC, "bpc"), (Measure.PPL, "perplexity")],
+)
+def test_a_card_names_the_measure_of_the_tokens(measure, expected):
+    scores = {"test": {"loss": 1.5, "bpc": 2.25, "perplexity": 4.5, "tokens": 100.0}}
+    table = portable._score_table(scores, measure)
+    assert f"| split | {expected} | nats per token | tokens |" in table
 
 
 def test_scores_of_other_parameters_do_not_go_along(workdir, tmp_path):
