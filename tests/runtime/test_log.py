@@ -384,7 +384,7 @@ def test_tensorboard_gets_scalars_texts_and_the_table_of_settings(tmp_path):
 
 def test_without_wandb_the_project_is_refused_before_training(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="'mine'.*wandb is not installed.*pip install wandb"):
+    with pytest.raises(UserError, match=r"'mine'.*wandb is not installed.*pip install wandb"):
         WeightsAndBiases("mine", tmp_path)
 
 

@@ -339,7 +339,12 @@ def _score_table(scores: Mapping[str, Any], measure: Measure) -> str:
     """Returns the card's section of scores, empty for a model without scores."""
     name = "bpc" if measure.is_bits else "perplexity"
     heading = str(measure) if measure.is_bits else name
-    lines = ["## Scores", "", f"| split | {heading} | nats per token | tokens |", "|---|---|---|---|"]
+    lines = [
+        "## Scores",
+        "",
+        f"| split | {heading} | nats per token | tokens |",
+        "|---|---|---|---|",
+    ]
     has_scores = False
     for key, split in (("best_valid", "validation"), ("test", "test")):
         row = scores.get(key)
