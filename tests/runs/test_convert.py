@@ -473,8 +473,10 @@ def test_the_error_for_a_directory_of_models_names_some_of_them(tmp_path):
 
 
 def test_errors_for_other_directories_say_what_to_do(folder, tmp_path):
-    with pytest.raises(UserError, match=r"contains no run"):
+    with pytest.raises(UserError, match=r"contains no run \(no config\.json\)"):
         txl_jax.load(tmp_path)
+    with pytest.raises(UserError, match=r"nowhere contains no run \(no such directory\)"):
+        txl_jax.load(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"member is 'seed=2'"):
         txl_jax.load(folder, member="seed=2")
     # Weights of PyTorch must be converted first.

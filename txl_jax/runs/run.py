@@ -167,7 +167,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
             runs_below = _runs_below(run.path)
             if runs_below:
                 advice += f", such as one of those in it: {', '.join(runs_below)}"
-            raise UserError(f"{run.path} contains no run (no {_CONFIG}). {advice}.")
+            exists = storage.is_dir(run.path)
+            reason = f"no {_CONFIG}" if exists else "no such directory"
+            raise UserError(f"{run.path} contains no run ({reason}). {advice}.")
         return run
 
     # Training
