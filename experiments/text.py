@@ -4,15 +4,15 @@ r"""Train, evaluate and sample on your own text: bytes, characters, words, subwo
         --data.file=book.txt
     python -m experiments.text --flagfile=own_words --minutes=30 --workdir=runs/mine \
         --train='shards/*.txt' --valid=valid.txt --test=test.txt
-    python -m experiments.text --flagfile=small --workdir=runs/subwords --tokenizer=subword \
+    python -m experiments.text --flagfile=own_words --workdir=runs/subwords --tokenizer=subword \
         --data.tokenizer.vocab_size=4000 --data.file=book.txt
-    python -m experiments.text --flagfile=small --workdir=runs/ids --tokenizer=id \
+    python -m experiments.text --flagfile=own_words --workdir=runs/ids --tokenizer=id \
         --train=train.bin --valid=val.bin
 
 One file is split 90/5/5 by position. A directory or glob pattern with three or more files is split
 between files. Lists are joined in the order given, patterns in the order of names. --train,
 --valid, --test and --tokenizer are short for --data.train, --data.valid, --data.test and
---data.tokenizer.kind. Without a flagfile or a --model flag, --flagfile=small is used.
+--data.tokenizer.kind.
 """
 
 from txl_jax.cli.train_command import train_main

@@ -961,6 +961,26 @@ def test_help_has_only_the_flags_that_a_program_reads():
     assert "--seed=" not in out
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        # Your own text gets the preset `small` unless a flag sets a size.
+        (["experiments.text"], {"model.n_layer": "4", "train.steps": "800"}),
+        (["experiments.text", "--flagfile=own_bytes"], {"optimizer.name": "muon"}),
+        (["experiments.enwik8"], {"model.n_layer": "12", "train.steps": "400000"}),
+        # An ensemble's text may be any corpus.
+        (["experiments.ensemble"], {"model.n_layer": "12"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_help_has_the_defaults_that_a_run_without_further_flags_has(words, expected):
+    code, out, err = programs.run(*words, "--help")
+    assert code == 0, err
+    for name, default in expected.items():
+        assert f"--{name}={default} " in out, name
+    assert ("--flagfile=small is used" in out) == (words == ["experiments.text"])
+
+
 def test_help_has_each_setting_once_in_groups_and_the_flagfiles():
     code, out, err = programs.run("experiments.enwik8", "--help")
     assert code == 0

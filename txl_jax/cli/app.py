@@ -20,7 +20,7 @@ from absl import flags
 from txl_jax.cli import flag_tree, help, other_hosts
 from txl_jax.cli.job import Job
 from txl_jax.cli.plans import Plan, TrainedRun, with_recorded_folders
-from txl_jax.cli.precedence import defaults_of_corpus
+from txl_jax.cli.precedence import SMALL, defaults_in_force, defaults_of_corpus
 from txl_jax.config import ExperimentConfig
 from txl_jax.errors import (
     NonFiniteError,
@@ -45,6 +45,7 @@ _SAVES_MEMORY = (
     "--model.attention=tiled"
 )
 _TRAINED = "Settings that you do not pass come from the trained run, instead of the defaults shown."
+_PRESET = f"Without a flagfile or a --model flag, --flagfile={SMALL} is used, as shown here."
 # Settings of plans that name the directory of a run.
 _FOLDERS_OF_RUNS = ("workdir", "model", "model_path")
 # The command's short names of flags, by which its errors name them, as its documentation does.
@@ -84,7 +85,12 @@ def main(
     if config is not None:
         flag_tree.define(config)
     _define_aliases(aliases or {})
-    parsed = _parse(plan, groups, takes_words)
+    help_flags = {"--help", "-h", "-help", "--helpfull"} & set(sys.argv[1:])
+    if help_flags:
+        shown = None if "--helpfull" in help_flags else groups
+        _print_help(plan, shown, config, by_corpus)
+        sys.exit(0)
+    parsed = _parse(takes_words)
 
     with guarded():
         processes = _join_others(hosts)
@@ -129,13 +135,8 @@ def _define_aliases(aliases: Mapping[str, str]) -> None:
     _aliases.update(aliases)
 
 
-def _parse(plan: type[Plan], groups: Collection[str] | None, takes_words: bool) -> flag_tree.Parsed:
-    """Parses the command line. Exits with 2 after an error message, and with 0 after --help."""
-    help_flags = {"--help", "-h", "-help", "--helpfull"} & set(sys.argv[1:])
-    if help_flags:
-        shown = None if "--helpfull" in help_flags else groups
-        _print_help(plan, shown)
-        sys.exit(0)
+def _parse(takes_words: bool) -> flag_tree.Parsed:
+    """Parses the command line. Exits with 2 after an error message."""
     try:
         return flag_tree.parse(sys.argv, takes_words=takes_words)
     except UserError as error:
@@ -143,8 +144,17 @@ def _parse(plan: type[Plan], groups: Collection[str] | None, takes_words: bool) 
         sys.exit(2)
 
 
-def _print_help(plan: type[Plan], groups: Collection[str] | None) -> None:
-    """Prints the command's docstring and its flags, of these groups or, with None, of all."""
+def _print_help(
+    plan: type[Plan],
+    groups: Collection[str] | None,
+    config: ExperimentConfig | None,
+    by_corpus: bool,
+) -> None:
+    """Prints the command's docstring and its flags, of these groups or, with None, of all.
+
+    The defaults of settings are those of a run without further flags: of the flagfiles on the
+    command line, or of the preset that a command chooses by itself.
+    """
     # `--help | head` ends quietly.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     names = []
@@ -155,8 +165,22 @@ def _print_help(plan: type[Plan], groups: Collection[str] | None) -> None:
     leaves = flag_tree.setting_leaves(plan)
     required = [flag_tree.flag_name(leaf) for leaf in leaves if leaf.setting.required]
     note = _TRAINED if issubclass(plan, TrainedRun) else ""
+
+    in_force = None
+    if config is not None:
+        words = [word for word in sys.argv[1:] if word.lstrip("-").startswith("flagfile=")]
+        own_flags = [flag_tree.flag_name(leaf) for leaf in leaves]
+        try:
+            in_force = defaults_in_force(
+                config, [sys.argv[0], *words], without=own_flags, by_corpus=by_corpus
+            )
+        except UserError as error:
+            fail(error)
+            sys.exit(2)
+        if config.model != in_force.model and not words:
+            note = f"{note} {_PRESET}".strip()
     print(sys.modules["__main__"].__doc__ or "")
-    print(help.help_text(names, groups, FLAGS, note, required))
+    print(help.help_text(names, groups, FLAGS, note, required, in_force))
 
 
 def _join_others(hosts: Literal["alone", "join", "each"]) -> other_hosts.Processes | None:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from absl import flags
 
 from txl_jax.cli import flag_tree, other_hosts
+from txl_jax.config import ExperimentConfig, config_tree
+from txl_jax.config.config_tree import format_value
 from txl_jax.config.experiment import evaluation_preset_names, preset_names
 
 # The help of a longer `--name=default` starts on the next line.
@@ -38,6 +40,7 @@ def help_text(
     flag_values: flags.FlagValues,
     note: str = "",
     required: Collection[str] = (),
+    in_force: ExperimentConfig | None = None,
 ) -> str:
     """Formats a command's flags with their defaults, as wide as the terminal, 80 to 120 columns.
 
@@ -47,6 +50,8 @@ def help_text(
       flag_values: The defined flags.
       note: A line above the flags, if not empty.
       required: Names of the flags that must be set.
+      in_force: The config whose values are shown as defaults of its settings, or None for the
+        defaults of the flags.
     """
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
     # `seed` is a setting of every config.
@@ -56,9 +61,17 @@ def help_text(
     }
     if has_config:
         rows[_PROGRAM].append(_FLAGFILE)
+    defaults = {}
+    if in_force is not None:
+        for leaf in flag_tree.setting_leaves(ExperimentConfig):
+            value = config_tree.get(in_force, leaf.name)
+            defaults[leaf.name] = (
+                str(value).lower() if isinstance(value, bool) else format_value(value)
+            )
     for name in names:
         group = _GROUPS.get(name, name.rpartition(".")[0]) or _PROGRAM
-        rows[group].append(_row(flag_values[name], is_required=name in required))
+        is_required = name in required
+        rows[group].append(_row(flag_values[name], defaults.get(name), is_required=is_required))
 
     # A command without a config has no flags in most groups.
     with_flags = [group for group, group_rows in rows.items() if group_rows]
@@ -81,8 +94,11 @@ def help_text(
     return "\n".join(lines)
 
 
-def _row(flag: flags.Flag, *, is_required: bool) -> _FlagRow:
-    """Returns a flag with its default, and its help with the choices."""
+def _row(flag: flags.Flag, default: str | None, *, is_required: bool) -> _FlagRow:
+    """Returns a flag with its default, and its help with the choices.
+
+    A `default` of None stands for the default of the flag's definition.
+    """
     explanation = flag.help or ""
     choices = getattr(flag.parser, "enum_values", None)
     if choices:
@@ -93,12 +109,12 @@ def _row(flag: flags.Flag, *, is_required: bool) -> _FlagRow:
     if is_required:
         return _FlagRow(f"--{flag.name}=NAME", f"Required. {explanation}")
 
-    default = flag.default_as_str
-    if not default and isinstance(flag.parser, flag_tree.SettingParser):
-        default = flag_tree.NONE
-    # absl quotes the defaults of flags that are text.
-    unquoted = (default or "").strip("'")
-    return _FlagRow(f"--{flag.name}={unquoted}", explanation)
+    if default is None:
+        # absl quotes the defaults of flags that are text.
+        default = (flag.default_as_str or "").strip("'")
+        if not flag.default_as_str and isinstance(flag.parser, flag_tree.SettingParser):
+            default = flag_tree.NONE
+    return _FlagRow(f"--{flag.name}={default}", explanation)
 
 
 def _table(rows: Sequence[_FlagRow], width: int) -> list[str]:

@@ -62,21 +62,50 @@ def config_of_words(
     Raises:
       UserError: If the command would, for a flag or for settings that are incompatible.
     """
+    values, places = _parse(defaults, words, without)
+    base = defaults if recorded is None else recorded
+    if by_corpus and recorded is None:
+        base = defaults_of_corpus(defaults, values)
+    base = small_if_no_sizes(base, places).config
+    config, _ = apply_flags(base, places, values, is_recorded=recorded is not None)
+    return config
+
+
+def defaults_in_force(
+    defaults: ExperimentConfig,
+    words: Sequence[str],
+    *,
+    without: Collection[str] = (),
+    by_corpus: bool = False,
+) -> ExperimentConfig:
+    """Returns the values of all settings that no further flag sets, which `--help` shows.
+
+    The arguments are those of `config_of_words`. Settings may be incompatible, as further flags
+    may change them, such as the file of a text.
+
+    Raises:
+      UserError: If a flag has a wrong name or value.
+
+    >>> own_text = ExperimentConfig(data=default_data(CorpusName.TEXT))
+    >>> defaults_in_force(own_text, ["text"]).model.n_layer
+    4
+    >>> defaults_in_force(own_text, ["text", "--flagfile=enwik8_24l"]).model.n_layer
+    24
+    """
+    values, places = _parse(defaults, words, without)
+    base = defaults_of_corpus(defaults, values) if by_corpus else defaults
+    return flag_tree.build(small_if_no_sizes(base, places).config, values)
+
+
+def _parse(
+    defaults: ExperimentConfig, words: Sequence[str], without: Collection[str]
+) -> tuple[flags.FlagValues, Mapping[str, str]]:
+    """Returns the flags of a command line, and where each of them was set."""
     values = flags.FlagValues()
     flag_tree.define(defaults, values)
     for name in without:
         flags.DEFINE_string(name, None, "", flag_values=values)
-    places = flag_tree.parse(words, values).places
-
-    if recorded is not None:
-        base = recorded
-    elif by_corpus:
-        base = defaults_of_corpus(defaults, values)
-    else:
-        base = defaults
-    base = small_if_no_sizes(base, places).config
-    config, _ = apply_flags(base, places, values, is_recorded=recorded is not None)
-    return config
+    return values, flag_tree.parse(words, values).places
 
 
 def defaults_of_corpus(
