@@ -6,6 +6,7 @@ Each model of docs/examples solves a task that it cannot solve without the part 
 
 import ast
 import configparser
+import csv
 import dataclasses
 import doctest
 import functools
@@ -66,9 +67,9 @@ def test_commands_are_found_on_pages():
 
 
 @functools.cache
-def flag_names(program):
-    """The flags that a program's --help lists, and the flags of every program."""
-    _, out, _ = programs.run(program, "--help")
+def flag_names(program, help_flag="--help"):
+    """The flags that a program's --help or --helpfull lists, and the flags of every program."""
+    _, out, _ = programs.run(program, help_flag)
     listed = re.findall(r"^ *--(?:\[no\])?([\w.]+)", out, flags=re.MULTILINE)
     return {*listed, "help", "helpfull", "flagfile"}
 
@@ -239,6 +240,86 @@ def test_a_name_that_does_not_exist_is_noticed(code, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"Call `{code}` with `txl_jax.load` or `Run.read`, see `cli/app.py`.")
     assert list(missing_names(page)) == [code.partition("(")[0]]
+
+
+# Abbreviated commits of other projects, which the pages and measurements name.
+COMMITS_ELSEWHERE = {"44781ed", "dda9fd4", "40a186d", "3adf61e"}
+MEASUREMENTS = sorted((ROOT / "benchmarks").glob("*.csv"))
+SOURCES = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+
+
+def test_no_page_measurement_or_message_names_a_commit():
+    """A clone may not have it: the history before the first release is not published."""
+    for path in [*PAGES_WITH_NAMES, *MEASUREMENTS, *SOURCES]:
+        words = set(re.findall(r"\b[0-9a-f]{7,8}\b", path.read_text()))
+        commits = {word for word in words if re.search("[a-f]", word) and re.search("[0-9]", word)}
+        assert commits <= COMMITS_ELSEWHERE, path
+
+
+def measured_commands(path):
+    """Returns the commands of a file of measurements, which has a column for them.
+
+    Without those that say that they were typed before 0.1, when programs had other names or
+    numbers.
+    """
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file, strict=True))
+    columns = [name for name in rows[0] if "command" in name]
+    assert columns, path
+    commands = {row[column] for row in rows for column in columns}
+    return {command for command in commands if not command.startswith("before 0.1: ")}
+
+
+def started_programs(command):
+    """Yields the program (a module or a file) and the text behind it, of each in a command."""
+    for start in re.split(r"(?=\bpython3? )", command):
+        match = re.match(r"python3? (?:-m ([\w.]+)|(\S+\.py))(.*)", start, re.DOTALL)
+        if match and match[1] not in ("venv", "pytest"):
+            yield match[1] or match[2], match[3]
+
+
+@pytest.mark.parametrize("path", MEASUREMENTS, ids=lambda path: path.stem)
+def test_the_rows_of_measurements_have_all_columns(path):
+    with path.open(newline="") as file:
+        header, *rows = csv.reader(file, strict=True)
+    assert len(set(header)) == len(header)
+    for number, row in enumerate(rows, start=2):
+        assert len(row) == len(header), f"line {number}"
+
+
+@pytest.mark.parametrize("path", MEASUREMENTS, ids=lambda path: path.stem)
+def test_commands_of_measurements_can_be_typed(path):
+    """Each names a program that exists, and flags that it has."""
+    for command in sorted(measured_commands(path)):
+        for program, rest in started_programs(command):
+            flags = re.findall(r"(?:^|\s)--([a-z][\w.]*)", rest.partition(" -- ")[0])
+            if program.startswith("experiments."):
+                assert name_exists(program), command
+                assert set(flags) <= flag_names(program, "--helpfull"), command
+            else:
+                is_file = program.endswith(".py")
+                source = ROOT / (program if is_file else f"{program.replace('.', '/')}.py")
+                assert source.exists(), command
+                for flag in flags:
+                    assert f'"--{flag}"' in source.read_text(), command
+        for name in re.findall(r"\b(?:txl_jax|experiments|launch)(?:\.\w+)+", command):
+            assert name_exists(name), command
+
+
+def test_a_command_of_a_program_that_is_gone_is_noticed(tmp_path):
+    """Else the test before passes for every file."""
+    path = tmp_path / "measurements.csv"
+    for command in (
+        "python -m experiments.bench.softmax --calls=3",
+        "python -m experiments.bench.speed --vocab_size=3",
+        "PYTHONPATH=. python tests/test_host_time.py",
+        "python -m launch.sweep x.toml --halving=3",
+        "python benchmarks/parity.py train --speed=3",
+        "experiments.bench.speed.trainings of small",
+    ):
+        path.write_text(f'command,seconds\n"{command}",3\n')
+        with pytest.raises(AssertionError):
+            test_commands_of_measurements_can_be_typed(path)
 
 
 def extras():
