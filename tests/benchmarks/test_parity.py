@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import os
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -379,3 +380,14 @@ def test_the_files_command_is_one_that_can_be_typed():
             assert parsed.comparison == comparison, run
             assert parsed.side == run.side, run
             assert parsed.seed == run.seed, run
+
+
+def test_the_file_can_be_run_as_a_script():
+    """Then Python imports from its directory first, and jax looks for the module `compression` of
+    Python 3.14: no file there may have a name that something imports.
+    """
+    script = [sys.executable, parity.__file__, "compare"]
+    done = subprocess.run(script, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("in the band at") == 4
