@@ -115,7 +115,7 @@ def test_readme_carries_a_memory_on(monkeypatch, tmp_path):
     config, corpus = drawn_run.on_text(tmp_path, bytes([*range(32, 127), 10]) * 20)
     model = txl_jax.load(drawn_run.make(tmp_path / "run", config, corpus)[0].path)
     monkeypatch.setattr(txl_jax, "load", lambda _: model)
-    tokens = model.encode("and stormy night; ")
+    tokens = model.encode("open(path):\n")
 
     names = execute([block.replace("length=100", "length=5") for block in python_blocks()])
     with_memory = names["log_probabilities"]
