@@ -46,7 +46,7 @@ def test_what_was_recorded_is_read_and_nothing_is_made_before(where, request, tm
         assert run.is_new
         assert not holds_run(place)
         assert files.is_remote(place) or not os.path.exists(place)
-        with pytest.raises(UserError, match=r"config\.json"):
+        with pytest.raises(UserError, match="contains no run"):
             Run.read(place)
         run.compare(CONFIG)
         run.record_start(CONFIG, TEXT)
