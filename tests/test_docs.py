@@ -142,6 +142,12 @@ def has(value, name):
     return hasattr(value, name) or name in {field.name for field in fields}
 
 
+def class_has(class_name, name):
+    """Returns whether a class of txl_jax has the name."""
+    owner = getattr(importlib.import_module(modules_of_classes()[class_name]), class_name)
+    return has(owner, name)
+
+
 def name_exists(dotted):
     """Returns whether `package.module.name` is a module, or something in one."""
     parts = dotted.split(".")
@@ -194,10 +200,12 @@ def names_something(code, *, folders):
     if first in PACKAGES:
         return name_exists(code)
     if first in modules_of_classes():
-        owner = getattr(importlib.import_module(modules_of_classes()[first]), first)
-        return has(owner, rest)
+        return class_has(first, rest)
     if (ROOT / "txl_jax" / first).is_dir() or (ROOT / "txl_jax" / f"{first}.py").exists():
-        return code in SETTINGS or name_exists(f"txl_jax.{code}")
+        # `memory.hidden` may be an attribute of an object of the class Memory.
+        class_name = first.capitalize()
+        is_attribute = class_name in modules_of_classes() and class_has(class_name, rest)
+        return is_attribute or code in SETTINGS or name_exists(f"txl_jax.{code}")
     return True
 
 
