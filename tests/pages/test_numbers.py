@@ -19,6 +19,7 @@ import sys
 import tomllib
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,7 @@ class Source:
     any_row: dict[str, str | list[str]] = dataclasses.field(default_factory=dict)
     own: dict[str, str | list[str]] = dataclasses.field(default_factory=dict)
     means_by: tuple[str, ...] = ()
+    quotients: dict[str, Any] = dataclasses.field(default_factory=dict)
     output: str = ""
     in_output: tuple[str, ...] = ()
     stated: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -175,21 +177,37 @@ def read_csv(name):
         return list(csv.DictReader(file))
 
 
-def with_means(rows, columns):
-    """Returns the rows of a CSV file, and the means of those that are equal in these columns."""
-    groups = collections.defaultdict(list)
+def groups(rows, columns):
+    """Returns the lists of rows of a CSV file that are equal in these columns."""
+    by_values = collections.defaultdict(list)
     for row in rows:
-        groups[tuple(row[column] for column in columns)].append(row)
-    means = []
-    for group in groups.values():
+        by_values[tuple(row[column] for column in columns)].append(row)
+    return by_values.values()
+
+
+def quotients(rows, column, by):
+    """Returns a row of quotients for the rows of a CSV file that are equal in the columns `by`."""
+    rows_of_quotients = []
+    for group in groups(rows, by):
+        pairs = itertools.permutations([float(row[column]) for row in group], 2)
+        row = {name: group[0][name] for name in by}
+        row["quotients"] = " ".join(str(dividend / divisor) for dividend, divisor in pairs)
+        rows_of_quotients.append(row)
+    return rows_of_quotients
+
+
+def means(rows, columns):
+    """Returns a row of means for the rows of a CSV file that are equal in these columns."""
+    rows_of_means = []
+    for group in groups(rows, columns):
         mean = dict(group[0])
         for column in mean:
             try:
                 mean[column] = str(statistics.fmean(float(row[column]) for row in group))
             except ValueError:
                 continue  # Not a column of numbers.
-        means.append(mean)
-    return rows + means
+        rows_of_means.append(mean)
+    return rows_of_means
 
 
 @functools.cache
@@ -219,7 +237,9 @@ def not_found(table, source):
     """Yields the row, the column and the number of each number without a source."""
     csv_rows = read_csv(source.csv) if source.csv else []
     if source.means_by:
-        csv_rows = with_means(csv_rows, source.means_by)
+        csv_rows = means(csv_rows, source.means_by)
+    if source.quotients:
+        csv_rows = quotients(csv_rows, **source.quotients)
     for cells_of_row in table.rows:
         cell_of = dict(zip(table.columns, cells_of_row, strict=True))
         in_groups = set()
