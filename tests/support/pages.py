@@ -1,6 +1,7 @@
 """Reads the pages of the documentation: their code blocks, and the commands of a shell block."""
 
 import dataclasses
+import functools
 import re
 import subprocess
 from typing import Any
@@ -72,6 +73,7 @@ def blocks(page: str) -> list[Block]:
     return sorted(found, key=lambda block: block.line)
 
 
+@functools.cache  # Each command is read by bash.
 def steps(page: str) -> list[Step]:
     """Returns what a reader of a page types or saves, in order, without what is only output.
 
@@ -82,15 +84,15 @@ def steps(page: str) -> list[Step]:
         if block.language in OUTPUT or block.title:
             continue
         if block.language == "sh":
-            all_steps.extend(_commands(block))
+            all_steps.extend(commands(block))
         else:
             all_steps.append(Step(page, block.line, block.language, block.source))
     return all_steps
 
 
-def _commands(block: Block) -> list[Step]:
+def commands(block: Block) -> list[Step]:
     """Returns the commands of a shell block. One may have multiple lines, as a loop has."""
-    commands = []
+    all_commands = []
     waiting = ""
     first_line = block.line
     for offset, line in enumerate(block.source.splitlines(keepends=True)):
@@ -100,10 +102,10 @@ def _commands(block: Block) -> list[Step]:
                 continue
         waiting += line
         if _is_complete(waiting):
-            commands.append(Step(block.page, first_line, "sh", waiting.rstrip("\n")))
+            all_commands.append(Step(block.page, first_line, "sh", waiting.rstrip("\n")))
             waiting = ""
     assert not waiting, f"{block.page}:{first_line}: the command has no end:\n{waiting}"
-    return commands
+    return all_commands
 
 
 def _is_complete(source: str) -> bool:
