@@ -1,6 +1,6 @@
 """A setting, declared once, and trees of settings with dotted names.
 
-Examples of such names are `model.n_layer` and `data.corpus`.
+`model.n_layer` and `data.corpus` are examples of dotted names.
 
 Flags, `--help`, config.json, the comparison on resume and the checks of single settings follow from
 the declaration.
@@ -30,15 +30,16 @@ class Setting:
 
     # One sentence for `--help`.
     help: str
-    # Lower and upper bounds of a number, with or without the bound itself. None means no bound.
+    # Bounds of a number: at_least and at_most are inclusive, above and below exclusive. None means
+    # no bound.
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    # Whether the value is a file, or a list of files, that programs make absolute.
+    # Whether the value is a path, or a list of paths, that commands make absolute.
     path: bool = False
-    # Values of other fields of the group, by name. With other values nothing reads this field, so
-    # that it must have its default.
+    # Values of other fields of the group, by name, that this field is used with. With any other
+    # value this field has no effect, so it must keep its default.
     only_with: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     # Other fields of the group that must be off, empty or 0 if this one is set.
     not_with: tuple[str, ...] = ()
@@ -50,21 +51,22 @@ class Setting:
     shapes_tokens: bool = False
     # Whether trained parameters depend on it, so that a warm start keeps it.
     shapes_params: bool = False
-    # Whether it can be set from the command line, otherwise only in code and by presets.
+    # Whether it has a flag. Without one, only code and presets can set it.
     flag: bool = True
-    # In a program's plan: whether code is loaded from it, so that it must be typed, not in a
+    # In a command's plan: whether code is loaded from it, so that it must be typed, not set in a
     # flagfile.
     loads_code: bool = False
-    # In a program's plan: whether the program requires it.
+    # In a command's plan: whether the command requires it.
     required: bool = False
-    # In a program's plan: whether it is a list whose entries, commas included, have a flag each.
+    # In a command's plan: whether it is a list whose flag is repeated once per entry, so that
+    # entries can contain commas.
     repeated: bool = False
 
     def missed_range(self, value: float) -> str:
-        """Returns the whole range that a number is outside of, as in "at least 0 and below 1".
+        """Returns the range that a number is outside of, as in "at least 0 and below 1".
 
         Returns an empty string if the number is in the range, or the setting has no bounds. nan is
-        outside of every range that has a bound, because it is false that it is inside.
+        outside every range that has a bound, because comparisons with nan are false.
         """
         is_inside = True
         bounds = []
@@ -101,7 +103,7 @@ def setting_of(field: dataclasses.Field[Any]) -> Setting:
 class FieldType(NamedTuple):
     """A declared type."""
 
-    kind: type  # The type without None. For a list the type of an entry.
+    kind: type  # The type without None, or the type of an entry for a list.
     is_list: bool = False  # Whether a value is a tuple of entries.
     is_optional: bool = False  # Whether a value may be None.
 
@@ -131,7 +133,7 @@ class FieldType(NamedTuple):
             )
             return self.kind(value)
 
-        # A bool is an int for isinstance.
+        # isinstance counts a bool as an int.
         is_int = type(value) is int
         require(not is_int or abs(value) < 1 << 63, f"{name} must be below 2^63, got {value}")
         if self.kind is float and is_int:
@@ -212,7 +214,7 @@ class Config:
             or_none = ", or none" if field.default is None else ""
             require(not missed_range, f"{name} must be {missed_range}{or_none}, got {value}")
 
-        # A setting with its default value counts as not set, so it contradicts no other.
+        # A setting with its default value counts as not set, so it cannot contradict another.
         if value == field.default:
             return
         for other, readers in declared.only_with.items():
@@ -263,7 +265,7 @@ class NamedSetting:
 
     name: str  # Dotted name, such as "model.n_layer".
     type: FieldType  # Declared type.
-    default: Any  # Value of a config that is made without arguments.
+    default: Any  # Value in a config that is created without arguments.
     setting: Setting  # Declaration.
 
 
@@ -345,7 +347,7 @@ def describe_change(leaf: NamedSetting, old: Any, new: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Formats a value as a flag takes it.
+    """Formats a value the way its flag accepts it.
 
     Entries of a list that contain commas or quotation marks are quoted.
 
@@ -360,6 +362,6 @@ def format_value(value: Any) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns ". Did you mean a, b?" with the nearest known names, or an empty string."""
+    """Returns ". Did you mean a or b?" with the closest known names, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     return f". Did you mean {' or '.join(near)}?" if near else ""

@@ -39,7 +39,7 @@ class Newlines(enum.StrEnum):
 
 
 class Tokenizer(enum.StrEnum):
-    """What a token is."""
+    """Kind of tokens."""
 
     BYTE = "byte"
     # A Unicode character of UTF-8 text.
@@ -54,7 +54,7 @@ class Tokenizer(enum.StrEnum):
 
 
 class LineMark(enum.StrEnum):
-    """Token at the end of a line, where tokens are words."""
+    """Token that marks the end of a line, for word tokens."""
 
     # <eos> after each line: WikiText and PTB.
     EOS = "eos"
@@ -63,7 +63,7 @@ class LineMark(enum.StrEnum):
     # <S> before and after each sentence: the original TensorFlow release, which also scores the <S>
     # after an <S>.
     DOUBLE_S = "double_s"
-    # No token: a line's end is white space.
+    # No token. A newline counts as white space.
     NONE = "none"
 
 
@@ -82,18 +82,18 @@ class Order(enum.StrEnum):
 
     # The order of the file.
     STREAM = "stream"
-    # Another order of the lines in each epoch: One Billion Word, whose lines have no order.
+    # A different order of the lines in each epoch, for One Billion Word, whose lines have no order.
     SENTENCES = "sentences"
 
 
 class Roll(enum.StrEnum):
     """Rotation of the training split by a random offset in each epoch.
 
-    Segments therefore begin elsewhere in each epoch.
+    Segments therefore start at different tokens in each epoch.
     """
 
     NONE = "none"
-    STREAM = "stream"  # The whole training text, before it is cut into rows.
+    STREAM = "stream"  # The whole training split, before it is cut into rows.
     ROWS = "rows"  # Each row by itself: the partial shuffle of Press (2019).
 
 
@@ -106,7 +106,11 @@ _SUBWORDS = {"kind": (Tokenizer.SUBWORD, Tokenizer.ID)}
 class TokenizerConfig(Config, prefix="data.tokenizer."):
     """Tokenizer: from text to token ids."""
 
-    kind: Tokenizer = setting(Tokenizer.BYTE, "What a token is.", shapes_tokens=True)
+    kind: Tokenizer = setting(
+        Tokenizer.BYTE,
+        "Kind of tokens. id means ready-made token ids in .npy or .bin files.",
+        shapes_tokens=True,
+    )
     newlines: Newlines = setting(
         Newlines.KEEP,
         "Byte tokens: keep or drop newlines.",
@@ -144,8 +148,9 @@ class TokenizerConfig(Config, prefix="data.tokenizer."):
     )
     vocab_size: int | None = setting(
         None,
-        f"Vocabulary size. For subwords trained here none means {DEFAULT_SUBWORDS:,}, for "
-        "ready-made ids the largest id plus one, or the size of the tokenizer.json.",
+        f"Vocabulary size. none means {DEFAULT_SUBWORDS:,} for subwords trained on the text. For "
+        "ready-made ids it means the size of the tokenizer.json if set, otherwise the largest id "
+        "plus one.",
         at_least=1,
         shapes_tokens=True,
         only_with=_SUBWORDS,
@@ -172,13 +177,13 @@ class DataConfig(Config, prefix="data."):
     json_field: str | None = free_setting(
         None,
         "Read files and --input as JSON lines, with a document in this field. "
-        "none reads them as text.",
+        "none reads them as plain text.",
     )
     tokenizer: TokenizerConfig = TokenizerConfig()
     reset_at: str | None = setting(
         None,
         "Text of the token that ends a document. The memory is reset after it. "
-        "none carries it across documents.",
+        "none carries the memory across documents.",
         shapes_tokens=True,
     )
     heldout: Heldout = setting(
@@ -206,8 +211,8 @@ class DataConfig(Config, prefix="data."):
             require(
                 kind is Tokenizer.WORD and line_mark is not LineMark.NONE,
                 f"data.order must be {Order.STREAM} for data.tokenizer.kind={kind} and "
-                f"data.tokenizer.line_mark={line_mark}, got {self.order}. Sentences are found by "
-                "the line marks of words.",
+                f"data.tokenizer.line_mark={line_mark}, got {self.order}. Sentence boundaries "
+                "are the line marks of word tokens.",
             )
             require(
                 self.roll is Roll.NONE,
@@ -234,6 +239,6 @@ class DataConfig(Config, prefix="data."):
             is_complete = len(lists) == 3 or (lacks_test and self.tokenizer.kind is Tokenizer.ID)
         require(
             is_complete,
-            "your own text needs one file, --data.file=PATH, or three lists, --data.train=... "
+            "your own text must be passed as --data.file=PATH, or as three lists, --data.train=... "
             f"--data.valid=... --data.test=..., got {', '.join(sources) or 'none of them'}",
         )

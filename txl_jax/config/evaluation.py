@@ -38,13 +38,14 @@ class DynamicRule(enum.StrEnum):
 
     # The learning rate times the gradient.
     SGD = "sgd"
-    # Divided by the root of squared gradients of training text (Krause et al., 2018).
+    # SGD's step, divided by the root of the squared gradients of training text (Krause et al.,
+    # 2018).
     RMS = "rms"
-    # Divided by the root of squared gradients of the text that is read.
+    # SGD's step, divided by the root of the squared gradients of the text that is scored.
     RMSPROP = "rmsprop"
 
 
-_MAX_POSITIONS = 1 << 40  # XLA ends the process if the size of an array overflows.
+_MAX_POSITIONS = 1 << 40  # XLA aborts the process if the size of an array overflows.
 _MAX_CLAMP_LEN = 1 << 31  # Distances are int32.
 
 
@@ -57,8 +58,8 @@ class DynamicConfig(Config, prefix="eval.dynamic."):
 
     rule: DynamicRule | None = free_setting(
         None,
-        "Dynamic evaluation: rule of the update after each scored segment. none keeps the "
-        "parameters as they were trained.",
+        "Dynamic evaluation: update rule, applied after each scored segment. none leaves the "
+        "trained parameters unchanged.",
     )
     learning_rate: float = free_setting(
         1e-3,
@@ -80,15 +81,15 @@ class DynamicConfig(Config, prefix="eval.dynamic."):
     )
     statistics_segments: int | None = free_setting(
         None,
-        "Dynamic evaluation: segments of training text whose squared gradients rms sums. "
-        "none means a five-thousandth of them, as published.",
+        "Dynamic evaluation: training segments whose squared gradients are summed for rms. "
+        "none means 1/5,000 of them, as published.",
         at_least=1,
         only_with={"rule": (DynamicRule.RMS,)},
     )
     shared: bool = free_setting(
         False,
-        "Dynamic evaluation of documents: each begins with the parameters that the one before "
-        "left, not with the trained ones.",
+        "Dynamic evaluation of documents: keep what was learned from one document for the next, "
+        "instead of starting each from the trained parameters.",
         only_with={"rule": tuple(DynamicRule)},
     )
 
@@ -145,13 +146,13 @@ class EvalConfig(Recurrence, prefix="eval."):
 
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
-        # First, because of a stride the other checks would ask for changes that do not help here.
+        # Checked first: with a stride, the other checks would suggest changes that do not help.
         self._validate_dynamic()
         super().validate()
         require(
             self.mem_len or not self.cache_dtype,
             f"eval.cache_dtype must be none for eval.mem_len=0, got {self.cache_dtype}. "
-            "A cache requires a memory.",
+            "The KV cache requires a memory.",
         )
         n_position = self.batch_size * (self.segment_len + self.mem_len)
         require(
@@ -168,7 +169,7 @@ class EvalConfig(Recurrence, prefix="eval."):
     def _validate_dynamic(self) -> None:
         """Raises `UserError` if another setting does not allow the model to learn."""
         # Learning needs the gradient of the parameters themselves, segment after segment:
-        # - A window of eval.stride reads most tokens again, after they were learned.
+        # - With eval.stride, most tokens are read again after the model has learned from them.
         # - Weights in int8 have no gradient.
         # - There is no KV cache, because the update is the one of training, whose memory stores
         #   states instead of keys and values.
@@ -177,16 +178,15 @@ class EvalConfig(Recurrence, prefix="eval."):
             require(
                 self.dynamic.rule is None or not value,
                 f"eval.{name} must be none for eval.dynamic.rule={self.dynamic.rule}, got "
-                f"{format_value(value)}. Learning while scoring requires segments that are read "
-                "once, by the parameters themselves.",
+                f"{format_value(value)}. Dynamic evaluation reads each segment once and updates "
+                "the parameters themselves.",
             )
 
 
 def training_settings(config: EvalConfig) -> dict[str, Any]:
     """Returns the settings on which the scores of a training run depend, by name, for its records.
 
-    In training nothing is learned from the text that is scored, so `eval.dynamic` is not among
-    them.
+    A training run does not use dynamic evaluation, so `eval.dynamic` is omitted.
     """
     return _without_dynamic(to_dict(config))
 
@@ -195,9 +195,9 @@ def is_same_in_training(recorded: Any, config: EvalConfig) -> bool:
     """Returns whether recorded scores of a training run were made at these settings.
 
     Args:
-      recorded: What a file has as the `training_settings` of its scores. A setting that did not
-        exist when it was written is missing, and means its default. Anything but an object, in a
-        corrupted file, is not the same.
+      recorded: The `training_settings` that a file records with its scores. A setting that did not
+        exist when the file was written is missing, and means its default. Anything except a JSON
+        object, as in a corrupted file, counts as different.
       config: The settings to compare with.
     """
     if not isinstance(recorded, Mapping):
@@ -215,11 +215,11 @@ class GenerateConfig(Config, prefix="generate."):
     """Sampling of text."""
 
     prompt: str | None = free_setting(
-        None, "Text to continue, \\n for a newline. none starts from an empty memory."
+        None, "Text to continue, with \\n for a newline. none starts from an empty memory."
     )
     prompt_file: str | None = free_setting(
         None,
-        "File whose whole text is the prompt. For many prompts, use --input.",
+        "File whose entire content is the prompt. For multiple prompts, use --input.",
         path=True,
         not_with=("prompt",),
     )
@@ -235,13 +235,13 @@ class GenerateConfig(Config, prefix="generate."):
     )
     top_k: int | None = free_setting(
         40,
-        "Top-k sampling from the k most likely tokens (40: the paper's appendix E). "
+        "Top-k: sample from the k most likely tokens (the paper's appendix E uses 40). "
         "none means all.",
         at_least=1,
     )
     top_p: float = free_setting(
         1.0,
-        "Top-p (nucleus) sampling with this cumulative probability. 1 means all tokens.",
+        "Top-p (nucleus) sampling: cumulative probability of the candidates. 1 means all tokens.",
         above=0,
         at_most=1,
     )

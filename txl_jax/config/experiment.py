@@ -88,7 +88,7 @@ class ExperimentConfig(Config):
     init_from: str | None = setting(
         None,
         "Warm start (fine-tuning): workdir or portable checkpoint to load initial weights from. "
-        "none means random.",
+        "none starts from random weights.",
         path=True,
     )
     init_vocabulary: InitVocabulary = setting(
@@ -140,7 +140,8 @@ class ExperimentConfig(Config):
                 )
 
         # A document begins with a masked memory (`memory.Documents`), also within a segment. A mask
-        # can hide the keys before it there, but cannot replace them by zeros that are attended to.
+        # can hide the keys before the document, but cannot replace them with zeros that are
+        # attended to.
         require(
             self.data.reset_at is None or model.compat.memory_start is MemoryStart.MASKED,
             f"model.compat.memory_start must be {MemoryStart.MASKED} for "
@@ -150,7 +151,7 @@ class ExperimentConfig(Config):
         # Evaluation divides the hidden states and the biases (`scorer.at_temperature`), and so the
         # logits of one softmax over all tokens. With clusters, head and tails would be divided
         # separately, which gives another distribution. Projections without clusters would allow it,
-        # as they are linear, but are not supported.
+        # because they are linear, but this is not supported.
         is_full_softmax = not model.cutoffs and not model.has_projections
         require(
             self.eval.temperature == 1 or is_full_softmax,
@@ -179,7 +180,7 @@ class ExperimentConfig(Config):
             )
 
     def _validate_steps(self) -> None:
-        """Raises `UserError` if averaging, warm-up or decay do not fit the steps of training."""
+        """Raises `UserError` if averaging, warm-up or decay do not match the training steps."""
         steps = self.train.steps
         start_step = self.average.start_step
         optimizer = self.optimizer
@@ -195,7 +196,7 @@ class ExperimentConfig(Config):
             "The embedding's peak would be below the minimum.",
         )
 
-        # The decay ends with training, or at a step of its own.
+        # The decay ends with training, or after optimizer.decay_steps.
         end = steps
         end_name = "train.steps"
         if optimizer.decay_steps is not None:
@@ -216,10 +217,10 @@ class ExperimentConfig(Config):
 def apply_preset(config: ExperimentConfig, name: str) -> ExperimentConfig:
     """Returns the config with a preset of `COMPAT_PRESETS`.
 
-    Settings of other presets get their defaults.
+    Settings that only other presets change are reset to their defaults.
     """
     defaults = ExperimentConfig()
-    # First the defaults of what any preset sets, then this preset's settings.
+    # First reset every setting that any preset changes, then apply this preset.
     values: dict[str, Any] = {}
     for preset_values in COMPAT_PRESETS.values():
         for setting_name in preset_values:
@@ -229,7 +230,7 @@ def apply_preset(config: ExperimentConfig, name: str) -> ExperimentConfig:
 
 
 def preset_names() -> list[str]:
-    """Returns the names that `preset` takes."""
+    """Returns the names that `preset` accepts."""
     return sorted(path.stem for path in _PRESETS.glob("*.json"))
 
 
@@ -253,7 +254,7 @@ def preset(name: str) -> ExperimentConfig:
 
 
 def evaluation_preset_names() -> list[str]:
-    """Returns the names that `evaluation_preset` takes."""
+    """Returns the names that `evaluation_preset` accepts."""
     return sorted(path.stem for path in _EVALUATION_PRESETS.glob("*.json"))
 
 
@@ -266,6 +267,6 @@ def evaluation_preset(name: str) -> dict[str, Any]:
     3800
     """
     values: dict[str, Any] = json.loads((_EVALUATION_PRESETS / f"{name}.json").read_text())
-    # The values as the settings have them, such as a rule from its text.
+    # Convert the JSON values to the settings' types, such as a rule from its name.
     config = from_dict(ExperimentConfig, to_dict(ExperimentConfig()) | values)
     return {setting_name: get(config, setting_name) for setting_name in values}

@@ -54,7 +54,7 @@ class Encoding(enum.StrEnum):
 
     @property
     def is_learned(self) -> bool:
-        """Returns whether there is a table of positions, whose size the parameters have."""
+        """Returns whether positions have a learned table, so that parameters depend on its size."""
         return self in (Encoding.SHAW, Encoding.AL_RFOU)
 
 
@@ -63,14 +63,15 @@ class Network(enum.StrEnum):
 
     # The paper's network, and its variants.
     TRANSFORMER_XL = "transformer_xl"
-    # Two baselines of N layers with D cells. They use no attention settings, and no length but L.
+    # Two baselines of N layers with D cells. They ignore the attention settings, and all lengths
+    # except L.
     LSTM = "lstm"
     # An RNN whose gates read only inputs (Bradbury et al., 2017).
     QRNN = "qrnn"
 
 
 class NormPlace(enum.StrEnum):
-    """Place of the layer norm in a residual branch."""
+    """Placement of the layer norm in a residual branch."""
 
     POST = "post"  # LN(x + f(x)), like the paper.
     PRE = "pre"  # x + f(LN(x)).
@@ -79,7 +80,7 @@ class NormPlace(enum.StrEnum):
 class Remat(enum.StrEnum):
     """Rematerialization: values that the backward pass of a layer recomputes instead of storing."""
 
-    AUTO = "auto"  # None on CPUs, dots on accelerators, or full if dots would not fit.
+    AUTO = "auto"  # none on CPUs, dots on accelerators, or full if dots would not fit.
     NONE = "none"
     DOTS = "dots"  # Store matmuls with weights and attention's outputs, recompute the rest.
     FULL = "full"  # Store only each layer's input.
@@ -89,7 +90,7 @@ class AttentionPath(enum.StrEnum):
     """Attention implementation. All compute the same function."""
 
     AUTO = "auto"  # The fastest that supports the platform, the lengths and the dtype.
-    REFERENCE = "reference"  # Scores of all pairs in memory: the definition of correct.
+    REFERENCE = "reference"  # Stores all scores. The other implementations are tested against it.
     TILED = "tiled"  # XLA loops over tiles of the scores.
     STORED = "stored"  # Probabilities of all pairs, stored once: for training on GPUs.
     FUSED = "fused"  # Kernels for TPUs.
@@ -161,7 +162,7 @@ class DropoutConfig(Config, prefix="model.dropout."):
 
     @property
     def on(self) -> bool:
-        """Returns whether any rate is above 0, so that training draws masks."""
+        """Returns whether any rate is above 0, so that training samples masks."""
         rates = (self.rate, self.attention, self.input, self.output, self.qkv, self.embedding)
         return any(rates)
 
@@ -184,14 +185,14 @@ class CompatConfig(Config, prefix="model.compat."):
     )
     shaw_terms: ShawTerms = setting(
         ShawTerms.PAPER,
-        "With model.encoding=shaw: terms of the score.",
+        "Terms of the attention score with model.encoding=shaw.",
         flag=False,
         shapes_params=True,
     )
     final_norm: bool = setting(
         True,
-        "With model.layer_norm=pre: a layer norm after the last layer. Other implementations do "
-        "not have it: to convert the model to their formats later, train with false.",
+        "Layer norm after the last layer, with model.layer_norm=pre. Other implementations do not "
+        "have it: to convert the model to their formats later, train with false.",
         shapes_params=True,
     )
 
@@ -218,7 +219,7 @@ _TRANSFORMER = {"network": (Network.TRANSFORMER_XL,)}
 class ModelConfig(Config, prefix="model."):
     """Sizes and parts of the network.
 
-    Lengths are not here: the parameters do not depend on them.
+    Lengths are not included, because the parameters do not depend on them.
     """
 
     network: Network = shape_setting(
@@ -236,7 +237,7 @@ class ModelConfig(Config, prefix="model."):
     )
     dropout: DropoutConfig = DropoutConfig()
     layer_norm: NormPlace = shape_setting(
-        NormPlace.POST, "Place of the layer norm: post- or pre-norm."
+        NormPlace.POST, "Layer norm placement: post- or pre-norm."
     )
     encoding: Encoding = shape_setting(
         Encoding.RELATIVE,
@@ -246,14 +247,14 @@ class ModelConfig(Config, prefix="model."):
     num_positions: int | None = shape_setting(
         None,
         "Table size of a learned encoding. Larger distances share the last entry. "
-        "none means L + M of training.",
+        "none means train.segment_len + train.mem_len.",
         at_least=2,
         flag=False,
         only_with=_LEARNED,
     )
     untie_r: bool = shape_setting(
         False,
-        "Separate biases u and v (r_w_bias, r_r_bias) per layer instead of shared ones.",
+        "Separate biases u and v (r_w_bias, r_r_bias) for each layer, instead of shared ones.",
         only_with=_RELATIVE,
     )
     tie_positions: bool = shape_setting(
@@ -357,8 +358,8 @@ class ModelConfig(Config, prefix="model."):
 
     def validate(self) -> None:
         """Raises `UserError` if a setting is out of range, or settings are incompatible."""
-        # The other errors print the cutoffs, and sizes of clusters are powers of their number, so a
-        # huge number of cutoffs is an error before anything else.
+        # Checked first, because the other errors print the cutoffs, and cluster sizes are powers of
+        # their number.
         require(
             len(self.cutoffs) <= _MAX_CUTOFFS,
             f"model.cutoffs must have at most {_MAX_CUTOFFS:,} entries, got {len(self.cutoffs):,}",
@@ -371,8 +372,8 @@ class ModelConfig(Config, prefix="model."):
         require(
             self.network is Network.TRANSFORMER_XL or not self.dropout.qkv,
             f"model.dropout.qkv must be 0 for model.network={self.network}, got "
-            f"{self.dropout.qkv}. Queries, keys and values require "
-            f"--model.network={Network.TRANSFORMER_XL}.",
+            f"{self.dropout.qkv}. Only --model.network={Network.TRANSFORMER_XL} has queries, keys "
+            "and values.",
         )
 
         is_increasing = list(self.cutoffs) == sorted(set(self.cutoffs))
@@ -401,6 +402,6 @@ class ModelConfig(Config, prefix="model."):
         """Raises `UserError` if the clusters do not match a vocabulary of `vocab_size` tokens."""
         require(
             not self.cutoffs or self.cutoffs[-1] < vocab_size,
-            f"model.cutoffs is {format_value(self.cutoffs)}. "
-            f"The last cutoff must be below the vocabulary size, {vocab_size}.",
+            f"model.cutoffs must be less than the vocabulary size ({vocab_size}), got "
+            f"{format_value(self.cutoffs)}. Lower the last cutoff.",
         )

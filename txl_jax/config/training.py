@@ -53,7 +53,7 @@ class OptimizerName(enum.StrEnum):
     LAMB_NVIDIA = "lamb_nvidia"
     # Second moments by row and column, no first moment (Shazeer and Stern, 2018).
     ADAFACTOR = "adafactor"
-    # The sign of a momentum; b1 0.9, b2 0.99 (Chen et al., 2023).
+    # The sign of a momentum, with b1 0.9 and b2 0.99 (Chen et al., 2023).
     LION = "lion"
     # Layers' matrices by orthogonalized momentum (Jordan et al., 2024), everything else by Adam.
     MUON = "muon"
@@ -104,8 +104,8 @@ class OptimizerConfig(Config, prefix="optimizer."):
     )
     l2: float = setting(
         0.0,
-        "L2 penalty: this times the parameters is added to the clipped gradient "
-        "(like PyTorch's Adam).",
+        "L2 penalty: this factor times the parameters is added to the clipped gradient "
+        "(like in PyTorch's Adam).",
         at_least=0,
         only_with={"name": (OptimizerName.ADAM, OptimizerName.ADAMW)},
     )
@@ -176,7 +176,10 @@ class TrainConfig(Recurrence, prefix="train."):
     """
 
     steps: int = setting(
-        400_000, "Number of training steps. A resumed run may get more.", at_least=1, may_grow=True
+        400_000,
+        "Number of training steps. You can raise it when you resume a run.",
+        at_least=1,
+        may_grow=True,
     )
     batch_size: int = setting(22, "B, batch size over all devices.", at_least=1)
     grad_accum_steps: int = setting(
@@ -188,8 +191,8 @@ class TrainConfig(Recurrence, prefix="train."):
     mem_len: int = setting(512, "M, memory length.", at_least=0)
     stride: int | None = setting(
         None,
-        "Sliding window, without memory: new, scored tokens at the end of each segment. "
-        "none scores all.",
+        "Sliding window, without memory: number of new tokens at the end of each segment. Only "
+        "these are scored. none scores all.",
         at_least=1,
         not_with=("mem_len",),
     )
@@ -289,7 +292,7 @@ class AverageConfig(Config, prefix="average."):
         at_least=1,
     )
     lr_scale: float = setting(
-        1.0, "Factor on the learning rate from average.start_step on.", above=0
+        1.0, "Factor on the learning rate, starting at average.start_step.", above=0
     )
     ema_decay: float | None = setting(
         None,
@@ -314,5 +317,5 @@ class AverageConfig(Config, prefix="average."):
         require(
             self.on or self.ema_decay is None,
             "average.ema_decay must be none if average.start_step and average.nt_asgd_patience are "
-            f"none, got {self.ema_decay}. Set one of the two to start averaging.",
+            f"none, got {self.ema_decay}. Set one of them to start averaging.",
         )
