@@ -1,4 +1,4 @@
-"""Runs the commands: `main(run, Plan)`, or `train_main(DEFAULTS)` for a corpus's command."""
+"""Runs the commands: `main(run, Plan)`, or `train_main(DEFAULTS)` for the command of a corpus."""
 
 from txl_jax.cli.app import main as main
 from txl_jax.cli.job import Job as Job

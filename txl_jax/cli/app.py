@@ -48,7 +48,7 @@ _TRAINED = "Settings that you do not pass come from the trained run, instead of 
 _PRESET = f"Without a flagfile or a --model flag, --flagfile={SMALL} is used, as shown here."
 # Settings of plans that name the directory of a run.
 _FOLDERS_OF_RUNS = ("workdir", "model", "model_path")
-# The command's short names of flags, by which its errors name them, as its documentation does.
+# Short names of the command's flags. Errors and documentation name the flags by them.
 _aliases: dict[str, str] = {}
 
 
@@ -67,13 +67,13 @@ def main(
 
     Args:
       run: `run(plan, job)` returns the exit code. None means 128 + the number of the signal that
-        stopped it, as `Interrupted` does, or else 0, or 141 if nobody reads its output any longer.
+        stopped it (like `Interrupted`), 141 if its output is no longer read, and 0 otherwise.
       plan: The command's own settings, each of which is a flag.
       config: The config that the flags change, or None if the command has no flags for a config.
       by_corpus: Whether the defaults of `data` come from the corpus that the flags name.
       groups: The groups of settings that the command uses, for --help, or None for all.
-      hosts: With multiple hosts: "join" them, fail ("alone"), or let each run the command by itself
-        ("each").
+      hosts: What to do with multiple hosts: join them ("join"), fail ("alone"), or let each run the
+        command by itself ("each").
       takes_words: Whether words that are not flags are passed to the command, instead of being an
         error.
       aliases: Short names of flags, mapped to their full names.
@@ -94,7 +94,7 @@ def main(
 
     with guarded():
         processes = _join_others(hosts)
-        # On a machine of Google Cloud this starts to wait for notices, in the background.
+        # On a Google Cloud machine this starts to wait for preemption notices, in the background.
         act_on_notices()
 
         # If a flag is wrong in one process, all of them end here, and none waits for it.
@@ -102,9 +102,9 @@ def main(
         if processes is not None:
             other_hosts.check_same(settings)
         settings.validate()
-        # A flagfile, which may be a stranger's, must not say where code is loaded from.
+        # A flagfile may come from a stranger, so it must not set where code is loaded from.
         flag_tree.refuse_code(settings, parsed.places)
-        # A run that resumes has its text in the directories of its record, unless flags set others.
+        # A resumed run reads its text from the directories in its record, unless flags set others.
         settings = with_recorded_folders(settings, parsed.places)
         _cache_compiled(settings)
 
@@ -118,10 +118,10 @@ def main(
             print(f"stopped   on request in {interrupted}, {settings.stopped}")
             code = None
 
-        # None means that a signal has ended the command, or that it has printed its result. Then
-        # the output decides: 0, or 141 if nobody reads it any longer.
+        # None means that a signal has stopped the command, or that it has printed its result. In
+        # the second case the code is 0, or 141 if the output is no longer read.
         if code is None:
-            # 128 + the number is how shells report the end by a signal.
+            # Shells report a process that was ended by a signal as 128 + the signal's number.
             code = 128 + job.stop.signal_number if job.stop else output.exit_code()
         # With one process this only flushes the output.
         other_hosts.leave(code, together=True)
@@ -187,7 +187,7 @@ def _join_others(hosts: Literal["alone", "join", "each"]) -> other_hosts.Process
     """Joins the other processes of this command. Returns None if there are none to join.
 
     Raises:
-      UserError: If the command must run alone and does not.
+      UserError: If the command must run as a single process, but there are more.
       ConnectionError: If not all processes connect.
     """
     if hosts == "each":
@@ -205,7 +205,7 @@ def _join_others(hosts: Literal["alone", "join", "each"]) -> other_hosts.Process
 
 
 def _cache_compiled(settings: Plan) -> None:
-    """Enables the compilation cache of a command. Raises `UserError` if it is inside of a run."""
+    """Enables a command's compilation cache. Raises `UserError` if it is inside a run."""
     cache = settings.compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
     check_outside(cache, [getattr(settings, name, None) for name in _FOLDERS_OF_RUNS])
     keep_compiled(settings.compilation_cache, by_default=settings.caches_compiled)
@@ -215,7 +215,7 @@ def _cache_compiled(settings: Plan) -> None:
 def guarded() -> Iterator[None]:
     """Turns an error that the user can fix into a message and an exit code.
 
-    Others keep their traceback.
+    Other errors keep their traceback.
     """
     quiet_orbax()
     shorten_storage_logs()
@@ -226,9 +226,9 @@ def guarded() -> Iterator[None]:
         if code is None:
             if not jax.distributed.is_initialized():
                 raise
-            # This process leaves below, without an end at which Python would print the traceback.
+            # This process exits below, without giving Python the chance to print the traceback.
             traceback.print_exc()
-        # A loss is a sum over all processes, so that one that is not finite ends them all.
+        # A loss is a sum over all processes, so a loss that is not finite ends all of them.
         together = distributed.is_known_to_all(error) or isinstance(error, NonFiniteError)
         sys.exit(other_hosts.leave(code or 1, together=together))
 
@@ -263,7 +263,7 @@ def exit_code_for(error: BaseException) -> int | None:
             platforms = jax.config.values["jax_platforms"] or "not set"
             fail(
                 f"jax cannot use the devices ({first_line(error)}, JAX_PLATFORMS is {platforms}). "
-                "Check JAX_PLATFORMS, and whether another process holds them."
+                "Check JAX_PLATFORMS, and whether another process uses the devices."
             )
         case _:
             return None
@@ -271,13 +271,13 @@ def exit_code_for(error: BaseException) -> int | None:
 
 
 def _is_about_devices(error: BaseException) -> bool:
-    """Returns whether JAX raised the error when it looked for devices."""
+    """Returns whether JAX raised the error while it was looking for devices."""
     innermost_call = traceback.extract_tb(error.__traceback__)[-1:]
     return "xla_bridge" in str(innermost_call)
 
 
 def fail(error: BaseException | str) -> None:
-    """Prints an error message to standard error, in one line, whatever names are in it."""
+    """Prints an error message to standard error, on one line even if names contain newlines."""
     text = str(error)
     for alias, name in _aliases.items():
         # --data.train is named by its alias, --data.train.more is not.

@@ -4,7 +4,7 @@ Every setting of `ExperimentConfig` is a flag with the same dotted name, `--mode
 is every setting of a command's plan, without a prefix. `--compat=NAME` applies the settings of an
 implementation first. A flagfile is found by its bare name: `--flagfile=enwik8_12l` is the file in
 `experiments/flags`, or outside of a clone the preset with the same settings. The last value of a
-flag counts. A setting that may be None takes the word "none".
+flag counts. A setting that may be None accepts the word "none".
 """
 
 import contextlib
@@ -37,8 +37,8 @@ FLAGS = flags.FLAGS
 # Where a clone has its flagfiles. An installed package has presets instead.
 FLAGFILE_DIR = Path(__file__).parents[2] / "experiments/flags"
 NONE = "none"
-# Flagfiles that one command reads at most. Files that each include the next one twice would
-# otherwise never end.
+# Maximum number of flagfiles that one command reads. Without a limit, files that each include the
+# next one twice would take forever.
 _MOST_FLAGFILES = 100
 # The value of --compilation_cache that disables the cache, so that no code is loaded.
 _OFF = "off"
@@ -101,7 +101,7 @@ def passed_settings(
     values = {}
     for leaf in setting_leaves(cls):
         flag = flag_values[flag_name(leaf)]
-        # absl counts here how often the flag was set. 0 means that it has its default.
+        # absl counts how often the flag was set. 0 means that it has its default.
         if flag.present:
             values[leaf.name] = flag.value
     return values
@@ -117,7 +117,7 @@ def build(base: ExperimentConfig, flag_values: flags.FlagValues = FLAGS) -> Expe
         base = apply_preset(base, compat)
     # A flag has its last value: one after --flagfile wins over the file's.
     values = passed_settings(flag_values)
-    # If the flags set other files or another kind of tokens, those of `base` do not stay.
+    # If the flags set other files or another kind of tokens, the settings in `base` are dropped.
     config = config_tree.replace(_without_replaced_text(base, values), values)
     return _with_absolute_paths(config.resolved())
 
@@ -148,7 +148,7 @@ def _without_replaced_text(base: ExperimentConfig, values: Mapping[str, Any]) ->
         reset += files
     if values.get("data.tokenizer.kind", data.tokenizer.kind) != data.tokenizer.kind:
         leaves = config_tree.leaves(ExperimentConfig)
-        # The settings that token ids depend on are those of the tokenizer that is replaced.
+        # The settings that token ids depend on belong to the tokenizer that is replaced.
         reset += [leaf.name for leaf in leaves if leaf.setting.shapes_tokens]
         reset.append("data.order")
     elif values.get("data.tokenizer.vocab_file"):
@@ -168,7 +168,7 @@ def _with_absolute_paths(settings: Settings) -> Settings:
 
 
 def _absolute(path: Any) -> Any:
-    """Returns a path, or each of a tuple of paths, as absolute. None and "" stay as they are."""
+    """Returns an absolute path, or a tuple of them. None and "" are returned unchanged."""
     if isinstance(path, tuple):
         return tuple(map(_absolute, path))
     if not path:
@@ -201,7 +201,7 @@ class _Word(NamedTuple):
 class Parsed(NamedTuple):
     """A parsed command line, as in `cli.Job`."""
 
-    # The words that are not flags.
+    # Words that are not flags.
     words: list[str]
     # Where each flag was set: "" for the command line, else "FILE, line N: ".
     places: dict[str, str]
@@ -222,8 +222,8 @@ def parse(
       takes_words: Whether words that are not flags are returned, instead of being an error.
 
     Raises:
-      UserError: If a flag is unknown (with the nearest names), a value has the wrong type, a word
-        is not a flag, or a flagfile cannot be used.
+      UserError: If a flag is unknown (the error lists the closest names), a value has the wrong
+        type, a word is not a flag, or a flagfile cannot be used.
     """
     program = argv[0]
     typed = argv[1:]
@@ -236,8 +236,8 @@ def parse(
     if len(rest) > 1 and not takes_words:
         raise UserError(f"{rest[1]!r} is not a flag. Write flags as --name=value.")
 
-    # Only typed flagfiles count, not those that a flagfile includes. `--flagfile NAME` is two
-    # words, between which there is a newline here.
+    # Only typed flagfiles count, not flagfiles that another one includes. `--flagfile NAME` is two
+    # words, which are joined by a newline.
     flagfiles = re.findall(r"(?m)^--?flagfile[=\n](.*)", "\n".join(typed))
     flagfile = Path(flagfiles[-1]).stem if flagfiles else None
     return Parsed(rest[1:], places, flagfile)
@@ -268,14 +268,14 @@ def _places(words: Sequence[_Word], flag_values: flags.FlagValues) -> dict[str, 
 def _explained(
     error: flags.Error, places: Mapping[str, str], flag_values: flags.FlagValues
 ) -> UserError:
-    """Returns absl's error as one that says where the flag was set, or which names are near it."""
+    """Returns absl's error with the place where the flag was set, or with the closest names."""
     # Only absl's error for an unknown flag has this attribute.
     unknown = getattr(error, "flagname", "")
     if unknown:
         near = did_you_mean(unknown, list(flag_values)) or ". --help lists all flags."
         return UserError(f"{places.get(unknown, '')}unknown flag --{unknown}{near}")
 
-    # Its other messages begin with the flag.
+    # absl's other messages begin with the flag.
     message = str(error)
     named = re.match(r"flag --([\w.]+)", message)
     place = places.get(named[1], "") if named else ""
@@ -294,7 +294,7 @@ def _expanded(
     Args:
       words: Words of the command line, or lines of a flagfile.
       inside: The flagfiles that contain the words, from the outermost.
-      numbers: Counts all flagfiles that were read, from 1. None starts to count.
+      numbers: Counter of all flagfiles that were read, from 1. None starts a new one.
 
     Raises:
       UserError: If a file does not exist (listing the known names), cannot be read, or includes
@@ -309,7 +309,7 @@ def _expanded(
             yield word
             continue
 
-        # `--flagfile NAME` has the name in the next word.
+        # In `--flagfile NAME` the name is the next word.
         name = match[1]
         if name is None:
             following = next(words, None)
@@ -358,12 +358,12 @@ def _flagfile_words(path: Path, where: str) -> Iterator[_Word]:
 
 
 def _preset_words(name: str, where: str) -> Iterator[_Word]:
-    """Yields the flags by which a preset differs from the defaults, as its flagfile lists them.
+    """Yields the flags in which a preset differs from the defaults, like the lines of its flagfile.
 
     A preset of an evaluation has only settings of evaluation, and yields them all.
 
-    Settings in which the preset does not differ are not flags, as in a flagfile, so that a
-    command's corpus, a record and a warm start keep theirs.
+    As in a flagfile, other settings are not flags, so that the values of a command's corpus, a
+    record or a warm start are kept.
 
     Raises:
       UserError: If no preset has the name. The message lists all names.
@@ -387,7 +387,7 @@ def _preset_words(name: str, where: str) -> Iterator[_Word]:
     for leaf, value, _ in config_tree.differences(config, defaults):
         if leaf.setting.flag:
             values[leaf.name] = value
-    # The defaults above are for the preset's corpus and compatibility, which the command may lack.
+    # The defaults above are for the preset's corpus and --compat, which the command may not have.
     if config.data.corpus is not CorpusName.TEXT:
         values["data.corpus"] = config.data.corpus
     if compat != "ours":
@@ -411,14 +411,14 @@ def _compat_of(config: ExperimentConfig) -> str:
 def refuse_code(plan: Any, places: Mapping[str, str]) -> None:
     """Checks that no flagfile sets a directory from which code is loaded.
 
-    The reason is that flagfiles are passed on.
+    Flagfiles are shared between users, so a path to code in a flagfile would run a stranger's code.
 
     Args:
       plan: The command's plan.
       places: Where each flag was set, as in `Job.places`.
 
     Raises:
-      UserError: If a flagfile sets one.
+      UserError: If a flagfile sets such a directory.
     """
     for leaf in config_tree.leaves(type(plan)):
         place = places.get(flag_name(leaf), "")
@@ -432,7 +432,7 @@ def refuse_code(plan: Any, places: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def naming_places(places: Mapping[str, str], base: str) -> Iterator[None]:
-    """Adds to an error where the settings that it names come from, if the user has not typed them.
+    """Adds the origin of settings that an error names and that the user has not typed.
 
     Args:
       places: Where each flag was set, as in `Job.places`.
@@ -463,10 +463,10 @@ class SettingParser(flags.ArgumentParser, flags.ArgumentSerializer):
             self.enum_values = [member.value for member in type.kind]
 
     def parse(self, argument: Any) -> Any:
-        """Returns the value, or a default as it is.
+        """Returns the value of a flag's text. A default is returned unchanged.
 
         Raises:
-          ValueError: If it is invalid. The message has the expected type.
+          ValueError: If it is invalid. The message contains the expected type.
         """
         if not isinstance(argument, str):
             return argument

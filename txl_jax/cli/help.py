@@ -17,7 +17,7 @@ _WIDEST = 36
 # Groups of flags that are not settings of a config.
 _PROGRAM = "command"
 _HOSTS = "multiple hosts"
-# Groups of flags whose name does not begin with the group's.
+# Groups of flags whose names do not begin with the group's name.
 _GROUPS = {"init_vocabulary": "train", "init_from": "train", "seed": "train", "compat": "model"}
 _GROUPS |= dict.fromkeys(other_hosts.FLAG_NAMES, _HOSTS)
 
@@ -81,7 +81,7 @@ def help_text(
 
     lines = ["Flags with their defaults. If a flag is repeated, its last value counts."]
     if len(shown) < len(with_flags):
-        lines.append("Settings that are not used here are omitted. --helpfull shows them.")
+        lines.append("Settings that this command does not use are omitted. --helpfull shows them.")
     if note:
         lines.append(note)
     for group in shown:

@@ -1,4 +1,4 @@
-"""A parsed command line, and the config, text and run that follow from it."""
+"""A parsed command line, and the config, text and run that result from it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -19,12 +19,12 @@ from txl_jax.runtime.stop import StopRequest
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A parsed command line, and what follows from it."""
+    """A parsed command line, with methods for the config, text and run that it selects."""
 
     plan: Any
     # The config that the flags change.
     defaults: ExperimentConfig
-    # The words that are not flags.
+    # Words that are not flags.
     words: list[str]
     # Where each flag was set: "" for the command line, else "FILE, line N: ".
     places: Mapping[str, str]
@@ -36,8 +36,9 @@ class Job:
     def config(self, run: Run | None = None) -> ExperimentConfig:
         """Returns the flags applied to the defaults, or to a run's recorded config.
 
-        All processes call it. `precedence` says what yields to what. For each setting of a flagfile
-        that yields, a line is added to the run's notes, or printed without a run.
+        All processes call it. `precedence` documents which settings take precedence. For each
+        setting of a flagfile that yields, a line is added to the run's notes, or printed if there
+        is no run.
 
         Raises:
           UserError: If settings are incompatible, or describe another model than the weights that
@@ -62,17 +63,17 @@ class Job:
     def _config_of_new(self, run: Run) -> tuple[ExperimentConfig, list[str]]:
         """Returns the config of a run that has no record, and the notes about it.
 
-        With `init_from`, the trained model's settings replace the same defaults.
+        With `init_from`, the trained model's settings replace the defaults.
         """
         # The flags over the defaults say which weights and which text are meant. If they are wrong
         # in one process, all processes end here.
         flagged = distributed.run_on_all(lambda: flag_tree.build(self.defaults))
         init_from = flagged.init_from
 
-        # The preset `small` is only for your own text, not for a published corpus. Which it is,
-        # the defaults say: a command for one corpus begins with that corpus, and a command for
-        # all begins with the corpus of the flags (`precedence.defaults_of_corpus`). In training,
-        # a flag for a corpus of another command is an error later (`train_command.check_program`).
+        # The preset `small` is only for your own text, not for a published corpus. The defaults
+        # contain the corpus: a command for one corpus starts from that corpus, and a command for
+        # all starts from the corpus of the flags (`precedence.defaults_of_corpus`). In training,
+        # a flag for another command's corpus is an error later (`train_command.check_program`).
         base, small_note = precedence.small_if_no_sizes(
             self.defaults, self.places, has_weights=init_from is not None
         )
@@ -82,7 +83,7 @@ class Job:
             # so it must not be within `run_on_all`.
             trained = warm_start.basis(init_from, run)
             base = warm_start.with_trained_settings(base, trained, flagged.init_vocabulary)
-            # Sizes of the flags yield to this model's, or must match them.
+            # Sizes in flagfiles yield to this model's sizes. Typed sizes must match them.
             trained_config = trained.config
         steps_note = precedence.note_of_large_steps(base, self.places, flagged.data.corpus)
 
@@ -131,21 +132,21 @@ class Job:
     ) -> Corpus:
         """Reads the text of a config, for a trained run with its vocabulary. All processes call it.
 
-        A trained run may be a stranger's. So what is prepared in the directory that its record
-        names is only read, and what is missing there is prepared in the command's own directories.
+        A trained run may come from a stranger. Prepared files in the directory that its record
+        names are therefore only read, and missing files are prepared in the command's directories.
         """
         data_dir = self.plan.data_dir
         cache_dir = self.plan.cache_dir
-        # An open run is trained, the others are only used. A warm start may read the text in the
-        # vocabulary of the weights.
+        # An open run is being trained. Other runs are only used. A warm start may read the text in
+        # the vocabulary of the weights.
         if run is not None and run.is_open and config.init_from is not None:
             return warm_start.read_corpus(config, run, data_dir, cache_dir)
 
         read_only_cache = None
         if run is not None and not run.is_open:
             vocabulary = run.text.vocabulary
-            # --data_dir names where the text is read. Then nothing is read that was prepared in the
-            # directory of the record.
+            # --data_dir sets where the text is read from. Files that were prepared in the record's
+            # directory are then not used.
             if "data_dir" not in self.places:
                 read_only_cache = run.text.cache_dir
         return distributed.run_on_all(

@@ -1,4 +1,4 @@
-"""One command on every host: detects whether this process is one of several, and joins them.
+"""Multi-host commands: detects whether this process is one of several, and joins the others.
 
 Multiple processes are announced by --coordinator, --num_processes and --process_id, or by the
 environment variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, by a Slurm step
@@ -38,20 +38,20 @@ _VARIABLES = {
 FLAG_NAMES = tuple(_VARIABLES)
 
 # A host that dies silently holds up the others for this long: they wait in a collective, which may
-# have no timeout of its own. Much less, and a host whose network is slow for a moment is taken for
+# not have a timeout. With a much lower value, a host with a briefly slow network would be taken for
 # dead.
 LOSS_SECONDS = 60
-# Timeout of the start: hosts of one job may be ready minutes apart.
+# Startup timeout: hosts of one job may be ready minutes apart.
 START_SECONDS = 300
-# Exit code of a process that has lost another (75): nothing was wrong with the command, and the
-# same one resumes.
+# Exit code of a process that has lost another (75): nothing was wrong with the command, and
+# rerunning it resumes.
 LOST = os.EX_TEMPFAIL
 RESUME = "Rerun the same command on all hosts to resume from the last checkpoint"
-# This long after a collective has failed, `_watch` has named the process that is gone.
+# Time within which `_watch` names the lost process after a collective has failed.
 SECONDS_TO_NAME = 5
 # A process that waits longer for the others prints a line.
 _SILENT_SECONDS = 10
-# A host that is silent is lost after so many probes that nobody has answered.
+# A silent host counts as lost after this many unanswered probes.
 _KEEPALIVE_PROBES = 3
 
 _METADATA_SECONDS = 3
@@ -99,8 +99,8 @@ def environment() -> dict[str, str]:
 def join(processes: Processes) -> None:
     """Joins the other processes, before JAX touches a device.
 
-    All processes call it. Drops the standard output of all but the first, and of libraries (Gloo
-    prints each connection).
+    All processes call it. Drops the standard output of all processes except the first, and of
+    libraries (Gloo prints each connection).
 
     Raises:
       ConnectionError: If they do not all connect.
@@ -117,11 +117,12 @@ def join(processes: Processes) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
     _number = jax.process_index()
 
-    # Gloo gives up on processes that come to the first collective 30 s late, and to none after it.
+    # Gloo gives up on processes that reach the first collective 30 s late. Later collectives have
+    # no such limit.
     names = distributed.gather_texts(f"process {_number} on {socket.gethostname()}")
     coordinator = processes.arguments.get("coordinator_address")
     if coordinator is None:
-        # Slurm and TPUs tell only JAX the address of process 0, but its name ends with its host.
+        # Slurm and TPUs pass the address of process 0 only to JAX, but its name ends with its host.
         host = names[0].split()[-1]
     else:
         host = coordinator.rpartition(":")[0]
@@ -129,7 +130,7 @@ def join(processes: Processes) -> None:
 
 
 def _connect(processes: Processes) -> None:
-    """Waits until all processes have connected. Prints a line if that takes long.
+    """Waits until all processes have connected. Prints a line if this takes long.
 
     Raises:
       ConnectionError: If they do not all connect in time.
@@ -181,19 +182,19 @@ def _outlast_cuts() -> None:
             if not is_internet or opened.type != socket.SOCK_STREAM:
                 continue
             limit = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-            # Connections without this limit, which is 0 then, are left as they are.
+            # Connections without this limit (their value is 0) are left unchanged.
             if 0 < limit < milliseconds:
                 opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 def _watch(names: list[str], host: str) -> None:
-    """Starts to wait, in the background, until another process is lost.
+    """Starts to watch, in the background, whether another process is lost.
 
-    This process then ends with a line that names the lost process. All processes call it.
+    If one is, this process prints an error that names it, and exits. All processes call this.
 
-    Process 0 has a connection to each of the others and passes on whom it has lost. A connection
-    breaks when a process ends, and the operating system breaks it if a host is silent. Without a
-    connection JAX ends this process.
+    Process 0 has a connection to each of the others and tells the rest which process it has lost. A
+    connection breaks when a process ends, and the operating system breaks it if a host is silent.
+    Without a connection, JAX ends this process.
 
     Args:
       names: "process N on HOST" of each process, in order.
@@ -213,7 +214,8 @@ def _watch(names: list[str], host: str) -> None:
         _start_thread(watch.accept_all, endpoint)
     else:
         _start_thread(watch.connect, endpoint, (host, port))
-    # In an orderly end all wait for each other after this, and no lost connection matters.
+    # In an orderly exit all processes wait for each other after this, and lost connections no
+    # longer matter.
     atexit.register(watch.ending.acquire)
 
 
@@ -237,10 +239,10 @@ def _start_thread(target: Callable[..., None], *arguments: Any) -> None:
 
 
 class _Watch:
-    """The connections of this process by which it notices that another one is lost.
+    """The connections by which this process notices that another one is lost.
 
-    Process 0 is connected to all others, and each of them to process 0. The one that connects sends
-    a key that only the run's processes know, and its number.
+    Process 0 is connected to all others, and each of them to process 0. A process that connects
+    sends a key that only the run's processes know, and its number.
     """
 
     def __init__(self, names: list[str], key: str):
@@ -250,7 +252,8 @@ class _Watch:
         # Process 0: the greetings of processes that have not connected yet, with their numbers.
         self._expected = {self._greeting(number): number for number in range(1, len(names))}
         self._connections: list[socket.socket] = []
-        # The thread that ends this process acquires it and never releases it, so it is only one.
+        # The thread that ends this process acquires it and never releases it, so that only one
+        # thread does.
         self.ending = threading.Lock()
 
     def _greeting(self, number: int) -> bytes:
@@ -265,7 +268,7 @@ class _Watch:
                 _start_thread(self._admit, connection)
 
     def _admit(self, connection: socket.socket) -> None:
-        """Process 0: follows a connection, unless it is a stranger's, which sends another key."""
+        """Process 0: follows a connection, unless a stranger has sent another key."""
         with connection, contextlib.suppress(OSError, KeyError):
             number = self._expected.pop(connection.recv(100))
             self._follow(connection, number)
@@ -298,7 +301,7 @@ class _Watch:
 
 
 def check_same(plan: Any) -> None:
-    """Checks that all processes, which all call it, have the same plan. Directories may differ.
+    """Checks that all processes have the same plan, except for directories. All of them call it.
 
     Settings of `ExperimentConfig` are compared when training or scoring begins.
 
@@ -316,12 +319,12 @@ def check_same(plan: Any) -> None:
 def leave(code: int, *, together: bool) -> int:
     """Ends this process if it is one of several.
 
-    Unless all end together, it leaves at once, so that the others find it gone: an orderly end
-    would wait for them, and they for it.
+    Unless all processes end together, it exits immediately, so that the others notice: in an
+    orderly exit, it and the others would wait for each other.
 
     Args:
       code: The exit code. If it is not 0, an error was printed.
-      together: Whether all processes end. They wait for each other here.
+      together: Whether all processes end. If so, they wait for each other in this function.
 
     Returns:
       The exit code, if this is the only process, or if all end together.
@@ -390,7 +393,7 @@ def _from_flags(environment: Mapping[str, str]) -> Processes | None:
     if missing:
         raise UserError(
             "the three flags or variables that announce processes must be set together, but "
-            f"{' and '.join(missing)} is not set. Set all or none."
+            f"{' and '.join(missing)} is not set. Set all three, or remove the others."
         )
 
     coordinator = environment[_VARIABLES["coordinator"]]
@@ -404,14 +407,14 @@ def _from_flags(environment: Mapping[str, str]) -> Processes | None:
             f"a number from 0 to num_processes - 1, got coordinator {coordinator!r}, process_id "
             f"{number} and num_processes {count}"
         )
-    # A single process has nobody to join.
+    # A single process has no others to join.
     if int(count) == 1:
         return None
     arguments: dict[str, Any] = {
         "coordinator_address": coordinator,
         "num_processes": int(count),
         "process_id": int(number),
-        # Otherwise JAX reads Slurm's variables all the same, and takes one GPU of this host.
+        # Otherwise JAX would still read Slurm's variables, and take only one GPU of this host.
         "cluster_detection_method": "deactivate",
     }
     return Processes(int(count), "--num_processes or JAX_NUM_PROCESSES", arguments)
@@ -429,8 +432,8 @@ def _from_slurm(environment: Mapping[str, str]) -> Processes | None:
         return None
     arguments: dict[str, Any] = {"num_processes": count, "cluster_detection_method": "slurm"}
 
-    # If a task shares its visible devices with no other one, it takes all of them. JAX would take
-    # one GPU for each task. Slurm writes 1 for one task on one host, and 1(x4) on each of four.
+    # A task that does not share its visible devices with another task takes all of them. JAX would
+    # take one GPU per task. Slurm writes 1 for one task on one host, and 1(x4) on each of four.
     tasks_per_host = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     is_alone_on_host = re.fullmatch(r"1(\(x\d+\))?", tasks_per_host) is not None
     devices = environment.get("CUDA_VISIBLE_DEVICES")
@@ -445,23 +448,24 @@ def _from_tpu(environment: Mapping[str, str]) -> Processes | None:
     """Returns the hosts of this TPU slice, or of all slices that are connected.
 
     If no variable lists the hosts, the metadata server is asked for them and for the number of
-    slices. If one does, it is not asked at all. So TPU_WORKER_HOSTNAMES=localhost helps where it
-    does not answer, as the error of `_metadata` advises.
+    slices. If a variable lists them, the server is not asked at all. TPU_WORKER_HOSTNAMES=localhost
+    therefore helps if the server does not answer, as the error of `_metadata` advises.
     """
     # JAX_PLATFORMS may keep JAX off the TPU.
     if "tpu" not in environment.get("JAX_PLATFORMS", "tpu") or not _has_tpu():
         return None
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
     slices = environment.get("MEGASCALE_NUM_SLICES")
-    # An empty TPU_WORKER_HOSTNAMES is a list too. With TPU_SKIP_MDS_QUERY JAX does not ask either.
+    # An empty TPU_WORKER_HOSTNAMES counts as a list. With TPU_SKIP_MDS_QUERY, JAX does not ask the
+    # server either.
     if hosts is None and "TPU_SKIP_MDS_QUERY" not in environment:
         hosts = _metadata("worker-network-endpoints", environment)
         # The attribute is a list of lines such as MEGASCALE_NUM_SLICES: '2'.
         line = re.search(r"MEGASCALE_NUM_SLICES: *'?(\d+)", _metadata("tpu-env", environment))
-        # A variable comes first, unless it is empty.
+        # A variable takes precedence, unless it is empty.
         if line is not None and not slices:
             slices = line[1]
-    # Without a list there is one host.
+    # Without a list there is a single host.
     hosts_per_slice = len((hosts or "").split(","))
     count = hosts_per_slice * int(slices or 1)
     if count <= 1:
@@ -471,7 +475,7 @@ def _from_tpu(environment: Mapping[str, str]) -> Processes | None:
 
 
 def _has_tpu() -> bool:
-    """Returns whether JAX can use a TPU here, without starting it."""
+    """Returns whether JAX can use a TPU on this machine, without starting it."""
     if importlib.util.find_spec("libtpu") is None:
         return False
     return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*"))
@@ -483,13 +487,13 @@ def _metadata(name: str, environment: Mapping[str, str]) -> str:
     Returns an empty string if the server does not have it.
 
     Raises:
-      UserError: If the server does not answer: taken for one host, each host of a slice would wait
-        for others.
+      UserError: If the server does not answer. Assuming a single host would be wrong: each host of
+        a slice would wait for the others.
     """
     server = named_metadata_server(environment) or METADATA_SERVER
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
     with requests.Session() as session:
-        # A proxy has another machine's metadata, or none.
+        # A proxy would return another machine's metadata, or fail.
         session.trust_env = False
         for _ in range(_METADATA_TRIES):
             try:

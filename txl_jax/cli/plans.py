@@ -23,8 +23,8 @@ from txl_jax.runs.time_budget import steps_in
 from txl_jax.runtime import distributed
 from txl_jax.runtime.sinks import Sink, WeightsAndBiases
 
-# With fewer training steps a model with post-norm scores better than one with pre-norm, with more
-# it scores worse (benchmarks/norm_place.csv).
+# With fewer training steps, post-norm models score better than pre-norm models. With more, they
+# score worse (benchmarks/norm_place.csv).
 PRE_NORM_STEPS = 700
 
 
@@ -32,18 +32,18 @@ PRE_NORM_STEPS = 700
 class Plan(Config):
     """A command's own settings: a dataclass of `setting` fields, each a flag without prefix.
 
-    Help, absolute paths, and the comparison between hosts follow from the fields.
+    Help, absolute paths, and the comparison between hosts are derived from the fields.
     """
 
     compilation_cache: str | None = setting(
         None,
         "Directory that caches compiled functions for later starts. "
-        "By default one per user, ~/.cache/txl_jax, for one process of a command that reads a "
-        "text. off disables the cache.",
+        "The default for a single process of a command that reads a text is ~/.cache/txl_jax. "
+        "off disables the cache.",
         loads_code=True,
     )
 
-    # Whether there is a cache if no flag names one.
+    # Whether the cache is enabled if no flag sets its directory.
     caches_compiled: ClassVar[bool] = False
     # Printed when a signal ends the command.
     stopped: ClassVar[str] = "rerun the same command to resume"
@@ -51,7 +51,7 @@ class Plan(Config):
 
 @dataclasses.dataclass(frozen=True)
 class TextPlan(Plan):
-    """The settings of a command that reads a text."""
+    """Settings of a command that reads a text."""
 
     data_dir: str = setting("data", "Directory of the original corpus files.", path=True)
     cache_dir: str | None = setting(
@@ -71,7 +71,7 @@ class TextPlan(Plan):
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRun(TextPlan):
-    """The settings of a command that reads a trained run and a text."""
+    """Settings of a command that reads a trained run and a text."""
 
     workdir: str = setting("", "Directory of the run.", path=True, required=True)
     ensemble_member: str | None = setting(None, "Name of the ensemble member to use.")
@@ -81,7 +81,7 @@ class TrainedRun(TextPlan):
 
 @dataclasses.dataclass(frozen=True)
 class StoredTypes(Plan):
-    """The dtypes of a trained model's weights and KV caches, for quantization."""
+    """Dtypes of a trained model's weights and KV caches, for quantization."""
 
     weight_dtype: WeightDType | None = setting(
         None, "Quantized dtype of the weights, instead of the saved one."
@@ -120,12 +120,12 @@ class WatchPlan(Plan):
 
 @dataclasses.dataclass(frozen=True)
 class TimedPlan(Plan):
-    """The setting for training as long as a given time."""
+    """Setting for training for a given time."""
 
     minutes: float | None = setting(
         None,
-        "Minutes to train and evaluate, not to compile. Sets train.steps at the first start, by "
-        "the measured speed, and post-norm instead of pre-norm if few steps fit.",
+        "Minutes to train and evaluate, without compilation. At the first start this sets "
+        "train.steps from the measured speed, and post-norm instead of pre-norm if few steps fit.",
         above=0,
     )
 
@@ -141,10 +141,10 @@ class TimedPlan(Plan):
             return config
         if job.places.get("train.steps") == "":
             raise UserError(
-                "--minutes and --train.steps both set how long to train. Leave one of them out."
+                "--minutes and --train.steps both set how long to train. Omit one of them."
             )
         if distributed.is_multiprocess():
-            raise UserError("--minutes works with one process only. Pass --train.steps instead.")
+            raise UserError("--minutes requires a single process. Pass --train.steps instead.")
         if run.is_new:
             return config
         run.notes.append(
@@ -163,8 +163,8 @@ class TimedPlan(Plan):
         the steps are few, the run's notes say so.
 
         Returns:
-          (the config, the training step that was timed, for `train_run`). At other starts, and
-          without --minutes, the config is the same and the step None.
+          (the config, the training step that was timed, for `train_run`). At later starts, and
+          without --minutes, the config is unchanged and the step is None.
 
         Raises:
           UserError: If the text cannot be trained on, or the minutes are too few for one step.
@@ -204,8 +204,8 @@ class TimedPlan(Plan):
                 f"{NORM_PLACE} is post instead of pre, because pre scores better only from about "
                 f"{PRE_NORM_STEPS} steps on. Pass --{NORM_PLACE}=pre to keep it."
             )
-            # The steps were timed with pre-norm. A step with post-norm takes as long, but it is
-            # another program, so only in this case training compiles a second time.
+            # The steps were timed with pre-norm. A step with post-norm takes the same time, but is
+            # another compiled function, so training compiles a second time in this case only.
             return config_tree.replace(fitted, {NORM_PLACE: NormPlace.POST}), None
         return fitted, fitting.compilation
 
@@ -213,10 +213,10 @@ class TimedPlan(Plan):
 def with_recorded_folders(plan: Any, places: Mapping[str, str]) -> Any:
     """Returns a plan that trains, with the directories of the run in its workdir as defaults.
 
-    This applies to the directories that are on this machine and that no flag sets.
+    This applies to the directories that exist on this machine and that no flag sets.
 
-    Training continues in these directories. Plans that only use a run may read a stranger's, and
-    write to none that it names (`Job.corpus`).
+    Training continues in these directories. Plans that only use a run may read a stranger's run,
+    and never write to the directories that it names (`Job.corpus`).
     """
     workdir = getattr(plan, "workdir", None)
     if not workdir or not isinstance(plan, TextPlan) or not plan.trains or "data_dir" in places:

@@ -1,11 +1,11 @@
-"""What yields to what: the settings of a config, from the layer that yields to the one that wins.
+"""Precedence of settings: the layers of a config, from the lowest precedence to the highest.
 
 1. The command's defaults. If it reads your own text and nothing names a size, the preset `small`.
 2. With `--init_from`, the settings that come from the trained model.
 3. The settings of `--compat`, if it is passed.
 4. Flags, typed or in a flagfile. If a flag is repeated, its last value counts.
 
-If the run is recorded already, its record takes the place of 1 and 2.
+If the run is recorded already, its record replaces 1 and 2.
 
 Settings that nobody typed, such as a flagfile's, yield in three cases, each with a note for the
 log: sizes to the sizes of the weights (`yield_to_weights`), the warm-up to the recorded one or to a
@@ -38,7 +38,7 @@ class Settled(NamedTuple):
     """A config in which settings may have yielded."""
 
     config: ExperimentConfig
-    # What yielded to what, for the log, or None if nothing did.
+    # Note for the log with the settings that yielded, or None if none did.
     note: str | None
 
 
@@ -50,7 +50,7 @@ def config_of_words(
     by_corpus: bool = False,
     recorded: ExperimentConfig | None = None,
 ) -> ExperimentConfig:
-    """Returns the config that a command makes of its command line.
+    """Returns the config that a command builds from its command line.
 
     Args:
       defaults: The command's defaults.
@@ -60,7 +60,7 @@ def config_of_words(
       recorded: The config of the run in the workdir, if any.
 
     Raises:
-      UserError: If the command would, for a flag or for settings that are incompatible.
+      UserError: If a flag is invalid or settings are incompatible, as in the command itself.
     """
     values, places = _parse(defaults, words, without)
     base = defaults if recorded is None else recorded
@@ -154,7 +154,7 @@ def small_if_no_sizes(
 def note_of_large_steps(
     base: ExperimentConfig, places: Mapping[str, str], corpus: CorpusName
 ) -> str | None:
-    """Returns a note that a new run on your own text trains with the paper's large batches.
+    """Returns a note if a new run on your own text trains with the paper's large batches.
 
     Args:
       base: The settings below the flags.

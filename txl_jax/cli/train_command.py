@@ -34,7 +34,7 @@ from txl_jax.runtime.stop import StopRequest
 
 
 class Mode(enum.StrEnum):
-    """What a corpus's command does."""
+    """Task of a corpus's command."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -42,7 +42,7 @@ class Mode(enum.StrEnum):
     GENERATE = "generate"
 
 
-# How the names of settings begin that only training reads.
+# Prefixes of the names of settings that only training reads.
 _OF_TRAINING = (
     "seed",
     "init_",
@@ -55,36 +55,36 @@ _OF_TRAINING = (
     "wandb_",
 )
 
-# How the names of settings begin that only scoring with a rule of dynamic evaluation reads.
+# Prefixes of the names of settings that only scoring with dynamic evaluation reads.
 _OF_LEARNING = "eval.dynamic."
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainPlan(WatchPlan, TimedPlan, TextPlan):
-    """The settings of a corpus's command.
+    """Settings of a corpus's command.
 
     Each `setting` declares a flag of the same name, with its default and its help.
     """
 
-    mode: Mode = setting(Mode.TRAIN, "What to do.")
+    mode: Mode = setting(Mode.TRAIN, "Task of this command.")
     workdir: str | None = setting(
         None,
         "Directory for the run's checkpoints, logs and results. Created if missing. "
-        "The default for training is runs/NAME, named after the flagfile or else the corpus.",
+        "The default for training is runs/NAME, with the name of the flagfile or of the corpus.",
         path=True,
     )
     ensemble_member: str | None = setting(
         None, "Name of the ensemble member to use. Not for training."
     )
     out: str | None = setting(
-        None, "Output directory of modes other than train. none means the workdir.", path=True
+        None, "Output directory for modes other than train. none means the workdir.", path=True
     )
     input: str | None = setting(
         None, "File of documents to score (--mode=score) or to continue (--mode=generate)."
     )
-    input_format: InputFormat = setting(InputFormat.LINES, "What counts as a document in --input.")
+    input_format: InputFormat = setting(InputFormat.LINES, "Format of the documents in --input.")
     per_token: bool = setting(
-        False, "With --mode=score --input: write one record per token, not per document."
+        False, "With --mode=score --input, write one record per token, instead of per document."
     )
 
     stopped: ClassVar[str] = "no scores were written"
@@ -137,8 +137,8 @@ def _train(plan: TrainPlan, job: Job) -> int | None:
         # flags of the command itself.
         _note_unread(plan, job, config, config)
         check_program(job.defaults, config)
-        # With --minutes, a run that has started keeps its steps. A new one gets as many as fit into
-        # that time, but only below (`fit_steps`), when its text is known.
+        # With --minutes, a run that has started keeps its steps. A new run gets as many as fit into
+        # that time. They are set below (`fit_steps`), after its text is read.
         config = plan.keep_steps(config, job, run)
         # Settings that must not change are compared with the run's record, before the text is read,
         # which may take minutes.
@@ -153,8 +153,8 @@ def _train(plan: TrainPlan, job: Job) -> int | None:
             distributed.run_on_all(lambda: refuse_packed(corpus))
         config, timed_step = plan.fit_steps(config, corpus, job, run)
 
-        # Only here a signal asks to stop: it makes `job.stop` true. While a text is read it ends
-        # the process at once.
+        # Within this block a signal requests a stop: it makes `job.stop` true. While a text is
+        # read, a signal ends the process immediately.
         with job.stop:
             outcome = train_run(
                 config,
@@ -220,7 +220,7 @@ def _use_trained(plan: TrainPlan, job: Job) -> int | None:
 
     model = open_weights(workdir, member=plan.ensemble_member)
     model = dataclasses.replace(model, out=plan.out)
-    # The weights are a run's or a portable checkpoint's. Only a run names the text that it was
+    # The weights come from a run or a portable checkpoint. Only a run records the text that it was
     # trained on.
     run = model.source if isinstance(model.source, Run) else None
     if run is None and plan.mode is not Mode.GENERATE:
@@ -253,7 +253,7 @@ def _note_other_corpus(corpus: CorpusName, corpus_here: CorpusName) -> None:
 def _with_text(model: TrainedModel, data: DataConfig) -> TrainedModel:
     """Returns a portable model with the command's text, in the model's tokens.
 
-    The portable model itself names no text.
+    The portable model itself does not name a text.
     """
     settings = warm_start.tokenizer_settings(model.vocabulary)
     settings["data.reset_at"] = model.config.data.reset_at
@@ -290,7 +290,7 @@ def _read_input(plan: TrainPlan, job: Job, workdir: str) -> int | None:
         except Interrupted:
             print(f"stopped   on request in {plan.input}, the records written are complete")
         except BrokenPipeError:
-            # The reader of the records has enough, as in `| head`.
+            # The reader of the records has stopped reading, as in `| head`.
             return output.READER_GONE
     return None
 
@@ -319,7 +319,7 @@ def _use_documents(
 
 
 def _write_records(records: TextIO, stop: StopRequest, name: str, lines: str) -> None:
-    """Writes lines of records at once, so that they are complete when the command stops.
+    """Writes lines of records immediately, so that they are complete when the command stops.
 
     Args:
       records: Standard output.
@@ -328,7 +328,7 @@ def _write_records(records: TextIO, stop: StopRequest, name: str, lines: str) ->
       lines: One record or more, each with its newline.
 
     Raises:
-      OSError: If nobody reads `records` any longer, or the disk is full.
+      OSError: If `records` is no longer read, or the disk is full.
       Interrupted: If a stop is requested.
     """
     records.write(lines)
@@ -343,7 +343,7 @@ def _write_records(records: TextIO, stop: StopRequest, name: str, lines: str) ->
 def _note_unread(
     plan: TrainPlan, job: Job, config: ExperimentConfig, trained: ExperimentConfig
 ) -> None:
-    """Prints a note about typed flags without effect in this mode, unless they match the record.
+    """Prints a note about typed flags that have no effect in this mode and differ from the record.
 
     Args:
       plan: The command's plan.
@@ -351,14 +351,14 @@ def _note_unread(
       config: The config with the flags applied.
       trained: The config of the trained model, or `config` itself when training.
     """
-    # How the names of settings begin that this mode does not read.
+    # Prefixes of the names of settings that this mode does not read.
     unread: list[str] = []
     if plan.input is None:
         unread += ["input_format", "per_token", "eval.dynamic.shared"]
     else:
         unread += ["data.", "generate.prompt"]
         if plan.mode is Mode.SCORE and config.eval.dynamic.rule is not None:
-            # Documents that are learned from are read one after the other.
+            # With dynamic evaluation, documents are read one after the other.
             unread.append("eval.batch_size")
     if plan.mode is not Mode.TRAIN:
         unread += _OF_TRAINING
@@ -369,13 +369,13 @@ def _note_unread(
 
     changed = {leaf.name for leaf, _, _ in config_tree.differences(trained, config)}
     if not learns:
-        # A rate that was typed without a rule may be the default, which is no change.
+        # A rate that was typed without a rule may equal the default, and is then not a difference.
         changed |= {name for name in job.places if name.startswith(_OF_LEARNING)}
     if plan.mode in (Mode.EVAL, Mode.SCORE):
-        # There the rule itself is read, also to be none.
+        # In these modes the rule itself is read, even if it is none.
         changed.discard(f"{_OF_LEARNING}rule")
     changed |= flag_tree.passed_settings(cls=TrainPlan).keys()
-    # --input is read by data.json_field, the only setting of `data` that has an effect there.
+    # With --input, data.json_field is the only setting of `data` that has an effect.
     changed.discard("data.json_field")
     flags_without_effect = []
     for name, place in job.places.items():
