@@ -5,8 +5,8 @@ r"""Starts a command as multiple processes on this machine, each as if on a sepa
 
 The processes find each other through environment variables that are set for them
 (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID). The output of process 0 is printed
-unchanged. Lines of the others begin with their number. If a process fails, the others are stopped
-and its exit code is returned. If multiple are found dead at once, a process that was killed or
+unchanged. Lines of the other processes begin with their number. If a process fails, the others are
+stopped and its exit code is returned. If several have failed at once, a process that was killed or
 failed by itself takes precedence over one that only lost another. The first SIGTERM, SIGHUP or
 Ctrl-C is forwarded to all processes, and the command waits for them. A second one kills them.
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 from txl_jax.runtime import output
 
-# When one process is lost the others notice and report it themselves; after these times they get
+# When one process is lost, the others notice and report it themselves. After these times they get
 # SIGTERM, then SIGKILL.
 _SECONDS_TO_NOTICE = 15.0
 _SECONDS_AFTER_SIGTERM = 5.0
@@ -48,7 +48,7 @@ def main() -> None:
         "--devices",
         type=int,
         metavar="N",
-        help="simulated CPU devices per process (default: jax's devices)",
+        help="simulated CPU devices per process (default: the devices that jax finds)",
     )
     parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
     flags = parser.parse_args()
@@ -98,14 +98,14 @@ class ProcessGroup:
             self._start(command, number, environment)
 
     def _start(self, command: Sequence[str], number: int, environment: Mapping[str, str]) -> None:
-        # A session of its own: else Ctrl-C in a terminal would reach it twice, from the terminal
-        # and from here.
+        # A separate session: otherwise Ctrl-C in a terminal would reach the process twice, from the
+        # terminal and from `_forward`.
         options: dict[str, Any] = {"env": os.environ | environment, "start_new_session": True}
         if number == 0:
             self._processes.append(subprocess.Popen(command, **options))
             return
 
-        # The output of all processes but the first is printed by a thread, with their number.
+        # A thread prints the output of each process except the first, with its number.
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -143,11 +143,11 @@ class ProcessGroup:
             process.wait()
         for reader in self._readers:
             reader.join(timeout=1)
-        # Shells report a signal as 128 and its number.
+        # Shells report a signal as 128 + its number.
         return 128 - code if code < 0 else code
 
     def _stop_after(self, seconds: float, number: int) -> None:
-        """Waits so long for the processes to end, and sends a signal to those that have not."""
+        """Waits this long for the processes to end, then sends a signal to the remaining ones."""
         until = time.monotonic() + seconds
         while None in self._codes() and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
@@ -158,7 +158,7 @@ class ProcessGroup:
 
     def _forward(self, number: int, _: object) -> None:
         if number == signal.SIGHUP and self._signalled:
-            return  # A closed terminal: the shell and the system both send it.
+            return  # When a terminal closes, the shell and the system both send it.
         self._send(signal.SIGKILL if self._signalled else number)
         self._signalled = True
 
@@ -173,7 +173,7 @@ def first_cause(codes: Sequence[int | None]) -> tuple[int, int]:
 
     This is the process whose failure is least likely caused by another's.
     """
-    # As a process that lost another says itself, or as jax aborts it.
+    # The codes of a process that lost another: its own, or the one with which jax aborts it.
     lost_another = (os.EX_TEMPFAIL, -signal.SIGABRT)
 
     def rank(failure: tuple[int, int]) -> int:

@@ -40,8 +40,8 @@ def open_folder(name: str, *, drive: bool) -> Path:
 
     In Colab with `drive`, the directory is in My Drive.
 
-    `name` is relative to the current directory or to My Drive. Compiled functions are cached, but
-    not there: code must not come with a directory that is passed on.
+    `name` is relative to the current directory or to My Drive. Compiled functions are cached
+    elsewhere, because a directory that is shared must not contain code.
     """
     parent = Path.cwd()
     if drive and in_colab():
@@ -58,7 +58,7 @@ def open_folder(name: str, *, drive: bool) -> Path:
 def device_settings() -> dict[str, object]:
     """Returns settings of a small model for these devices.
 
-    On a CPU there are none. On TPU and GPU, they are the settings of a larger bfloat16 model.
+    Empty on a CPU. On TPU and GPU, these are the settings of a larger bfloat16 model.
     """
     if jax.default_backend() == "cpu":
         return {}
@@ -107,7 +107,7 @@ def train(config: ExperimentConfig, corpus: Corpus, workdir: Path, *, title: str
 def _live_curve(workdir: Path, title: str) -> Callable[[HookContext], None]:
     """Returns the action of a hook that draws the learning curve.
 
-    The curve is drawn in the same place of the notebook each time.
+    The curve is redrawn in the same place of the notebook.
     """
     path = workdir / "learning_curve.png"
     shown: Any = None

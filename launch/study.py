@@ -1,12 +1,12 @@
-"""The study of a sweep, and the worker that takes and trains the sweep's runs.
+"""The study of a sweep, and the workers that train its runs.
 
 The runs are Optuna trials in a database.
 
-The queue has a place for each run, or for each draw of a sampler. A worker makes a trial for a
-place that has none, and of multiple trials for a place the first one counts. So workers need no
-lock, and may die at any moment: a trial without a heartbeat fails, its place is free again, and its
-run resumes in its workdir. Two trainings never share a workdir: a training ends with its worker,
-and a place whose workdir is still locked is skipped.
+The queue has a place for each run, or for each draw of a sampler. A worker creates a trial for a
+place without one, and if a place has multiple trials, the first one counts. Workers therefore do
+not need a lock, and may die at any moment: a trial without a heartbeat fails, its place becomes
+free, and its run resumes in its workdir. Two trainings never share a workdir: a training ends with
+its worker, and a place whose workdir is still locked is skipped.
 """
 
 import contextlib
@@ -39,17 +39,17 @@ from txl_jax.runtime.lock import is_held
 from txl_jax.runtime.log import read_metrics
 
 T = TypeVar("T")
-# A worker that has sent no heartbeat for so long is dead.
+# A worker that has not sent a heartbeat for this long is dead.
 GRACE_SECONDS = 90
-# Between two looks at the trainings. Object storage is paid by the request.
+# Interval between two looks at the trainings. Object storage charges per request.
 POLL_SECONDS = 2.0
 REMOTE_POLL_SECONDS = 15.0
-# How long a worker waits for a database that is restarted, or cannot be reached.
+# How long a worker waits for a database that is restarting or unreachable.
 PATIENCE_SECONDS = 900.0
 # With four runs each of two settings matters 50 %.
 _FEWEST_FOR_IMPORTANCES = 20
 UNREACHABLE = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.DBAPIError)
-# Starts a command that gets SIGTERM from the kernel when this process has ended, be it by SIGKILL.
+# Starts a command that gets SIGTERM from the kernel when this process has ended, even by SIGKILL.
 _TIED = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(143); os.execvp(sys.argv[2], sys.argv[2:])"
@@ -77,7 +77,7 @@ def database(text: str) -> sqlalchemy.URL:
 
 
 def database_in(folder: str) -> sqlalchemy.URL:
-    """Returns the URL of the study in a directory, whatever characters its name has."""
+    """Returns the URL of the study in a directory, with special characters in its name escaped."""
     return sqlalchemy.URL.create("sqlite", database=os.path.join(folder, DATABASE))
 
 
@@ -126,8 +126,8 @@ class _Training:
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
             on_gpu = f" on GPU {gpu}"
-        # A session of its own: else Ctrl-C would reach it twice, and the second one stops a run
-        # without saving.
+        # A separate session: otherwise Ctrl-C would reach the process twice, and the second one
+        # stops a run without saving.
         self.process = subprocess.Popen(
             command, stdout=self._log, stderr=self._log, env=environment, start_new_session=True
         )
@@ -136,7 +136,7 @@ class _Training:
     def report(self) -> None:
         """Reports new validation losses, and ends the process if the pruner says so."""
         records = []
-        # If the log cannot be read, the run itself says so.
+        # If the log cannot be read, the run itself reports it.
         with contextlib.suppress(LogError):
             records = [
                 record for record in read_metrics(self.run.folder) if record["kind"] == "valid"
@@ -146,7 +146,7 @@ class _Training:
             if step <= self._reported_step or self.pruned:
                 continue
             self.trial.report(float(record["loss"]), step)
-            # The step counts as reported only if the pruner's question reaches the database too.
+            # The step counts as reported only if the pruner's query reaches the database too.
             should_prune = self.trial.should_prune()
             self._reported_step = step
             self.pruned = should_prune
@@ -170,17 +170,17 @@ class _Taken(NamedTuple):
     """A trial that a worker has taken."""
 
     trial: optuna.Trial
-    run: SweepRun | None  # None if another worker trains it, or it cannot be made.
-    failed: str = ""  # Why the run cannot be made, or "".
+    run: SweepRun | None  # None if another worker trains it, or it cannot be created.
+    failed: str = ""  # Why the run cannot be created, or "".
 
 
 class Worker:
-    """Worker that takes runs of a study and trains them, until none is left.
+    """Takes runs of a study and trains them, until none is left.
 
     It trains one run on each of `gpus` (numbers or None).
 
-    All calls that need the database are in `_step`, which is repeated as a whole if it cannot be
-    reached.
+    All calls that need the database are in `_step`, which is repeated as a whole if the database is
+    unreachable.
     """
 
     def __init__(self, sweep: Sweep, url: sqlalchemy.URL, gpus: Sequence[str | None]):
@@ -188,7 +188,7 @@ class Worker:
         self._sweep = sweep
         self._free_gpus = list(gpus)
         self._was_late = False  # Whether another worker took the place of the last trial first.
-        self._is_waiting = False  # Whether it has been said that others' runs are waited for.
+        self._is_waiting = False  # Whether the log says that it waits for other workers' runs.
         self._trainings: list[_Training] = []
         if url.drivername == "sqlite":
             open(str(url.database), "a").close()  # Its error names the file.
@@ -196,7 +196,7 @@ class Worker:
             "--storage=postgresql:... requires a driver (%s): pip install 'psycopg[binary]'",
             ImportError,
         ):
-            # Of workers that start together one makes the tables, and others may fail once.
+            # If workers start together, one creates the tables, and the others may fail once.
             self._storage, self._study = self._patiently(
                 functools.partial(_connect, sweep, url), seconds=15
             )
@@ -229,7 +229,7 @@ class Worker:
     def _forwarded_signals(self) -> Iterator[None]:
         """Forwards signals to the trainings, and restores the handlers at the end."""
         numbers = [signal.SIGTERM, signal.SIGINT]
-        # SIGHUP says that the terminal is gone. A command that nohup started ignores it.
+        # SIGHUP means that the terminal is gone. A command started by nohup ignores it.
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
         with contextlib.ExitStack() as at_end:
@@ -315,9 +315,9 @@ class Worker:
             training.close()
 
     def _step(self, bar: Any) -> bool:
-        """Looks after the trainings, and starts others.
+        """Looks after the trainings, and starts new ones.
 
-        Returns whether there are some left, here or elsewhere.
+        Returns whether any are left, in this worker or others.
         """
         self._beat()
         for training in list(self._trainings):
@@ -348,7 +348,7 @@ class Worker:
             self._storage.record_heartbeat(training.trial._trial_id)  # noqa: SLF001
 
     def _trials(self) -> dict[str, FrozenTrial]:
-        """Returns the trial of each place in the queue: the first that counts, or else the last."""
+        """Returns each queue place's trial: the first one that counts, or else the last one."""
         trials: dict[str, FrozenTrial] = {}
         for trial in self._study.get_trials(deepcopy=False):
             place = trial.user_attrs.get("place")
@@ -361,7 +361,7 @@ class Worker:
     def _counts(self, trial: FrozenTrial) -> bool:
         """Returns whether a trial keeps its place.
 
-        One that failed without a reason was stopped, or its worker died.
+        A trial that failed without a reason was stopped, or its worker died.
         """
         has_stopped = trial.state is TrialState.FAIL and "failed" not in trial.user_attrs
         return trial.number not in self._outdated and not has_stopped
@@ -379,7 +379,7 @@ class Worker:
         for place in places:
             name = place
             values = dict(self._sweep.queue[place])
-            # A trial that is tried again keeps the values that were drawn for it.
+            # A trial that is repeated keeps the values that were sampled for it.
             earlier = trials.get(place)
             if earlier:
                 name = earlier.user_attrs.get("run", place)
@@ -391,7 +391,7 @@ class Worker:
         return False
 
     def _take(self) -> bool:
-        """Takes a trial, and starts its run unless that has finished.
+        """Takes a trial, and starts its run unless the run has finished.
 
         Returns whether there was a trial to take.
         """
@@ -401,7 +401,7 @@ class Worker:
         try:
             taken = self._ask()
         except optuna.exceptions.UpdateFinishedTrialError:
-            # Another worker took this one for dead meanwhile, and has ended the trial. Its place is
+            # Another worker has assumed that this one is dead and has ended the trial. Its place is
             # free again.
             return True
         if taken.run is None or taken.run.results is not None:
@@ -421,7 +421,7 @@ class Worker:
           UpdateFinishedTrialError: If another worker has ended the trial before its run was noted
             in it.
         """
-        # Optuna warns that heartbeats need its `optimize`. Here `_beat` sends them.
+        # Optuna warns that heartbeats need its `optimize`. `_beat` sends them instead.
         with warnings.catch_warnings(action="ignore"):
             trial = self._study.ask(self._sweep.space)
         # None if another worker has taken the trial from the queue.
@@ -431,7 +431,7 @@ class Worker:
             return _Taken(trial, run=None)
         try:
             run = self._sweep.run(trial.params)
-        except UserError as error:  # Drawn values that do not fit each other.
+        except UserError as error:  # The sampled values are incompatible.
             _say(f"failed: {error}")
             return _Taken(trial, run=None, failed=str(error))
         trial.set_user_attr("run", run.name)
@@ -439,7 +439,7 @@ class Worker:
 
     def _look_after(self, training: _Training) -> None:
         has_ended = training.process.poll() is not None
-        # If others took this worker for dead, they wait until its training ends.
+        # If other workers assume that this one is dead, they wait until its training ends.
         with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
             training.report()
         if not has_ended:
@@ -470,7 +470,7 @@ class Worker:
         if results is not None:
             state = TrialState.COMPLETE
             scores = results.get("best_valid") or results["test"]
-            # A study takes no nan. `min` returns its first argument for it.
+            # A study does not accept nan. `min` returns its first argument instead.
             value = min(math.inf, float(scores["loss"]))
         elif pruned:
             state = TrialState.PRUNED
@@ -485,13 +485,13 @@ class Worker:
 def _connect(sweep: Sweep, url: sqlalchemy.URL) -> tuple[_Storage, optuna.Study]:
     engine: dict[str, Any] = {"poolclass": sqlalchemy.pool.NullPool}
     if url.drivername == "sqlite":
-        # Optuna takes a URL as text, in which some characters of a path have meanings.
+        # Optuna takes a URL as text, in which some characters of a path are special.
         url_text = "sqlite://"
         # Writers wait for each other.
         engine["creator"] = functools.partial(sqlite3.connect, str(url.database), timeout=60)
     else:
         url_text = str(url)
-        # A call over a network that was cut ends.
+        # Ends calls over a network connection that was cut.
         engine["connect_args"] = {"connect_timeout": 10, "tcp_user_timeout": 60_000}
     database_storage = _Storage(url_text, engine, heartbeat_interval=1, grace_period=GRACE_SECONDS)
     study = optuna.create_study(

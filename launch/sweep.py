@@ -1,6 +1,6 @@
 r"""Runs a hyperparameter sweep from one file, on one machine or many.
 
-It starts, resumes and tabulates the runs.
+The command starts the runs, resumes them, and shows a table of results.
 
     python -m launch.sweep sweep.toml --out=runs/sweep --jobs=2
     python -m launch.sweep sweep.toml --out=runs/sweep --table
@@ -77,10 +77,10 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     add("--out", help="directory or bucket for runs and tables, created if missing")
     add(
         "--storage",
-        help="database of the study (default: sqlite:///OUT/study.db), for multiple machines "
+        help="database of the study (default: sqlite:///OUT/study.db). Multiple machines need "
         "postgresql://USER@HOST/DATABASE, with the password in PGPASSWORD",
     )
-    add("--jobs", type=int, metavar="N", default=1, help="runs at a time")
+    add("--jobs", type=int, metavar="N", default=1, help="number of runs at a time (default: 1)")
     add(
         "--gpus",
         type=lambda text: text.split(","),
@@ -97,7 +97,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _run(flags: argparse.Namespace) -> int:
-    """Does what the flags say, and returns the exit code."""
+    """Runs the task that the flags select, and returns the exit code."""
     if flags.table and flags.files and not flags.files[0].endswith(".toml"):
         return _compare_runs(flags)
     _check_flags(flags)
@@ -153,14 +153,14 @@ def _sky(flags: argparse.Namespace) -> list[Sequence[str]]:
     start = ["sky", "jobs", "launch", "launch/sky.yaml", "--yes", "--detach-run"]
     start.append(f"--env=RUN={shlex.join(worker)}")
     if "PGPASSWORD" in os.environ:
-        # SkyPilot takes the value from the environment, so that the printed command has no secret.
+        # SkyPilot reads the value from the environment, so the printed command contains no secret.
         start.append("--secret=PGPASSWORD")
     name = os.path.basename(flags.out.rstrip("/"))
     return [[*start, f"--name={name}-{number}"] for number in range(1, flags.jobs + 1)]
 
 
 def _compare_runs(flags: argparse.Namespace) -> int:
-    """Writes the table of any runs, without a file. Returns the exit code."""
+    """Writes the table of any runs, without a sweep file. Returns the exit code."""
     runs = run_tables.read_runs(flags.files)
     names = run_tables.swept_settings(runs)
     rows = [run.row(names) for run in runs]

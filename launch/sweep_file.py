@@ -1,4 +1,4 @@
-"""The file of a sweep: what its runs share, the settings in which they differ, and each run.
+"""The sweep file: the settings that runs share, those in which they differ, and each run.
 
 docs/launch.md describes the file. `launch.sweep` is the command, and `launch.study` trains the
 runs.
@@ -43,28 +43,28 @@ LOG = "sweep.log"
 DATABASE = "study.db"
 
 _PROGRAMS = list(dict.fromkeys(map(program_of, CorpusName)))
-# Keys that have one value, keys of tables, and keys of tables that say which runs there are.
+# Keys that have one value, keys of tables, and keys of tables that define the runs.
 _PLAIN_KEYS = ("program", "flagfile")
 _RUN_KEYS = ("grid", "random", "runs")
 _KEYS = (*_PLAIN_KEYS, "base", "sampler", "pruner", *_RUN_KEYS)
 # Values of a run, how its last process ended, and the seconds of all of them.
 _NOTES = "sweep.json"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Python reports a signal as a negative code, and a shell in between as 128 and the number.
+# Python reports a signal as a negative code, and a shell in between as 128 + the number.
 _STOP_CODES = {
     *(-number for number in _STOP_SIGNALS),
     *(128 + number for number in _STOP_SIGNALS),
 }
-# Each run has a process and a directory. All are checked before the first: this many take a minute
-# (6.7 ms each).
+# Each run has a process and a directory. All runs are checked before the first starts: checking
+# this many takes a minute (6.7 ms each).
 MAX_RUNS = 10_000
-# File systems allow 255, and temporary names beside a directory are longer than its own.
+# File systems allow 255, and temporary names next to a directory are longer than its own name.
 MAX_NAME_BYTES = 200
-# At the end of a shortened name. Of 10,000 names two are alike with a chance of 2e-7.
+# Digits at the end of a shortened name. Two of 10,000 names are equal with a probability of 2e-7.
 _DIGEST_LETTERS = 12
-# A failed run's last line of output is shown up to this length.
+# Maximum length that is shown of a failed run's last line of output.
 _MAX_REASON_LETTERS = 300
-# In --out, beside the directories of the runs.
+# Files in --out, next to the directories of the runs.
 _OWN_FILES = (DATABASE, "results.csv", "means.csv")
 _RANGE = "{uniform = [low, high]}, or {log = [low, high]} for a logarithmic range"
 
@@ -79,7 +79,7 @@ class SweepRun:
 
     name: str
     folder: str
-    # As its trial has them: the entry of [[runs]], texts of the grid, numbers of ranges.
+    # Values in the form of its trial: the entry of [[runs]], texts of the grid, numbers of ranges.
     values: Mapping[str, Any]
     # The settings in which runs differ, by the flag's name.
     differs: Mapping[str, Any]
@@ -88,14 +88,14 @@ class SweepRun:
 
     @property
     def results(self) -> dict[str, Any] | None:
-        """The content of results.json, or None.
+        """Content of results.json, or None.
 
-        It is None if the file is corrupted or the run has not finished with these settings.
+        None means that the file is corrupted or the run has not finished with these settings.
         """
         try:
             results = dict(storage.read_json(os.path.join(self.folder, RESULTS)))
             is_same = is_same_in_training(results["eval"], self.config.eval)
-            # A run that was given more steps keeps the old results until it ends. With patience it
+            # A run whose steps were raised keeps the old results until it ends. With patience it
             # may end early.
             has_ended = (
                 results["steps"] == self.config.train.steps
@@ -158,7 +158,7 @@ class SweepRun:
             else:
                 row["state"] = notes.get("state") or row["state"]
 
-        # Without the note, the time by the recorded rates stays.
+        # Without the note, the time is still estimated from the recorded rates.
         seconds = notes.get("seconds")
         if seconds:
             row["seconds"] = round(seconds, 1)
@@ -171,10 +171,11 @@ class SweepRun:
 
 
 class Sweep:
-    """The content of a file: what its runs share, and the values in which they differ.
+    """Content of a sweep file: the settings that runs share, and the values in which they differ.
 
-    Reading it checks runs like their command, and raises `UserError` if one would fail or two are
-    the same. For runs that are drawn while others are trained it checks the ends of the ranges.
+    Reading the file checks each run the way its command does, and raises `UserError` if a run would
+    fail or two are the same. For runs that are sampled while others are trained, it checks the ends
+    of the ranges.
     """
 
     def __init__(self, path: Path, out: str):
@@ -182,14 +183,14 @@ class Sweep:
         self.out = out
         self.program = content["program"]
 
-        # What all runs share, as flags.
+        # Settings that all runs share, as flags.
         flagfiles = content.get("flagfile", [])
         if isinstance(flagfiles, str):
             flagfiles = [flagfiles]
         self._common = [f"--flagfile={name}" for name in flagfiles]
         self._common += _as_flags(_flat(content.get("base", {})))
 
-        # What differs between runs.
+        # Settings that differ between runs.
         self._entries = _entries(content.get("runs") or [{}])
         self._grid = _grid(_flat(content.get("grid", {})))
         ranges, samples, seed = _random(content.get("random", {}))
@@ -198,7 +199,7 @@ class Sweep:
             {"the grid": self._grid, "runs": names_in_entries, "random": ranges}
         )
 
-        # The texts of the values that are combined with each other, by setting.
+        # Texts of the values that are combined with each other, by setting.
         texts: dict[str, Mapping[str, Any]] = dict(self._grid)
         if len(self._entries) > 1:
             texts = {"runs": self._entries} | texts
@@ -208,7 +209,7 @@ class Sweep:
             self.space[name] = CategoricalDistribution(list(choices))
         self.names = [*names_in_entries, *ranges, *self._grid]  # The settings in which runs differ.
 
-        # Another content is another study. The directories of runs are the same.
+        # Different content means a different study. The directories of runs stay the same.
         text = json.dumps(content, sort_keys=True, default=str)
         self.digest = hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -228,7 +229,7 @@ class Sweep:
         _check_number(numbers, samples, has_sampler=has_sampler)
         runs = self._checked_runs(_points(ranges, samples, seed, has_sampler=has_sampler), texts)
 
-        # Runs by name. With a sampler they are drawn while others are trained, so none is known.
+        # Runs by name. A sampler chooses them while others are trained, so none is known yet.
         self.runs: dict[str, SweepRun] = {}
         # Values of the runs that are to be trained, by their places in the queue.
         self.queue: dict[str, Mapping[str, Any]] = {}
@@ -254,7 +255,7 @@ class Sweep:
         for point in points:
             for combination in combinations:
                 run = self.run({**point, **combination})
-                # Draws may be equal. Then the first one stands for both.
+                # Samples may be equal. The first one then stands for both.
                 first = runs.setdefault(run.name, run)
                 require(
                     first.config == run.config,
@@ -263,7 +264,7 @@ class Sweep:
         return runs
 
     def run(self, values: Mapping[str, Any]) -> SweepRun:
-        """Returns the run with these values. Raises `UserError` as its program would."""
+        """Returns the run with these values. Raises `UserError` if its command rejects them."""
         # Without `runs` in the values, the file has only one entry.
         first_entry = next(iter(self._entries))
         settings = dict(self._entries[values.get("runs", first_entry)])
@@ -305,7 +306,7 @@ class Sweep:
         return settings
 
     def _short_names(self) -> dict[str, str]:
-        """Returns how settings are called in names of runs, as in "seed=1+dropout.rate=0.3".
+        """Returns the names of settings in names of runs, as in "seed=1+dropout.rate=0.3".
 
         The first group is omitted where the name is unique without it.
         """
@@ -318,7 +319,7 @@ class Sweep:
         return short
 
     def _has(self, values: Mapping[str, Any]) -> bool:
-        """Returns whether a run's recorded values are this file's, not an earlier version's."""
+        """Returns whether a run's recorded values match this file, not an earlier version of it."""
         for name, distribution in self.space.items():
             if name not in values:
                 return False
@@ -342,11 +343,11 @@ class Sweep:
 def safe_name(entry_name: Any, parts: Sequence[str]) -> str:
     """Returns the name of a run and of its directory.
 
-    It consists of the name that the run's entry has, if any, and of what differs.
+    It consists of the name of the run's entry, if any, and of the settings that differ.
 
     A long name is cut, and ends in a digest of the whole. `sweep.json` in the directory has the
-    values. Raises `UserError` for a name that could lead out of the sweep's directory, or hide
-    there, or be one of its files.
+    values. Raises `UserError` for a name that could lead out of the sweep's directory, be a hidden
+    file, or be one of the sweep's own files.
     """
     text = str(entry_name or "")
     require(
@@ -364,7 +365,7 @@ def safe_name(entry_name: Any, parts: Sequence[str]) -> str:
     if len(data) <= MAX_NAME_BYTES:
         return name
     digest = hashlib.sha256(data).hexdigest()[:_DIGEST_LETTERS]
-    # The cut may be inside of a letter.
+    # The cut may be inside a character.
     beginning = data[: MAX_NAME_BYTES - _DIGEST_LETTERS - 1].decode(errors="ignore")
     return f"{beginning}-{digest}"
 
@@ -372,9 +373,9 @@ def safe_name(entry_name: Any, parts: Sequence[str]) -> str:
 def config_of(
     program: str, arguments: list[str], recorded: ExperimentConfig | None = None
 ) -> ExperimentConfig:
-    """Returns the config that the program would make of these arguments.
+    """Returns the config that the command would build from these arguments.
 
-    The record in the workdir is taken into account. Raises `UserError` if the program would reject
+    The record in the workdir is taken into account. Raises `UserError` if the command would reject
     them.
     """
     defaults: ExperimentConfig = importlib.import_module(f"experiments.{program}").DEFAULTS
@@ -386,7 +387,7 @@ def config_of(
 
 
 def make_from_table(kind: str, table: Mapping[str, Any]) -> Any:
-    """Returns Optuna's sampler or pruner that a table names.
+    """Returns the Optuna sampler or pruner that a table names.
 
     Args:
       kind: "sampler" or "pruner".
@@ -398,19 +399,19 @@ def make_from_table(kind: str, table: Mapping[str, Any]) -> Any:
     arguments = dict(table)
     name = arguments.pop("name", None)
     if name == "TPESampler":
-        # Otherwise it would sample near the runs in progress. A seed would make all workers sample
-        # the same values.
+        # Without constant_liar it would sample near the runs in progress. With a seed, all workers
+        # would sample the same values.
         arguments = {"constant_liar": True, "seed": None} | arguments
     module = getattr(optuna, f"{kind}s")
     with rephrased(
-        f"[{kind}] must be a class of optuna.{kind}s and its arguments, as name = ..., got "
+        f"[{kind}] must name a class of optuna.{kind}s (name = ...) and its arguments, got "
         f"{dict(table)} (%s)",
         AttributeError,
         TypeError,
         ValueError,
     ):
-        # A sweep's file names one of Optuna's classes, and nothing else that its module happens to
-        # contain.
+        # A sweep file must name one of Optuna's classes, and nothing else that the module happens
+        # to contain.
         if name not in module.__all__:
             raise ValueError(f"unknown class {name!r}")
         return getattr(module, name)(**arguments)
@@ -427,7 +428,7 @@ def _points(
 ) -> list[dict[str, Any]]:
     """Returns the values of the ranges for which runs are made and checked.
 
-    With a sampler, whose draws are not known yet, these are the ends of the ranges.
+    With a sampler, whose values are not known yet, these are the ends of the ranges.
     """
     if has_sampler:
         lowest = {name: distribution.low for name, distribution in ranges.items()}
@@ -439,7 +440,7 @@ def _points(
 
 
 def _names_in_entries(entries: Iterable[Mapping[str, Any]]) -> dict[str, None]:
-    """Returns the settings of all entries of [[runs]], once each, in order."""
+    """Returns the settings of all entries of [[runs]] in order, without duplicates."""
     names: dict[str, None] = {}
     for entry in entries:
         names |= dict.fromkeys(entry)
@@ -453,15 +454,14 @@ def _refuse_names_in_two_tables(tables: Mapping[str, Mapping[str, Any]]) -> None
         twice = ", ".join(sorted(tables[first].keys() & tables[second].keys()))
         require(
             not twice,
-            f"{twice} is in both {first} and {second}, but a run has one value. "
-            "Remove it from one.",
+            f"{twice} must be in one of {first} and {second}, got it in both. Remove it from one.",
         )
 
 
 def _check_number(numbers: Mapping[str, int], samples: int, *, has_sampler: bool) -> None:
     """Raises `UserError` if a sweep has too many runs.
 
-    `numbers` has how many values each setting has.
+    `numbers` contains the number of values of each setting.
     """
     combinations = math.prod(numbers.values())
     if has_sampler:
@@ -490,7 +490,7 @@ def _refuse_equal(runs: Iterable[SweepRun]) -> None:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """Reads a file. Raises `UserError` if it is unreadable, or has other keys than a sweep."""
+    """Reads a sweep file. Raises `UserError` if it is unreadable, or has unknown keys."""
     missing = f"cannot read {path} (%s). Pass the path of a TOML file."
     invalid = f"{path} is not valid TOML: %s"
     with (
@@ -559,7 +559,7 @@ def _random(table: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     _require_whole_number("samples", samples, least=1)
     _require_whole_number("seed", seed, least=0)
 
-    # Ranges of these settings are drawn as whole numbers.
+    # Values of these settings are sampled as whole numbers.
     whole = {leaf.name for leaf in config_tree.leaves(ExperimentConfig) if leaf.type.kind is int}
     tables = {name: value for name, value in table.items() if name not in ("samples", "seed")}
     ranges: dict[str, Any] = {}
@@ -588,7 +588,7 @@ def _require_whole_number(name: str, value: Any, *, least: int) -> None:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens TOML tables: `model.n_layer = 4` is a table there, and a dotted name here."""
+    """Flattens TOML tables: `model.n_layer = 4` is a nested table in TOML, and a name here."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -614,6 +614,6 @@ def _notes(folder: str) -> dict[str, Any]:
     try:
         notes = json.loads(storage.read(os.path.join(folder, _NOTES)))
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        # Without it the table lacks a number; no run needs it.
+        # Without it the table lacks a number. Runs do not need it.
         return {}
     return notes if isinstance(notes, dict) else {}
