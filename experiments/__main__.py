@@ -1,4 +1,4 @@
-"""Lists the commands, each with the first line of its docstring: `python -m experiments`."""
+"""Lists the commands with the first lines of their docstrings: `python -m experiments`."""
 
 import ast
 import io

@@ -7,11 +7,11 @@ r"""Compresses a file with a trained model that learns from it, and decompresses
 The model predicts each byte, a range coder writes it in -log2(probability) bits, and after each
 segment the model learns from it, as in dynamic evaluation (docs/dynamic.md). Decompressing needs
 the same model, and the same numbers to the last bit: the same versions of JAX, and a processor with
-the same instructions. Both are checked before anything is decoded. docs/compression.md has sizes
+the same instructions. Both are checked before anything is decoded. docs/compression.md shows sizes
 and speed, and the sizes of compressors that have also read the model's training text.
 
-A file is stored as it is where that is smaller. Nothing is overwritten, and a file gets its name
-only when it is complete and, if it was decompressed, has the right SHA-256.
+If compression would not make a file smaller, it is stored unchanged. Nothing is overwritten, and a
+file gets its name only when it is complete and, if it was decompressed, has the right SHA-256.
 """
 
 import dataclasses
@@ -38,18 +38,18 @@ from txl_jax.version import __version__
 
 # Standard input or standard output.
 STANDARD = "-"
-# Flags that say how a text is coded. Decompressing takes them from the file.
+# Flags that set how a text is coded. When decompressing, they come from the file.
 CODING_FLAGS = ("streams", "segment_len", "learning_rate", "decay", "epsilon", "threads")
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.Plan):
-    """The model, the output, and how the text is predicted."""
+    """The model, the output, and the settings of the prediction."""
 
     decompress: bool = setting(False, "Decompress the file instead of compressing it.")
     model: str = setting(
         "",
-        "The model: a workdir or a portable checkpoint. A file that was stored needs none.",
+        "The model: a workdir or a portable checkpoint. Not needed for files that were stored.",
         path=True,
     )
     ensemble_member: str | None = setting(
@@ -58,14 +58,14 @@ class Plan(cli.Plan):
     out: str = setting("", "File to write, or - for standard output.", required=True)
     streams: int = setting(
         8,
-        "Number of pieces of the file that are predicted side by side. One needs fewer bits, but "
-        "takes two to four times as long.",
+        "Number of pieces of the file that are predicted in parallel. A single one needs fewer "
+        "bits, but takes two to four times as long.",
         at_least=1,
         at_most=file_format.MAX_STREAMS,
     )
     segment_len: int = setting(
         32,
-        "Bytes of each stream between two updates of the model.",
+        "Segment length: bytes of each stream between two updates of the model.",
         at_least=1,
         at_most=file_format.MAX_SEGMENT_LEN,
     )
@@ -77,7 +77,7 @@ class Plan(cli.Plan):
     epsilon: float = setting(1e-8, "Added to the root of squared gradients.", above=0)
     threads: int | None = setting(
         None,
-        "Threads of the computation. none means the cores that are available.",
+        "Number of threads. none means one per available core.",
         at_least=1,
         at_most=file_format.MAX_THREADS,
     )
@@ -93,7 +93,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     [source] = job.words
     _check_output(plan.out)
     content = _read(source)
-    # Lines for people must not get into the result.
+    # Human-readable lines must not get into the result.
     log = _to_standard_error if plan.out == STANDARD else say
 
     try:
@@ -141,7 +141,7 @@ def _compress(plan: Plan, job: cli.Job, text: bytes, *, log: Callable[[str], Non
     with rephrased("the text cannot be coded with %s", ValueError):
         file_format.check_coding(coding)
     predictor = Predictor(trained, coding, log=log)
-    # A byte that the model does not know is an error before the work begins.
+    # A byte that is not in the vocabulary is an error before the work begins.
     predictor.vocabulary.encode(text)
     _describe(trained, coding, log)
     header = Header(
@@ -162,7 +162,7 @@ def _compress(plan: Plan, job: cli.Job, text: bytes, *, log: Callable[[str], Non
     if len(stored) <= len(result):
         log("note      coding would not make the file smaller, so the text is stored as it is")
         result = stored
-    # An error now rather than when decompressing.
+    # Fails now, rather than when decompressing.
     file_format.load(result, name=plan.out)
     log(
         f"result    {len(text):,} bytes to {len(result):,} "
@@ -180,10 +180,10 @@ def _decompress(
     typed = [flag for flag in CODING_FLAGS if flag in job.places]
     if typed:
         raise UserError(
-            f"with --decompress the file says how it was coded. Omit --{', --'.join(typed)}."
+            f"with --decompress the file contains the coding settings. Omit --{', --'.join(typed)}."
         )
     header, payload = file_format.load(content, name=name)
-    # Both are there, or the text was stored.
+    # Both are present, or the text was stored.
     if header.coding is None or header.environment is None:
         text = payload
     else:
@@ -211,22 +211,22 @@ def _decompress(
     if file_format.sha256(text) != header.text_sha256:
         raise UserError(
             f"{name} was decoded to a text with another SHA-256, so nothing was written. "
-            "It was compressed on a machine that computes other numbers, or is not a file of "
-            "experiments.compress."
+            "It was compressed on a machine that computes other numbers, or was not written "
+            "by experiments.compress."
         )
     return text
 
 
 def _check_weights(predictor: Predictor, header: Header, *, name: str, model: str) -> None:
-    """Raises `UserError` if the model is another one than the compressing one."""
+    """Raises `UserError` if the file was compressed with another model."""
     if predictor.weights_sha256() != header.weights_sha256:
         raise UserError(
-            f"{name} was compressed with another model than {model}. Pass that one as --model."
+            f"{name} was compressed with another model than {model}. Pass its model as --model."
         )
 
 
 def _check_numbers(probe_sha256: str, header: Header, there: Environment, *, name: str) -> None:
-    """Raises `UserError` if this machine does not compute what the compressing one did."""
+    """Raises `UserError` if this machine computes other numbers than the one that compressed."""
     if probe_sha256 != header.probe_sha256:
         differences = _environment().differences(there)
         known = "; ".join(differences) or "versions and processor are the same"
@@ -238,12 +238,12 @@ def _check_numbers(probe_sha256: str, header: Header, there: Environment, *, nam
 
 
 def _check_output(out: str) -> None:
-    """Raises `UserError` if the output is taken, or a terminal."""
+    """Raises `UserError` if the output exists already, or is a terminal."""
     if out != STANDARD:
         folder = os.path.dirname(out) or "."
         if not os.path.isdir(folder):
             raise UserError(f"--out={out} must be in a directory that exists, got {folder}")
-        # Before hours of work, not after them.
+        # Checked before hours of work, not after them.
         storage.check_new_file(out)
     elif sys.stdout.isatty():
         raise UserError("--out=- must be a file or a pipe, got a terminal. Add > FILE.")
@@ -280,7 +280,7 @@ def _progress(job: cli.Job, name: str, n_bytes: int, log: Callable[[str], None])
 
 
 def _environment() -> Environment:
-    """Returns what the numbers of this process may depend on."""
+    """Returns the versions and settings that the numbers of this process may depend on."""
     versions = [f"txl_jax {__version__}"]
     for package in ("jax", "jaxlib", "numpy", "constriction"):
         versions.append(f"{package} {importlib.metadata.version(package)}")

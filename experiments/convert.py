@@ -14,8 +14,9 @@ which you can publish; huggingface, for TransfoXLLMHeadModel of transformers 4.3
 with the names of the authors' PyTorch release. The files are read back and compared, tensors and
 losses, before the directory is renamed into place.
 
-The last two have no layer norm after the last layer. For them, train a pre-norm model, such as
---flagfile=own_bytes or the quickstart, with --model.compat.final_norm=false.
+huggingface and original do not have a layer norm after the last layer. To convert a pre-norm model
+to them, such as --flagfile=own_bytes or the quickstart, train it with
+--model.compat.final_norm=false.
 """
 
 import dataclasses

@@ -16,7 +16,7 @@ experiments.report WORKDIR` prints them as a table.
 
 Other commands use one member with --workdir and --ensemble_member=NAME, where NAME is as above
 without "model." and "optimizer.": "seed=2", "learning_rate=0.001+dropout.rate=0.1". --mode=split
-copies a member to a separate workdir, in which its corpus's command can continue training.
+copies a member to a separate workdir, where its corpus's command can continue training.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from txl_jax.runs.trainer import train_run
 
 
 class EnsembleMode(enum.StrEnum):
-    """What this command does."""
+    """Task of this command."""
 
     TRAIN = "train"
     SPLIT = "split"
@@ -70,7 +70,7 @@ def run(plan: Plan, job: cli.Job) -> int | None:
     if plan.mode is EnsembleMode.SPLIT:
         if len(plan.ensemble_member) != 1 or plan.to is None:
             raise UserError(
-                "--mode=split needs one --ensemble_member and --to=PATH, got "
+                "--mode=split requires one --ensemble_member and --to=PATH, got "
                 f"{len(plan.ensemble_member)} members and --to={plan.to or ''}"
             )
         ensemble.split_off(plan.workdir, plan.ensemble_member[0], plan.to)
@@ -79,11 +79,11 @@ def run(plan: Plan, job: cli.Job) -> int | None:
     with Run.open(plan.workdir) as opened:
         members = [_parse_member(text) for text in plan.ensemble_member]
         if not members:
-            # A resumed ensemble has the members that it began with.
+            # A resumed ensemble keeps the members that it started with.
             members = [dict(member) for member in opened.members]
         watch_options = plan.watch(opened)
         config = job.config(opened)
-        # Before a text is read, which may take minutes.
+        # Checked before a text is read, which may take minutes.
         ensemble.member_configs(config, members)
         opened.compare(config, [ensemble.in_order(member) for member in members])
         corpus = job.corpus(config, opened)

@@ -1,4 +1,4 @@
-"""Train, evaluate and sample on enwik8, the first 100,000,000 bytes of an English Wikipedia dump.
+"""Trains, evaluates and samples on enwik8, the first 1e8 bytes of an English Wikipedia dump.
 
     python -m experiments.enwik8 --flagfile=enwik8_12l --workdir=runs/enwik8_12l --data_dir=data
 

@@ -4,7 +4,7 @@ r"""Exports a trained model with jax.export, to run on CPU, TPU and GPU without 
     python -m experiments.export --from=runs/mine --to=mine-exported --rows=8
 
 --from is a run's workdir or a portable checkpoint. --to is a new directory with functions for
-scoring and generation as StableHLO, with the memory as argument and result, the weights as
+scoring and generation as StableHLO (the memory is an argument and a result), the weights as
 safetensors, and a manifest. Lengths come from the run's eval settings. The files are read back and
 compared with the model before the directory is renamed into place. docs/export.md shows how to run
 them with only jax, numpy, safetensors and flatbuffers.
@@ -36,9 +36,9 @@ from txl_jax.runtime.storage import as_path, check_new_folder, new_folder, size
 from txl_jax.sharding.mesh import make_mesh
 from txl_jax.version import __version__
 
-# Calls of each function when the exported files are compared with the model.
+# Number of calls per function when the exported files are compared with the model.
 _CALLS = 3
-# Largest difference, relative for values above 1. In dtypes below float32 it is a rounding.
+# Largest difference, relative for values above 1. In dtypes below float32 it is a rounding error.
 _TOLERANCE = 1e-6
 
 
@@ -57,7 +57,7 @@ class Plan(cli.StoredTypes):
 
 
 def run(plan: Plan, _job: cli.Job) -> None:
-    """Writes a model's functions for scoring and generation, and verifies what was written.
+    """Writes a model's functions for scoring and generation, and verifies the files.
 
     The functions are read back and compared with the model.
     """
@@ -107,7 +107,7 @@ def run(plan: Plan, _job: cli.Job) -> None:
 def _on_one_device(config: ExperimentConfig, vocabulary: Vocabulary, rows: int) -> Built:
     """Builds the model on one device, with attention in XLA's own operations.
 
-    Kernels would belong to one platform.
+    Kernels would restrict the export to one platform.
     """
     config = config_tree.replace(
         config,
@@ -138,8 +138,8 @@ def _verify(folder: Path, model: Functions, vocab_size: int) -> float:
     """Returns the exported functions' maximum difference from the model, on this machine's device.
 
     Raises:
-      CheckpointError: If it is above 1e-6, relative for values above 1 (below float32, above a
-        rounding).
+      CheckpointError: If it is above 1e-6, relative for values above 1 (for dtypes below float32,
+        above a rounding error).
     """
     read_back = exported.read(folder)
     largest = 0.0
@@ -164,7 +164,7 @@ def _verify(folder: Path, model: Functions, vocab_size: int) -> float:
 
 
 class _Difference(NamedTuple):
-    """How much an array differs from the expected one."""
+    """Difference between an array and the expected one."""
 
     maximum: float
     is_rounding: bool  # Whether it is below the tolerance. False for nan.

@@ -1,4 +1,4 @@
-"""Train, evaluate and sample on One Billion Word: shuffled news sentences, 0.8e9 words.
+"""Trains, evaluates and samples on One Billion Word: shuffled news sentences, 0.8e9 words.
 
     python -m experiments.lm1b --flagfile=lm1b_base --workdir=runs/lm1b_base --data_dir=data
 

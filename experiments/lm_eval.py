@@ -31,23 +31,23 @@ class Plan(cli.Plan):
     )
     include_path: str | None = setting(
         None,
-        "Directory with YAML files of more tasks. They may name functions in Python files there, "
-        "which are run.",
+        "Directory with YAML files of more tasks. Python functions in that directory, which the "
+        "files may name, are run.",
         path=True,
         loads_code=True,
     )
     num_fewshot: int | None = setting(
-        None, "Examples in the context. By default the task's own number.", at_least=0
+        None, "Examples in the context. none means the task's own number.", at_least=0
     )
     limit: float | None = setting(
-        None, "Documents per task: a number, or a fraction below 1. By default all."
+        None, "Documents per task: a number, or a fraction below 1. none means all."
     )
     batch_size: int = setting(8, "Documents scored or continued in parallel.", at_least=1)
     first: str | None = setting(
-        None, "Text of the token before a document. By default a line mark or a newline."
+        None, "Text of the token before a document. none means a line mark or a newline."
     )
     output: str | None = setting(
-        None, "JSON file for the results. By default only the table is printed.", path=True
+        None, "JSON file for the results. none only prints the table.", path=True
     )
 
 
@@ -89,13 +89,13 @@ def run(plan: Plan, _job: cli.Job) -> None:
         limit=limit,
         log_samples=False,
     )
-    assert results is not None  # It is None only in other processes than the first.
+    assert results is not None  # It is None only in processes other than the first.
 
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))
     if plan.output:
-        # The texts of the tasks are long, and the model in the settings is no JSON.
+        # The texts of the tasks are long, and the model in the settings is not JSON.
         omitted = ("samples", "config")
         scores = {name: value for name, value in results.items() if name not in omitted}
         content = json.dumps(scores, indent=2, default=str) + "\n"

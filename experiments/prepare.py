@@ -1,11 +1,11 @@
-"""Read, check and encode a corpus ahead of time, so that runs start immediately.
+"""Reads, checks and encodes a corpus ahead of time, so that runs start immediately.
 
     python -m experiments.prepare --corpus=wikitext103 --data_dir=data
     python -m experiments.prepare --flagfile=lm1b_large --corpus=lm1b --cache_dir=/scratch/text
 
-It does what the corpus's own command does at its start, with the same tokenizer, which you can
-change with --data.* flags. Run it on each host that has its own disk. On hosts that share a disk,
-the first prepares and the others wait.
+The corpus's own command does the same when it starts, with the same tokenizer, which you can change
+with --data.* flags. Run this command on each host that has its own disk. If hosts share a disk, the
+first one prepares the corpus and the others wait.
 """
 
 import time

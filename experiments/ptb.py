@@ -1,4 +1,4 @@
-"""Train, evaluate and sample on Mikolov's Penn Treebank: 929,589 training words, 10,000 types.
+"""Trains, evaluates and samples on Mikolov's Penn Treebank: 929,589 training words, 10,000 types.
 
     python -m experiments.ptb --flagfile=ptb       --workdir=runs/ptb --data_dir=data
     python -m experiments.ptb --flagfile=ptb_small --workdir=runs/ptb_small --data_dir=data  # CPU

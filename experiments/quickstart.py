@@ -1,10 +1,11 @@
-"""Train a small Transformer-XL on the source of Python's standard library, in minutes.
+"""Trains a small Transformer-XL on the source of Python's standard library, in minutes.
 
     python -m experiments.quickstart
 
-Nothing is downloaded. It prints the bits per byte of the test split for the trained model, for the
-model that learns while it reads, and for lzma, draws them, and prints a sample. --minutes=N trains
-as many steps as fit into N minutes. After Ctrl-C, rerun the same command to resume.
+Nothing is downloaded. The command prints and plots the bits per byte of the test split for the
+trained model, for the model that learns while it reads, and for lzma, and prints a sample.
+--minutes=N trains as many steps as fit into N minutes. After Ctrl-C, rerun the same command to
+resume.
 """
 
 import dataclasses
@@ -50,10 +51,10 @@ from txl_jax.runtime.log import read_metrics
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import is_remote
 
-# How the model learns while it reads the test split, chosen on the validation split
-# (benchmarks/singles.csv). Fewer rows need fewer bits: 1.637 of the test split with eight rows,
-# 1.594 with four and 1.532 with two, where learning rate or decay differ too. One row would need
-# still fewer, but more time.
+# Dynamic evaluation of the test split, with settings chosen on the validation split
+# (benchmarks/singles.csv). A smaller batch needs fewer bits on the test split: 1.637 with eight
+# rows, 1.594 with four and 1.532 with two, whose learning rate or decay differ too. A single row
+# would need even fewer bits, but more time.
 LEARNING = {
     "eval.batch_size": 2,
     "eval.segment_len": 32,
@@ -61,20 +62,20 @@ LEARNING = {
     "eval.dynamic.learning_rate": 7e-4,
     "eval.dynamic.decay": 2e-3,
 }
-# Settings with which a model can be scored, but cannot learn.
+# Settings with which a model can be scored, but cannot learn while it is scored.
 WITHOUT_LEARNING = ("eval.stride", "eval.weight_dtype", "eval.cache_dtype")
 # What `pip install '.[serve]'` installs for the server.
 SERVER_PACKAGES = ("prometheus_client", "pydantic", "starlette", "uvicorn")
-# lzma -9 refers to at most so many bytes before.
+# lzma -9 refers back to at most this many bytes.
 LZMA_WINDOW = 64 << 20
 
 
 class Reading(NamedTuple):
-    """How many bits the model needs to read the test split."""
+    """Number of bits that the model needs to predict the test split."""
 
-    # Per byte of the whole split.
+    # Bits per byte of the whole split.
     bits: float
-    # float64 [S], per byte of everything that was read up to the end of each segment.
+    # float64 [S]. Bits per byte of all text up to the end of each segment.
     curve: np.ndarray
 
 
@@ -85,7 +86,7 @@ class Comparison(NamedTuple):
     n_bytes: int
     # Length of the model's memory.
     mem_len: int
-    # The trained model. Without memory each segment begins without context.
+    # The trained model. Without a memory, each segment starts without context.
     without_memory: Reading
     with_memory: Reading
     # The model is trained on each segment after it has scored it.
@@ -106,7 +107,7 @@ class Comparison(NamedTuple):
             f"  {self.lzma_alone:.3f}  lzma -9 compresses the test split alone.",
             f"  {self.lzma_after_training:.3f}  lzma -9 compresses it after the training split.",
         ]
-        # A run with other settings may need more bits than a compressor, so its own numbers decide.
+        # A run with other settings may need more bits than a compressor, so compare its numbers.
         worse = []
         if self.learning.bits < self.lzma_alone:
             worse.append("lzma -9")
@@ -117,7 +118,7 @@ class Comparison(NamedTuple):
         return lines
 
     def draw(self, records: Sequence[Mapping[str, Any]], path: str, *, title: str) -> None:
-        """Draws the training with these records, and the reading of the test split."""
+        """Draws the learning curve of these records, and the curves over the test split."""
         plots.training_and_reading(
             records,
             path,
@@ -142,7 +143,7 @@ def compare(config: ExperimentConfig, corpus: Corpus, run: Run) -> Comparison:
     """
     learning_config = config
     if config.eval.dynamic.rule is None:
-        # Nobody asked for learning, so settings that rule it out must not end a finished training.
+        # Learning was not requested, so incompatible settings must not fail a finished training.
         changes = dict.fromkeys(WITHOUT_LEARNING) | LEARNING
         learning_config = config_tree.replace(config, changes)
     # A cache requires a memory.
@@ -155,8 +156,8 @@ def compare(config: ExperimentConfig, corpus: Corpus, run: Run) -> Comparison:
     learning_trained = TrainedModel.of(run, learning_config)
     learner = learning_model(learning_trained, params, corpus=corpus)
 
-    # The model that learns reads several rows of the text side by side. All curves have a point
-    # after each of its segments, so that they are about the same bytes.
+    # The model that learns reads multiple rows of the text in parallel. All curves have a point
+    # after each of its segments, so that they cover the same bytes.
     reader = evaluation_segments(
         corpus.test,
         batch_size=learning_config.eval.batch_size,
@@ -184,8 +185,8 @@ def compare(config: ExperimentConfig, corpus: Corpus, run: Run) -> Comparison:
         nats_S = np.cumsum(nats[scored_SxBxL].sum(axis=(1, 2), dtype=np.float64))
         n_bytes = corpus.vocabulary.count_bytes(corpus.test[1:])
         bits = dataclasses.replace(totals, bytes=n_bytes).bits_per_byte
-        # The curve has the shape of the nats per token, and ends at the bits of the whole split. So
-        # it is in bits per byte also if tokens are not bytes.
+        # The curve has the shape of the nats per token, and ends at the bits of the whole split. It
+        # is therefore in bits per byte even if tokens are not bytes.
         readings.append(Reading(bits, bits * (nats_S / read_S) / totals.nll))
     without_memory, with_memory, learning = readings
 
@@ -204,10 +205,10 @@ def compare(config: ExperimentConfig, corpus: Corpus, run: Run) -> Comparison:
 
 
 def lzma_bytes(corpus: Corpus) -> tuple[int, int]:
-    """Returns the bytes that lzma -9 needs for the test split, alone and after the training split.
+    """Returns lzma -9's sizes of the test split: by itself, and after the training split.
 
     For the standard library this takes 12 s on one core of an Intel Xeon, and 0.7 GB of memory. Of
-    a longer training split it only compresses the end, to which it can refer.
+    a longer training split it only compresses the end, which is as far as it can refer back.
     """
     test = corpus.vocabulary.decode(corpus.test)
     train = corpus.vocabulary.decode(corpus.train[-LZMA_WINDOW:])
@@ -219,7 +220,7 @@ def lzma_bytes(corpus: Corpus) -> tuple[int, int]:
 
 DEFAULTS = ExperimentConfig(
     data=DataConfig(corpus=CorpusName.PYTHON_STDLIB),
-    # Wider initial weights than the paper's .02 suit so narrow a model.
+    # Larger initial weights than the paper's .02 suit such a small model.
     model=ModelConfig(
         n_layer=3,
         d_model=128,
@@ -227,14 +228,14 @@ DEFAULTS = ExperimentConfig(
         d_head=64,
         d_inner=512,
         dropout=DropoutConfig(rate=0.0),
-        # It pays from about 700 steps on (benchmarks/norm_place.csv).
+        # Pre-norm scores better from about 700 steps on (benchmarks/norm_place.csv).
         layer_norm=NormPlace.PRE,
         init_std=0.07,
     ),
     optimizer=OptimizerConfig(
         name=OptimizerName.MUON,
         learning_rate=0.01,
-        # With 0.25 the test text takes 0.005 bits more, with own_bytes' 0.5 0.009.
+        # With 0.25 the test split takes 0.005 bits more, and with own_bytes' value 0.5, 0.009 more.
         embedding_lr_multiplier=0.1,
         adam_b2=0.95,
         weight_decay=0.03,
@@ -268,7 +269,7 @@ DEFAULTS = ExperimentConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.TimedPlan):
-    """The directory, and the time."""
+    """The directory and the training time."""
 
     workdir: str = setting("runs/quickstart", "Directory of the run.", path=True)
 
@@ -276,7 +277,7 @@ class Plan(cli.TimedPlan):
 
 
 def run(plan: Plan, job: cli.Job) -> int | None:
-    """Trains, compares, draws, prints a sample and what to try next."""
+    """Trains, compares, draws, and prints a sample and the commands to try next."""
     if is_remote(plan.workdir):
         raise UserError(
             f"--workdir must be a local directory, which also stores the text, got {plan.workdir}"
@@ -308,7 +309,7 @@ def run(plan: Plan, job: cli.Job) -> int | None:
 
 
 def next_commands(workdir: str) -> list[str]:
-    """Returns commands to try next, as far as their packages are installed."""
+    """Returns commands to try next, except those whose packages are not installed."""
     place = shlex.quote(workdir)
     commands = [
         f"python -m experiments.text --mode=generate --workdir={place} --generate.prompt='class '"

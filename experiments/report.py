@@ -3,10 +3,10 @@
     python -m experiments.report runs/mine runs/other
     python -m experiments.report runs/sweep --out=report  # report/report.md, .csv and .png
 
-Each word is the workdir of a run (for an ensemble, all members count as runs), or a directory of
-workdirs such as a sweep's --out. Runs may still be training. Where runs differ only in their seed,
-a second table has means ± standard deviations over the seeds, and the figure has a line with a band
-for them.
+Each argument is the workdir of a run (for an ensemble, all members count as runs), or a directory
+of workdirs such as a sweep's --out. Runs may still be training. If runs differ only in their seed,
+a second table shows means ± standard deviations over the seeds, and the figure shows one line with
+a band for them.
 """
 
 import dataclasses
@@ -33,11 +33,11 @@ Line = dict[int, list[float]]
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.Plan):
-    """The report."""
+    """Settings of the report."""
 
     out: str | None = setting(
         None,
-        "Directory for report.md, report.csv and report.png. If none, the tables are only printed.",
+        "Directory for report.md, report.csv and report.png. none only prints the tables.",
         path=True,
     )
 
@@ -79,7 +79,7 @@ def run(plan: Plan, job: cli.Job) -> None:
 def _row(run: RunRecords, names: Sequence[str]) -> dict[str, Any]:
     """Returns a run's row with these settings.
 
-    It has the last step even while the run is training, and the speed once it is known.
+    It contains the last step even while the run is training, and the speed once it is known.
     """
     row = {"steps": run.last_step, **run.row(names)}
     rate = run.tokens_per_second
@@ -91,9 +91,9 @@ def _row(run: RunRecords, names: Sequence[str]) -> dict[str, Any]:
 def learning_curves(names: Sequence[str], runs: Sequence[RunRecords]) -> dict[str, Line]:
     """Returns the lines of the figure by name: the scores of a line's runs at each step.
 
-    Each run is a line of validation scores, and runs that differ only in their seed are one line
-    together, over the steps at which all of them were scored. A single run has a line of training
-    scores too.
+    Each run is a line of validation scores. Runs that differ only in their seed share one line,
+    over the steps at which all of them were scored. If there is only one run, its training scores
+    are a line too.
     """
     lines: dict[str, Line] = {}
     if len(runs) == 1:
@@ -105,7 +105,7 @@ def learning_curves(names: Sequence[str], runs: Sequence[RunRecords]) -> dict[st
 
     by_name = {run.name: run for run in runs}
     for group in run_tables.seed_groups(names, [run.row(names) for run in runs]):
-        # Runs that have no score yet are not in the line.
+        # Runs without a score are omitted from the line.
         curves: dict[str, dict[int, float]] = {}
         for row in group:
             points = by_name[row["run"]].scores("valid")
@@ -133,7 +133,7 @@ def learning_curves(names: Sequence[str], runs: Sequence[RunRecords]) -> dict[st
 def _draw(lines: Mapping[str, Line], measure: Measure, path: str) -> bool:
     """Draws the lines, with bands of one standard deviation around means.
 
-    Returns whether there is a figure. If not, a line says why.
+    Returns whether there is a figure. If not, a printed line gives the reason.
     """
     if not lines:
         print("no figure: no scores have been recorded yet")

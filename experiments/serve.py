@@ -6,7 +6,7 @@ r"""Serves a trained model over HTTP: OpenAI's completions, and sessions that ke
 
 docs/serving.md describes the requests and the limits. On SIGTERM or Ctrl-C the server rejects new
 requests and gives running ones --drain_seconds to finish before it cuts them off. A second signal
-cuts them off at once.
+cuts them off immediately.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ from txl_jax.trained_model import load
 # Environment variable with comma-separated keys.
 _KEYS = "TXL_API_KEYS"
 _USUAL = ServerLimits()
-# Seconds that clients have to take the answers of requests that were cut off. These answers are
+# Seconds that clients have to receive the answers to requests that were cut off. These answers are
 # short.
 _SECONDS_TO_LEAVE = 2.0
-# Seconds after that until uvicorn gives up to wait for what then still runs.
+# Seconds after that until uvicorn stops waiting for anything that is still running.
 _SECONDS_TO_END = 3
-# Time for which a connection stays open without a request.
+# Seconds for which a connection stays open without a request.
 _KEEP_ALIVE_SECONDS = 30
-# Bytes of a request's body per token: an id has at most ten digits, a comma and a space.
+# Bytes of a request body per token: an id has at most ten digits, a comma and a space.
 _BYTES_PER_TOKEN = 12
 
 
@@ -51,11 +51,11 @@ class Plan(cli.StoredTypes):
     model: str = setting("", "Workdir of a run, or portable checkpoint.", path=True, required=True)
     ensemble_member: str | None = setting(None, "Name of the ensemble member to use.")
     host: str = setting(
-        "127.0.0.1", f"Address to listen on. Other than loopback, it requires {_KEYS}."
+        "127.0.0.1", f"Address to listen on. An address other than loopback requires {_KEYS}."
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "Accepted names in the Host header, in addition to --host and loopback. "
+        "Names to accept in the Host header, in addition to --host and loopback. "
         "If empty, a wildcard --host accepts any name.",
     )
     port: int = setting(
@@ -84,7 +84,7 @@ class Plan(cli.StoredTypes):
         4.0, "Maximum memory of all sessions in GiB, which may allow fewer.", at_least=0
     )
     session_seconds: float = setting(
-        3600.0, "Seconds after its last use until a session expires.", at_least=0
+        3600.0, "Seconds after which an unused session expires.", at_least=0
     )
     drain_seconds: float = setting(
         30.0, "Seconds that running requests have to finish after SIGTERM.", at_least=0
@@ -93,7 +93,8 @@ class Plan(cli.StoredTypes):
 
 def run(plan: Plan, _job: cli.Job) -> int:
     """Serves until a signal."""
-    # Until it listens Ctrl-C ends it at once: an exception can be lost in a callback of XLA.
+    # Until the server listens, Ctrl-C ends the process immediately, because an exception can be
+    # lost in a callback of XLA.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     variable = os.environ.get(_KEYS)
@@ -111,7 +112,7 @@ def run(plan: Plan, _job: cli.Job) -> int:
         f"--host must be loopback unless {_KEYS} is set, because other machines can reach "
         f"it, got {plan.host}. Set {_KEYS}=KEY[,KEY..], or omit --host.",
     )
-    # The address is taken before the model is loaded, which takes longer.
+    # The address is bound before the model is loaded, which takes longer.
     with _bind(plan.host, plan.port) as bound:
         return _serve(plan, keys, bound)
 
@@ -122,7 +123,7 @@ def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        # It is a name.
+        # It is a host name.
         return False
 
 
@@ -149,7 +150,7 @@ def _serve(plan: Plan, keys: set[str], bound: socket.socket) -> int:
     app = make_app(engine, os.path.basename(plan.model), hosts=hosts, keys=sorted(keys))
     connections = Connections(max_connections, count=app.state.count)
 
-    # The server's handler of signals schedules calls on it. It is used until the process ends.
+    # The server's signal handler schedules calls on this loop. It is used until the process ends.
     loop = asyncio.new_event_loop()
     seconds_to_end = math.ceil(plan.drain_seconds + _SECONDS_TO_LEAVE) + _SECONDS_TO_END
     config = uvicorn.Config(
@@ -177,7 +178,7 @@ def _make_server(
     loop: asyncio.AbstractEventLoop,
     bound: socket.socket,
 ) -> Any:
-    """Returns uvicorn's server, which also ends with the engine or some time after a signal."""
+    """Returns uvicorn's server, which also stops with the engine, or some time after a signal."""
     import uvicorn
 
     from txl_jax.serving.connections import QUEUE
@@ -192,11 +193,11 @@ def _make_server(
         should_exit = False
 
         def handle_exit(self, _sig: int, _frame: Any) -> None:
-            """Rejects new requests. A second signal ends the running ones at once."""
+            """Rejects new requests. A second signal ends the running ones immediately."""
             engine.refuse("the server is shutting down")
             seconds = 0.0 if self.should_exit else plan.drain_seconds
             loop.call_soon_threadsafe(loop.call_later, seconds, cut_off)
-            # Not printed here: the signal may have come in the midst of another print.
+            # Not printed directly: the signal may have arrived in the middle of another print.
             if not self.should_exit:
                 line = (
                     f"stopping  running requests have {seconds:g} s to finish, a second signal "
@@ -206,13 +207,13 @@ def _make_server(
             self.should_exit = True
 
         async def on_tick(self, counter: int) -> bool:
-            """Ends with the engine, so that a supervisor can restart this process."""
+            """Stops if the engine has stopped, so that a supervisor can restart this process."""
             return await super().on_tick(counter) or engine.failed
 
         async def startup(self, sockets: Any = None) -> None:
             """Prints the address once it is open."""
             await super().startup(sockets)
-            # uvicorn takes one number for the queue and for what is accepted at once.
+            # uvicorn uses one number for the queue and for the connections accepted at once.
             bound.listen(QUEUE)
             for server in self.servers:
                 host, port = server.sockets[0].getsockname()[:2]
@@ -267,7 +268,7 @@ def _engine(plan: Plan, *, num_keys: int) -> Engine:
     shown = "".join(f", {dtype} {name}" for name, dtype in dtypes.items() if dtype)
     print(f"model     {plan.model}, step {model.step}{shown}, {plan.rows} rows of {row_size}")
 
-    # Each key has room for a session, whatever the others do.
+    # Each key has room for a session, regardless of the others.
     num_owners = max(1, num_keys)
     num_sessions = min(plan.max_sessions, int(plan.max_session_gib * 2**30 / row_bytes))
     sessions_per_key = num_sessions // num_owners

@@ -1,4 +1,4 @@
-r"""Train, evaluate and sample on your own text: bytes, characters, words, subwords, token ids.
+r"""Trains, evaluates and samples on your own text: bytes, characters, words, subwords, token ids.
 
     python -m experiments.text --flagfile=own_bytes --minutes=10 --workdir=runs/mine \
         --data.file=book.txt
@@ -10,7 +10,7 @@ r"""Train, evaluate and sample on your own text: bytes, characters, words, subwo
         --train=train.bin --valid=val.bin
 
 One file is split 90/5/5 by position. A directory or glob pattern with three or more files is split
-between files. Lists are joined in the order given, patterns in the order of names. --train,
+between files. Lists are joined in the order you pass, patterns in the order of names. --train,
 --valid, --test and --tokenizer are short for --data.train, --data.valid, --data.test and
 --data.tokenizer.kind.
 """

@@ -1,4 +1,4 @@
-"""Train, evaluate and sample on text8: 100,000,000 letters and spaces of English Wikipedia.
+"""Trains, evaluates and samples on text8: 100,000,000 letters and spaces of English Wikipedia.
 
     python -m experiments.text8 --flagfile=text8_12l --workdir=runs/text8_12l --data_dir=data
 

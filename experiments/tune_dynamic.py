@@ -1,4 +1,4 @@
-r"""Tunes dynamic evaluation of a trained run on validation text, then scores the test split once.
+r"""Tunes a trained run's dynamic evaluation on the validation split, then scores the test split.
 
     python -m experiments.tune_dynamic --workdir=runs/mine --eval.batch_size=1
     python -m experiments.tune_dynamic --workdir=runs/mine --rule=sgd --eval.batch_size=8 \
@@ -6,13 +6,13 @@ r"""Tunes dynamic evaluation of a trained run on validation text, then scores th
 
 Dynamic evaluation learns from each segment after it has scored it (docs/dynamic.md). First the
 validation split is scored without learning and, with the smallest decay, at each learning rate.
-Then it is scored at each decay with the best rate. If the best number is the smallest or the
-largest of its list, up to 8 further ones are tried beyond it. Last the test split is scored,
-without learning and with the best numbers.
+Then it is scored at each decay with the best rate. If the best value is the smallest or the
+largest of its list, up to 8 more are tried beyond it. Finally the test split is scored once,
+without learning and with the best values.
 
---rule is short for --eval.dynamic.rule, and is rmsprop if neither the run nor a flag sets it. The
-other --eval flags are the run's, unless you pass others. Finished scores are stored in
-tune_dynamic.json in the workdir: after Ctrl-C, or to try more numbers, rerun the command.
+--rule is short for --eval.dynamic.rule, and is rmsprop if neither the run nor a flag sets it. Other
+--eval settings come from the run, unless you pass them. Finished scores are stored in
+tune_dynamic.json in the workdir: after Ctrl-C, or to try more values, rerun the command.
 """
 
 import dataclasses
@@ -51,8 +51,8 @@ RULE = "eval.dynamic.rule"
 LEARNING_RATE = "eval.dynamic.learning_rate"
 DECAY = "eval.dynamic.decay"
 FOLDERS = ("data_dir", "cache_dir")
-# Where to begin, by rule: measured on small models (benchmarks/dynamic.csv), rms with the squared
-# gradients of 1,024 segments and an epsilon of 0.01. Its published rates for models of 18 and 24
+# Initial values by rule, measured on small models (benchmarks/dynamic.csv). rms used the squared
+# gradients of 1,024 segments and an epsilon of 0.01. Its published rates for models with 18 and 24
 # layers are lower.
 LEARNING_RATES = {
     DynamicRule.SGD: (0.02, 0.05, 0.1, 0.2),
@@ -64,24 +64,24 @@ DECAYS = {
     DynamicRule.RMS: (0.0, 0.03, 0.12),
     DynamicRule.RMSPROP: (0.0, 1e-3, 2e-3),
 }
-MOST_FURTHER = 8  # Numbers that are tried beyond an end of a list.
+MOST_FURTHER = 8  # Maximum number of values that are tried beyond an end of a list.
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.TrainedRun):
-    """The numbers that are tried, and how much of both splits is scored."""
+    """The values to try, and how much of both splits is scored."""
 
     learning_rates: tuple[float, ...] = setting(
-        (), "Learning rates to begin with. If empty, a few that suit the rule and a small model."
+        (), "Initial learning rates. If empty, a few that suit the rule and a small model."
     )
     decays: tuple[float, ...] = setting(
-        (), "Decays to begin with, at the best rate. If empty, 0 and two that suit the rule."
+        (), "Initial decays, tried at the best rate. If empty, 0 and two that suit the rule."
     )
     valid_tokens: int | None = setting(
-        None, "First tokens of the validation split, for all tries. none scores all.", at_least=2
+        None, "Score only the first N tokens of the validation split. none scores all.", at_least=2
     )
     test_tokens: int | None = setting(
-        None, "First tokens of the test split. none scores all.", at_least=2
+        None, "Score only the first N tokens of the test split. none scores all.", at_least=2
     )
     out: str | None = setting(None, f"Directory for {FILE}. none means the workdir.", path=True)
 
@@ -104,7 +104,7 @@ class Plan(cli.TrainedRun):
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """The best numbers of the rule, and the scores with them and without learning."""
+    """The best values for the rule, and the scores with them and without learning."""
 
     settings: DynamicConfig
     # By split, then without learning (static) and with it (dynamic).
@@ -116,7 +116,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     for name, flag in ((LEARNING_RATE, "--learning_rates"), (DECAY, "--decays")):
         if name in job.places:
             print(f"note      no effect: --{name}, which is tuned. Pass {flag} to choose values.")
-    # First it only checks the settings, before the text is read.
+    # The first call only checks the settings, before the text is read.
     config, corpus, trained = job.trained(with_rule)
     config = with_rule(config)
     with job.stop:
@@ -126,12 +126,12 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 
 def with_rule(config: ExperimentConfig) -> ExperimentConfig:
-    """Returns the config with a rule, RMSprop if it has none, and default numbers to be tuned.
+    """Returns the config with a rule (RMSprop by default) and defaults for the tuned values.
 
-    So what is stored does not depend on a learning rate or decay that no score uses.
+    The stored scores therefore do not depend on a learning rate or decay that no score uses.
 
     Raises:
-      UserError: If other settings do not allow to learn.
+      UserError: If other settings do not allow the model to learn.
     """
     defaults = DynamicConfig()
     changes: dict[str, Any] = {LEARNING_RATE: defaults.learning_rate, DECAY: defaults.decay}
@@ -145,10 +145,10 @@ def with_rule(config: ExperimentConfig) -> ExperimentConfig:
 def command(
     best: DynamicConfig, config: ExperimentConfig, trained: Run, folders: Sequence[str] = ()
 ) -> str:
-    """Returns the command that scores both splits with the best numbers.
+    """Returns the command that scores both splits with the best values.
 
     Args:
-      best: The rule with the best numbers.
+      best: The rule with the best values.
       config: The settings of the command that has found them.
       trained: The run.
       folders: Flags of the directories of the text.
@@ -162,7 +162,7 @@ def command(
     if trained.member:
         words.append(f"--ensemble_member={trained.member}")
     words += folders
-    # What was tuned is always named, also if the run has the same.
+    # The tuned settings are always named, even if the run has the same values.
     changed = [leaf.name for leaf, _, _ in config_tree.differences(trained.config, config)]
     for name in dict.fromkeys([*changed, RULE, LEARNING_RATE, DECAY]):
         words.append(f"--{name}={config_tree.format_value(config_tree.get(config, name))}")
@@ -180,7 +180,7 @@ def tune(
 ) -> Tuned:
     """Chooses learning rate and decay on the validation split, then scores the test split.
 
-    The test split is scored only with the numbers that were chosen. Scores are stored one by one.
+    The test split is scored only with the chosen values. Scores are stored one by one.
     After `Interrupted` the finished ones are kept.
     """
     rule = config.eval.dynamic.rule
@@ -188,7 +188,7 @@ def tune(
     rates = sorted(set(plan.learning_rates or LEARNING_RATES[rule]))
     decays = sorted(set(plan.decays or DECAYS[rule]))
     scores = _Scores.open(config, corpus, trained, plan, stop_requested)
-    # The smallest decay is scored with the rates already.
+    # The smallest decay has already been scored with the rates.
     scores.expected = len(rates) + len(decays) - 1
     first_decay = decays[0]
 
@@ -203,7 +203,7 @@ def tune(
     best_rate = search("learning_rates", rates, lambda rate: loss_of(rate, first_decay))
     require(
         math.isfinite(loss_of(best_rate, first_decay)),
-        f"the loss is not finite at any learning rate, of which the lowest is {best_rate:g}. "
+        f"the loss is not finite at any learning rate (the lowest is {best_rate:g}). "
         "Pass lower --learning_rates.",
     )
     best_decay = search("decays", decays, lambda decay: loss_of(best_rate, decay))
@@ -229,13 +229,13 @@ def tune(
 def search(name: str, values: Sequence[float], loss_of: Callable[[float], float]) -> float:
     """Returns the value with the lowest loss.
 
-    While the best one is the smallest or the largest, the next one beyond is tried, in the same
-    ratio: at most `MOST_FURTHER` times. There is nothing below 0, and a single value stays.
+    While the best value is the smallest or the largest, the next value beyond it is tried, in the
+    same ratio, at most `MOST_FURTHER` times. Nothing below 0 is tried, and a single value is kept.
 
     Args:
       name: The name of the values' flag, for notes.
-      values: The values to begin with, the smallest first.
-      loss_of: Scores a value. A loss that is not finite loses against all others.
+      values: The initial values, in ascending order.
+      loss_of: Scores a value. A loss that is not finite counts as the worst.
     """
     losses = {value: loss_of(value) for value in values}
     for n_further in range(MOST_FURTHER + 1):
@@ -268,13 +268,13 @@ def beyond(values: Sequence[float], best: float) -> float | None:
         further = best * best / values[1]
     else:
         return None
-    # So that a value can be typed as it is printed.
+    # Rounded, so that the value can be typed as it is printed.
     return float(f"{further:.6g}")
 
 
 @dataclasses.dataclass
 class _Scores:
-    """The scores of a run, which are computed, or read from the file of an earlier command."""
+    """The scores of a run, either computed or read from the file of an earlier command."""
 
     config: ExperimentConfig
     corpus: Corpus
@@ -284,14 +284,14 @@ class _Scores:
     # The model without learning, and its parameters on the devices.
     built: Any
     params: Any
-    # What a score depends on besides the part of the text and the settings of evaluation.
+    # Everything that a score depends on, except the part of the text and the evaluation settings.
     identity: dict[str, Any]
-    # The directory of the file, and of statistics of the rule rms, and the file's path.
+    # Directory of the file and of the statistics of the rule rms, and the file's path.
     folder: str
     path: str
-    # Finished scores, as in the file.
+    # Finished scores, in the file's form.
     records: list[dict[str, Any]]
-    # The result of this or an earlier command, as in the file, or None.
+    # Result of this or an earlier command, in the file's form, or None.
     result: dict[str, Any] | None
     # Number of scores of the validation split with learning that this command expects.
     expected: int = 0
@@ -333,7 +333,7 @@ class _Scores:
                 # The members of an ensemble may have the same --out.
                 "ensemble_member": run.member,
                 "step": step,
-                # A run that was trained anew may be at the same step.
+                # A run that was trained again may be at the same step.
                 "weights_sha256": digest_of_weights(leaves.from_tree(params)),
                 "text_sha256": corpus.digest,
             },
@@ -375,7 +375,7 @@ class _Scores:
         if split is Split.VALID:
             self.tried.add(settings)
         if is_new:
-            # Stored scores take no time, so that theirs says nothing about what is left.
+            # Stored scores take no time, so their time does not predict the remaining time.
             note += self._remaining(split, settings, record)
         if not is_shown:
             self._show(split, settings, totals, note)
@@ -454,7 +454,7 @@ class _Scores:
             print(f"results   {self.path}")
 
         content: dict[str, Any] = {"scores": self.records}
-        # Until this command has a result, that of an earlier one is kept.
+        # Until this command has a result, the result of an earlier one is kept.
         if self.result is not None:
             content["tuned"] = self.result
         storage.write_json(self.path, content)

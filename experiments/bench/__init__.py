@@ -1,1 +1,1 @@
-"""Programs of the benchmarks and estimates."""
+"""Commands for benchmarks and estimates."""

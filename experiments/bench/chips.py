@@ -1,4 +1,4 @@
-"""Devices that programs are estimated for: sizes, memory and peaks."""
+"""Devices for which programs are estimated: sizes, memory and peaks."""
 
 import re
 from typing import NamedTuple
@@ -8,13 +8,13 @@ from txl_jax import flops
 
 
 class Chip(NamedTuple):
-    """A kind of device, as jax counts devices: a core of TPU v3, a chip of later TPUs, a GPU."""
+    """A kind of device, as jax counts devices: a TPU v3 core, a chip of later TPUs, or a GPU."""
 
-    # Its name in jax. `flops.device_peak` knows its peak.
+    # Name in jax. `flops.device_peak` has its peak.
     kind: str
-    # Size of a device's memory. A GPU's is the size that CUDA reports.
+    # Size of the device's memory. For a GPU, the size that CUDA reports.
     memory_bytes: int
-    # Bytes per second of that memory (HBM), by the data sheet.
+    # Bandwidth of this memory (HBM) in bytes per second, from the data sheet.
     bandwidth: float
     # 32-bit integer operations per second.
     integer_ops: float
@@ -25,27 +25,27 @@ class Chip(NamedTuple):
 
     @property
     def peaks(self) -> Peaks:
-        """What the device can do in a second.
+        """The device's peak rates per second.
 
-        The peak of matmuls is for bfloat16. A program in float32 is slower.
+        The matmul peak is for bfloat16. A program in float32 is slower.
         """
         peak = flops.device_peak(self.kind)
-        assert peak is not None, f"flops.device_peak must know {self.kind}"
+        assert peak is not None, f"flops.device_peak must contain {self.kind}"
         return Peaks(flops=peak, hbm_bytes=self.bandwidth, integer_ops=self.integer_ops)
 
 
 GIB = 1 << 30
 # GPUs that share a host, and NVLink.
 GPUS_PER_HOST = 8
-# Numbers of GPUs that are less than a host, or one.
+# Numbers of GPUs that are at most one host.
 HOST_SIZES = ("1", "2", "4", "8")
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 
 # Integer operations of a TPU per cycle: registers of 8 x 128 lanes, and 2 (v3, v4) or 4 operations
-# on each in every cycle. The cycles that libtpu estimates for random bits (threefry, 122 operations
-# that are counted and some that are not) agree within 12% on all of them. On v5e it estimates up to
-# 1.4 times more for a hash with many multiplications. Clocks follow from the peaks of matmuls. A
-# chip of v4 or v5p has two cores.
+# on each in every cycle. libtpu's estimates for random bits (threefry, 122 operations that are
+# counted and some that are not) agree within 12% on all of them. On v5e it estimates up to 1.4
+# times more for a hash with many multiplications. Clocks follow from the matmul peaks. A chip of v4
+# or v5p has two cores.
 _LANES = 8 * 128
 # Multiprocessors, 32-bit integer operations of each per cycle, and clock.
 _HOPPER_INTEGER_OPS = 132 * 64 * 1.98e9
@@ -121,7 +121,7 @@ _A100 = Chip(
     gpu=f"{_AMPERE} memory_bandwidth: 2039040000000 l2_cache_size: 41943040",
 )
 
-# By the name that a topology begins with.
+# Chips by the name that a topology begins with.
 CHIPS = {
     "v3": _V3,
     "v4": _V4,
@@ -135,15 +135,15 @@ CHIPS = {
 
 
 def peaks_of(kind: str) -> Peaks | None:
-    """Returns what a device can do in a second, or None for one that is not in the table.
+    """Returns a device's peak rates per second, or None if it is not in the table.
 
     Args:
       kind: The device's name in jax, such as "TPU v5 lite" or "NVIDIA H200".
     """
-    # Other versions of these GPUs have other memory, or less of it.
+    # Other versions of these GPUs have different or less memory.
     if re.search("PCIe|NVL|40GB", kind):
         return None
-    # JAX has had both names.
+    # JAX has used both names.
     kind = kind.replace("TPU v5p", "TPU v5")
     chips = [chip for chip in CHIPS.values() if re.search(rf"\b{chip.kind}\b", kind)]
     if not chips:

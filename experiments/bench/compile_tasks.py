@@ -1,4 +1,4 @@
-"""Compiles what a configuration runs for devices that are not there: a step of each task."""
+"""Compiles a configuration's tasks for devices that this machine does not have."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def compile_task(built: Built, task: str) -> Any:
 
 
 def cost_of_task(built: Built, task: str, program: Any) -> ProgramCost:
-    """Returns what a training step, a segment or a token costs in a compiled task."""
+    """Returns the cost of a training step, a segment or a token in a compiled task."""
     text = program.as_text()
     if task == "training":
         return cost_of(text, steps=built.config.train.segments_per_call)

@@ -1,19 +1,19 @@
-r"""Checks attention on this device: whether each path is right, its speed, and the best tiles.
+r"""Checks attention on this device: correctness of each path, speed, and the best tiles.
 
-It is the first command to run on a device.
+Run it first on a new kind of device.
 
     python -m experiments.bench.device
     python -m experiments.bench.device --configs=enwik8_24l --tasks=training --batch_size=16 \
         --dtype=bfloat16
     python -m experiments.bench.device --paths=reference,interpreted --shrink=8  # Kernels, on a CPU
 
-The page (device.md in --out, and device.csv) belongs in a bug report. It has one layer at the sizes
-of configurations. Training is forward and backward, evaluation forward over a full KV cache. Arrays
-are random. Output and gradients of each path are compared with the reference in float32, on one row
-with the same dropout mask. A path that differs is not timed, and the command fails at the end.
-Timings are interleaved. The table shows each path's median, its speedup over the reference, the
-operations per second on visible pairs with their fraction of the data sheet's peak in bfloat16, and
-scratch as reported by the compiler.
+Please attach the page (device.md and device.csv in --out) to bug reports. It measures one layer at
+the sizes of published configurations, with random arrays. Training is forward and backward,
+evaluation is forward over a full KV cache. Output and gradients of each path are compared with the
+reference in float32, on one row with the same dropout mask. If a path differs, it is not timed and
+the command fails at the end. Timings are interleaved. The table shows each path's median, its
+speedup over the reference, the operations per second on visible pairs with their fraction of the
+data sheet's bfloat16 peak, and the scratch memory reported by the compiler.
 """
 
 import collections
@@ -53,10 +53,10 @@ TASKS = ("training", "evaluation")
 PLAIN = "plain"
 PATHS = ("reference", "tiled", "stored", "fused", PLAIN)
 INTERPRETED = "interpreted"
-# A timing calls so often in a row that it takes this long, but at most so many times.
+# A timing repeats the call until it takes this long, up to a maximum number of calls.
 _SECONDS = 0.02
 _MOST_RUNS = 50
-# What the rows of one case have in common, and the columns of the case's table.
+# Columns that the rows of one case have in common, and the columns of the case's table.
 _COLUMNS_OF_CASE = ("configuration", "task", "sizes")
 _COLUMNS_OF_PATH = (
     "path",
@@ -107,14 +107,14 @@ class Plan(cli.Plan):
     )
     paths: tuple[str, ...] = setting(
         PATHS,
-        f"Of {', '.join((*PATHS, INTERPRETED))}. plain is fused without position keys, or else "
-        "tiled, on a GPU stored. interpreted is fused on any device, slowly.",
+        f"Paths to compare, of {', '.join((*PATHS, INTERPRETED))}. plain is fused without position "
+        "keys, otherwise tiled, or stored on a GPU. interpreted is fused on any device, slowly.",
     )
     tiles: tuple[str, ...] = setting(
         ("128x512", "256x1024", "256x1536", "512x1536"),
-        "Tiles, queries x keys, to try with the path that auto chooses. If empty, only its own.",
+        "Tiles (queries x keys) to try with the path that auto chooses. If empty, only its own.",
     )
-    batch_size: int = setting(4, "B, rows of training on one device.", at_least=1)
+    batch_size: int = setting(4, "B, training batch size on one device.", at_least=1)
     shrink: int = setting(
         1, "Divisor of the lengths of segments and memories, for a quick look.", at_least=1
     )
@@ -163,7 +163,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     def show(*lines: str) -> None:
         print("\n".join(lines), flush=True)
         page.extend(lines)
-        # Each time, as a compiler may end the process.
+        # Written each time, because a compiler may abort the process.
         storage.write(path, "\n".join([*page, ""]).encode())
 
     origin = [f"    {line}" for line in environment.origin()]
@@ -209,15 +209,15 @@ def _table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
 
 @dataclasses.dataclass
 class Notes:
-    """What the page says below its tables."""
+    """Notes of the page below its tables."""
 
     # Number of implementations within rounding of the reference.
     equal: int = 0
     # Implementations that differ by more.
     errors: list[str] = dataclasses.field(default_factory=list)
-    # Which tile is the fastest, by case.
+    # Fastest tile by case.
     tiles: list[str] = dataclasses.field(default_factory=list)
-    # Cases, by the reason why a path was not measured.
+    # Cases by the reason why a path was not measured.
     refused: dict[str, list[str]] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(list)
     )
@@ -254,7 +254,7 @@ class Case(AttentionCall):
 
     def flops(self) -> float:
         """Returns the operations on visible pairs. Backward does each twice."""
-        # Keys that are not behind a query.
+        # Keys that are not after the query.
         seen = range(self.mem_len + 1, self.mem_len + self.segment_len + 1)
         pairs = sum(min(keys, self.window or keys) for keys in seen)
         # Scores by content, weighted values, and scores by distance.
@@ -295,7 +295,7 @@ def make_case(
 
 
 def find_implementation(path: str, problem: AttentionCall) -> Implementation:
-    """Returns what a path is, as --paths describes it.
+    """Returns the implementation of a path, as --paths describes it.
 
     Raises `UserError` if it cannot serve the problem.
     """
@@ -310,19 +310,19 @@ def find_implementation(path: str, problem: AttentionCall) -> Implementation:
         refusal = choose.refusal(name, problem)
         if refusal is None:
             return choose.choose(name, problem)[0]
-    raise UserError(f"no {path}, as {refusal}")
+    raise UserError(f"no {path}, because {refusal}")
 
 
 class Candidate(NamedTuple):
-    """What is to be measured."""
+    """An implementation to measure."""
 
-    name: str  # In the table.
+    name: str  # Name in the table.
     case: Case  # The case, of PLAIN without position keys.
     implementation: Implementation
 
 
 def implementations(case: Case, plan: Plan, notes: Notes) -> Iterator[Candidate]:
-    """Yields what to measure; notes why paths cannot serve."""
+    """Yields implementations to measure, and notes why the other paths are not available."""
     auto = choose.choose(choose.AUTO, case)[0]
     for path in plan.paths:
         case_of_path = case
@@ -377,7 +377,7 @@ def measure(case: Case, plan: Plan, notes: Notes) -> list[dict[str, str]]:
                 tasks[name] = make_task(name, function, arrays)
                 operations[name] = case_of_path.flops()
         except Exception as error:  # noqa: BLE001
-            # Whatever a compiler raises, the other paths are of interest.
+            # Whatever a compiler raises, the other paths are still measured.
             reason = f"{name} does not compile or run: {first_line(error)}"
             notes.refused[reason].append(f"{case.config} {case.task}")
             continue
@@ -401,7 +401,7 @@ def measure(case: Case, plan: Plan, notes: Notes) -> list[dict[str, str]]:
 def _timings(task: Task, operations: float, reference: Task | None) -> dict[str, str]:
     """Returns the columns of a task that was timed.
 
-    `operations` are those of a run, and the speedup is over `reference`, if there is one.
+    `operations` is the number for one run. The speedup is over `reference`, if it is not None.
     """
     seconds = [call_seconds / task.tokens for call_seconds in task.seconds]
     median = statistics.median(seconds)
@@ -427,7 +427,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _compare_tiles(tasks: Mapping[str, Task], auto: str) -> str:
-    """Says how fast the tile that auto chooses is, among all that were timed."""
+    """Describes how fast the tile that auto chooses is, among all timed tiles."""
     speedup, best = max((task.speedup(tasks[auto]), name) for name, task in tasks.items())
     fastest = "it is the fastest"
     if best != auto:
@@ -452,7 +452,7 @@ def check(implementation: Implementation, case: Case) -> tuple[str, str]:
 
 
 def make_task(path: str, function: Callable[..., Any], inputs: Any) -> Task:
-    """Compiles a path into a task of so many runs (not tokens) that a timing takes `_SECONDS`."""
+    """Compiles a path into a task with as many runs (not tokens) as fit into `_SECONDS`."""
     compiled = jax.jit(function).lower(inputs).compile()
     jax.block_until_ready(compiled(inputs))
     start = time.perf_counter()

@@ -8,16 +8,17 @@ You do not need to have any of these devices.
         --topology=v5e,v4:4x4x4 --model.dtype=bfloat16
     python -m experiments.bench.estimate --flagfile=enwik8_24l --topology=h200x8 --mesh.fsdp=8
 
-Training, evaluation and generation are compiled by the devices' own compiler. The compiled
-programs are read: FLOPs, bytes that move in the devices' memory, what devices send each other, and
-the lines of code that move the most. docs/estimates.md explains the output. Without the compiler
-only numbers that follow from shapes are printed. TPUs: pip install 'jax[tpu]' (0.7 GB). GPUs (H200,
-H100, A100 with NVLink): pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt, in the version of
-jax. On a GPU, jax takes three quarters of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is
-higher.
+Training, evaluation and generation are compiled by the devices' own compiler. The estimate reads
+the compiled programs: FLOPs, bytes that move in the devices' memory, bytes that devices send each
+other, and the lines of code that move the most bytes. docs/estimates.md explains the output.
+Without the compiler, only numbers that follow from shapes are printed. For TPUs, run pip install
+'jax[tpu]' (0.7 GB). For GPUs (H200, H100, A100 with NVLink), run pip install --no-deps
+jax-cuda13-plugin jax-cuda13-pjrt, in the version of jax. On a GPU, jax takes three quarters of the
+memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is higher.
 
-With --configs each of these flagfiles is estimated on a mesh of all devices, with as many as
-possible on fsdp, and with remat=full if it fits only then. Other flags change all of the flagfiles.
+With --configs, each of these flagfiles is estimated on a mesh of all devices, with as many as
+possible on fsdp. If it fits only with remat=full, it is estimated with remat=full. Other flags
+change all of the flagfiles.
 """
 
 import dataclasses
@@ -53,7 +54,7 @@ from txl_jax.runtime import storage
 from txl_jax.runtime.environment import is_out_of_memory, megabytes
 from txl_jax.sharding.mesh import abstract_mesh, make_mesh
 
-# The sizes in an error of the TPU's compiler, which is pages long.
+# The sizes in an error of the TPU compiler, which is pages long.
 _TOO_LARGE = re.compile(
     r"Used ([\d.]+\w) of ([\d.]+\w) hbm|temporaries \(([\d.]+\w)\) exceeds available HBM "
     r"\(([\d.]+\w)\)"
@@ -67,16 +68,16 @@ class Plan(cli.Plan):
     topology: tuple[str, ...] = setting(
         (),
         "TPU slices (v5e:4x8, v4:2x2x4), multiple slices (2*v5e:4x8), or GPUs (h200, h100x8), "
-        "with commas. With --configs, a name without a size (v5e, h200) means the smallest slice, "
-        "or number, that the tasks fit on.",
+        "separated by commas. With --configs, a name without a size (v5e, h200) means the smallest "
+        "slice, or number of GPUs, that the tasks fit on.",
     )
-    tasks: tuple[str, ...] = setting(TASKS, "Tasks to compile, with commas.")
+    tasks: tuple[str, ...] = setting(TASKS, "Tasks to compile, separated by commas.")
     configs: tuple[str, ...] = setting(
         (),
-        "Published configurations or flagfiles, with commas. If empty, only the flags' settings.",
+        "Published configurations or flagfiles, separated by commas. If empty, the flags are used.",
     )
     programs: str | None = setting(
-        None, "Directory for the text of the compiled programs. none keeps no text.", path=True
+        None, "Directory for the text of the compiled programs. none discards it.", path=True
     )
 
     def validate(self) -> None:
@@ -108,7 +109,7 @@ def run(plan: Plan, job: cli.Job) -> None:
         _estimate_flagfiles(plan, job)
         return
     for topology in plan.topology:
-        # All tasks are estimated, whether one before them fits or not.
+        # All tasks are estimated, even if an earlier one does not fit.
         list(estimate(plan, job.flagfile or "the flags", job.config(), topology))
 
 
@@ -154,7 +155,7 @@ def meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any
 
     The configuration's own remat comes first, then remat=full.
 
-    The mesh has as few devices as possible on `tensor`, and then as many as possible on `fsdp`.
+    The mesh has the minimum of devices on `tensor`, and then as many as possible on `fsdp`.
     """
     model = config.model
     rows = config.train.batch_size // config.train.grad_accum_steps
@@ -174,7 +175,7 @@ def meshes(config: ExperimentConfig, num_devices: int) -> Iterator[dict[str, Any
 
 
 def estimate(plan: Plan, name: str, config: ExperimentConfig, topology: str) -> Iterator[bool]:
-    """Prints what a configuration needs on a topology, and yields whether each task fits.
+    """Prints a configuration's needs on a topology, and yields whether each task fits.
 
     Yields nothing if the topology's compiler is not installed.
 
@@ -211,9 +212,9 @@ def estimate(plan: Plan, name: str, config: ExperimentConfig, topology: str) -> 
 
 
 def _remat_of(built: Built, *, has_compiler: bool) -> Remat:
-    """Returns what the backward pass recomputes.
+    """Returns the rematerialization of the backward pass.
 
-    Without the topology's devices `auto` is not decided.
+    Without the topology's compiler, `auto` is not decided.
     """
     if has_compiler and built.remat is not None:
         return built.remat.remat
@@ -221,7 +222,7 @@ def _remat_of(built: Built, *, has_compiler: bool) -> Remat:
 
 
 def _lines_from_shapes(built: Built, chip: Chip, *, has_compiler: bool) -> dict[str, str]:
-    """Returns what follows from shapes, as lines by their labels."""
+    """Returns the numbers that follow from shapes, as lines by their labels."""
     config = built.config
     lines: dict[str, str] = {}
     # The attention's implementation depends on the devices.
@@ -244,22 +245,22 @@ def _lines_from_shapes(built: Built, chip: Chip, *, has_compiler: bool) -> dict[
 
 
 def _file_of(plan: Plan, name: str, topology: str, task: str) -> str | None:
-    """Returns where the text of a compiled program is kept, or None without --programs."""
+    """Returns the file for the text of a compiled program, or None without --programs."""
     if plan.programs is None:
         return None
-    # A flagfile may be a path, and a topology has a colon in it.
+    # A flagfile may be a path, and a topology contains a colon.
     words = re.sub(r"[^\w.-]+", "_", f"{name}-{topology}-{task}")
     return os.path.join(plan.programs, f"{words}.txt")
 
 
 def estimate_task(built: Built, task: str, chip: Chip, text_file: str | None = None) -> bool:
-    """Compiles a task and prints what it needs on a device.
+    """Compiles a task and prints its needs on a device.
 
     Args:
       built: The model and its functions, on a mesh of devices to compile for.
       task: One of `TASKS`.
       chip: The kind of these devices.
-      text_file: Where to keep the compiled program's text, or None.
+      text_file: File for the compiled program's text, or None to discard it.
 
     Returns:
       Whether the task fits or is impossible.
@@ -285,7 +286,7 @@ def estimate_task(built: Built, task: str, chip: Chip, text_file: str | None = N
     sizes = program.memory_analysis()
     needed = sizes.peak_memory_in_bytes
     arguments = sizes.argument_size_in_bytes
-    # The compiler for GPUs accepts a program that is too large.
+    # The GPU compiler accepts a program that is too large.
     fits = needed <= chip.memory_bytes
     if fits:
         print(

@@ -1,9 +1,9 @@
-"""Peers of `speed` with our parameters, on the CPU in float32.
+"""Baselines for `speed` with our parameters, on the CPU in float32.
 
-The peers are Hugging Face's class and the authors' PyTorch release.
+The baselines ("peers") are Hugging Face's class and the authors' PyTorch release.
 
-They are used efficiently: a loss runs only the part of the softmax that it needs, and Adam is the
-fused one.
+They are used efficiently: a loss computes only the part of the softmax that it needs, and Adam is
+fused.
 """
 
 import enum
@@ -32,13 +32,13 @@ from txl_jax.interop import huggingface, original
 from txl_jax.interop.original import Format
 from txl_jax.runs.build import Built, build
 
-# Largest difference of a token's nats that float32 explains over the segments compared; measured:
-# 1e-5 and less.
+# Largest difference of a token's nats that float32 explains over the compared segments. The
+# measured difference is at most 1e-5.
 TOLERANCE = 1e-4
 _COMPARED_SEGMENTS = 4
 
-# Where to get the release, its files in the order of their imports, the digest of all three, and
-# what is replaced.
+# Repository of the release, its files in the order of their imports, the digest of all three, and
+# the replaced lines.
 REPOSITORY = "https://github.com/kimiyoung/transformer-xl"
 _FILES = ("utils/log_uniform_sampler.py", "utils/proj_adaptive_softmax.py", "mem_transformer.py")
 _DIGEST = "44dafac48196a4a52d2aa324c44846985b38214b7f59eaff84e27caf9fba5ff4"
@@ -46,9 +46,9 @@ _PATCHES = {
     b"sys.path.append('utils')": b"",
     # None without CUDA.
     b"torch.version.cuda": b"'0.0'",
-    # masked_fill takes no other masks today.
+    # masked_fill accepts only bool masks today.
     b".byte()": b".bool()",
-    # It always holds for two or more tokens, and would split a compiled graph.
+    # The condition always holds for two or more tokens, and would split a compiled graph.
     b" and attn_mask.any().item()": b"",
 }
 
@@ -63,7 +63,7 @@ class Peer(enum.StrEnum):
 class TorchModel:
     """A peer.
 
-    Evaluation, generation and training each have their own memory, which lasts from call to call.
+    Evaluation, generation and training each have their own memory, which is kept between calls.
 
     A memory starts as M zeros that are attended to, as with the preset "hf" of `CompatConfig`.
     """
@@ -74,11 +74,11 @@ class TorchModel:
     def __init__(
         self, config: ExperimentConfig, params: Any, *, vocab_size: int, torch: Any
     ) -> None:
-        """Makes the model with our parameters. Raises `UserError` if the class lacks it."""
+        """Creates the model with our parameters. Raises `UserError` if it is not supported."""
         config.expect(
             config.model.dtype is DType.FLOAT32,
             "model.dtype",
-            "The peer computes in float32, so set that",
+            "The peer computes in float32, so set --model.dtype=float32",
         )
         self._torch = torch
         self._config = config
@@ -97,7 +97,7 @@ class TorchModel:
             return self._losses(self._model, "evaluation", inputs, targets).numpy()
 
     def train_step(self, inputs: np.ndarray, targets: np.ndarray) -> float:
-        """Updates a second model, made in the first call, with dropout at the peak learning rate.
+        """Updates a second model, created in the first call, with dropout and the peak rate.
 
         Returns mean nats.
         """
@@ -124,15 +124,15 @@ class TorchModel:
             "training": (train.mem_len, train.batch_size),
         }
         model = self._config.model
-        # The authors' release keeps the last layer's output too.
+        # The authors' release also keeps the last layer's output.
         n_states = model.n_layer + (self.format is Format.ORIGINAL)
         for purpose, size in sizes.items():
             states = self._torch.randn((n_states, *size, model.d_model), generator=generator)
             self._memory[purpose] = list(states)
 
     def task(self, name: str, ours: Task, built: Built) -> Task:
-        """Returns the counterpart of our task, one segment a call."""
-        # Having met another task's sizes it would compile for any sizes, which is slower.
+        """Returns the counterpart of our task, with one segment per call."""
+        # After another task's sizes it would compile for any sizes, which is slower.
         self._torch.compiler.reset()
         step: Callable[..., Any]
         if name == "training":
@@ -146,7 +146,7 @@ class TorchModel:
         return Task(f"{ours.name}{self.label}", segments.inputs[0].size, lambda: step(*next(turns)))
 
     def _losses(self, model: Any, purpose: str, inputs: np.ndarray, targets: np.ndarray) -> Any:
-        """Returns nats [B, L] and updates the memory of that purpose."""
+        """Returns nats [B, L] and updates the memory for this purpose."""
         tokens = self._torch.from_numpy(np.asarray(inputs, np.int64))
         labels = self._torch.from_numpy(np.asarray(targets, np.int64))
         nll, memory = self._score(model, tokens, labels, self._memory.get(purpose))
@@ -161,7 +161,7 @@ class TorchModel:
 
     @functools.cached_property
     def _trained(self) -> tuple[Any, Any]:
-        """The same model at the lengths of training, with dropout, and its optimizer."""
+        """Returns the same model at the lengths of training, with dropout, and its optimizer."""
         optimizer = self._config.optimizer
         model = self._make_model(self._config.train, self._model.state_dict()).train()
         adam = self._torch.optim.Adam(
@@ -169,13 +169,13 @@ class TorchModel:
             optimizer.learning_rate,
             betas=(ADAM_B1, optimizer.adam_b2),
             eps=optimizer.adam_eps,
-            # On a CPU, the fused Adam takes a quarter of the time of the other two kinds.
+            # On a CPU, fused Adam takes a quarter of the time of the other two kinds.
             fused=True,
         )
         return model, adam
 
     def _make_model(self, lengths: Any, tensors: Any) -> Any:
-        """Makes the model at the lengths of training or evaluation."""
+        """Creates the model at the lengths of training or evaluation."""
         raise NotImplementedError
 
 
@@ -196,7 +196,7 @@ class HuggingFaceModel(TorchModel):
         self._draws = torch.Generator().manual_seed(0)
 
     def task(self, name: str, ours: Task, built: Built) -> Task:
-        """Returns the counterpart of our task, one segment or token a call."""
+        """Returns the counterpart of our task, with one segment or token per call."""
         if name != "generation":
             return super().task(name, ours, built)
         return Task(ours.name, 1, lambda: self.generate_token(self._config.generate.top_k))
@@ -220,18 +220,18 @@ class HuggingFaceModel(TorchModel):
     def _score(
         self, model: Any, tokens: Any, labels: Any, memory: list[Any] | None
     ) -> tuple[Any, list[Any]]:
-        # `model(tokens, labels=...)` scores one token less.
+        # `model(tokens, labels=...)` scores one token fewer.
         output = model.transformer(tokens, mems=memory)
         hidden = output.last_hidden_state
         if model.crit.n_clusters:
-            # The head drops the last state and the first label, so each gets one more than it
+            # The head drops the last state and the first label, so each gets one more entry than it
             # needs.
             hidden = self._torch.cat([hidden, hidden[:, -1:]], dim=1)
             shifted_labels = self._torch.cat([labels[:, :1], labels], dim=1)
             nll = model.crit(hidden, shifted_labels, keep_order=True)
         else:
-            # Given labels, a head without clusters copies all log probabilities first: 1.2 to 2.6
-            # times the time.
+            # With labels, a head without clusters first copies all log probabilities, which takes
+            # 1.2 to 2.6 times as long.
             nll = -model.crit(hidden).gather(1, labels.reshape(-1, 1))
         return nll.view(labels.shape), output.mems
 
@@ -251,7 +251,7 @@ class HuggingFaceModel(TorchModel):
 class OriginalModel(TorchModel):
     """The authors' `MemTransformerLM` from a clone of their repository.
 
-    It is eager or compiled by torch.compile.
+    It runs eagerly or compiled by torch.compile.
     """
 
     format = Format.ORIGINAL
@@ -297,7 +297,7 @@ class OriginalModel(TorchModel):
 
 
 def import_original(folder: Path, *, flag: str = "--peer_path") -> tuple[Any, Any]:
-    """Returns the release's class, patched in memory for today's torch, and torch.
+    """Returns the release's class, patched in memory for current versions of torch, and torch.
 
     Args:
       folder: The directory `pytorch` of a clone.
@@ -321,7 +321,7 @@ def import_original(folder: Path, *, flag: str = "--peer_path") -> tuple[Any, An
         for old, new in _PATCHES.items():
             source = source.replace(old, new)
         module = types.ModuleType(name)
-        # Both the files and torch.compile import it by this name.
+        # The files and torch.compile import it by this name.
         sys.modules[name] = module
         exec(compile(source, name, "exec"), vars(module))
     return module.MemTransformerLM, torch
@@ -343,9 +343,9 @@ def _import_packages() -> tuple[Any, Any]:
 
 
 def with_peer_compat(config: ExperimentConfig) -> ExperimentConfig:
-    """Returns the config with the peer's compat, but a masked memory.
+    """Returns the config with the peer's --compat, except for a masked memory.
 
-    Raises `UserError` for sampling that it lacks.
+    Raises `UserError` for sampling settings that the peer does not support.
     """
     for name, only_value in (("samples", 1), ("temperature", 1.0), ("top_p", 1.0)):
         value = getattr(config.generate, name)
@@ -377,7 +377,7 @@ def checked_peers(built: Built, path: str | None) -> list[TorchModel]:
     else:
         peers = [HuggingFaceModel(built.config, params, vocab_size=vocab_size)]
 
-    # Ours with the peers' compat, memory of zeros included, on one row.
+    # Our model with the peers' --compat, including the memory of zeros, on one row.
     config = apply_preset(built.config, "hf")
     length = config.eval.segment_len
     tokens = timing.draw_tokens(vocab_size, length * _COMPARED_SEGMENTS + 1)
@@ -397,8 +397,8 @@ def checked_peers(built: Built, path: str | None) -> list[TorchModel]:
         difference = float(np.abs(np.ravel(scores.nll) - np.ravel(peer_nll)).max())
         require(
             difference <= TOLERANCE,
-            f"the peer's losses must be ours to {TOLERANCE:g} nats, got a difference of "
-            f"{difference:.2g}. The two do not compute the same function, so nothing was timed.",
+            f"the peer's losses must match ours to {TOLERANCE:g} nats, got a difference of "
+            f"{difference:.2g}. The models do not compute the same function, so nothing was timed.",
         )
         print(f"largest difference of a token's loss{peer.label}: {difference:.1e} nats")
         peer.fill_memory()

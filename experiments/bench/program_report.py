@@ -1,4 +1,4 @@
-"""Prints what a compiled program costs, for `experiments.bench.estimate`."""
+"""Prints the cost of a compiled program, for `experiments.bench.estimate`."""
 
 import re
 from collections.abc import Iterator
@@ -10,15 +10,15 @@ from experiments.bench.compiled.cost import ProgramCost
 from experiments.bench.timing import print_table
 from txl_jax.runs.build import Built
 
-# What a step of each task is.
+# Name of a step of each task.
 _STEPS = {"training": "training step", "evaluation": "segment", "generation": "token"}
 _NUM_MOVERS = 5
-# Parts of JAX's names that say how a program is run, not what it computes.
+# Parts of JAX's names that tell how a program is run, not what it computes.
 _RUNNING = ("while", "body", "cond", "branch_1_fun", "closed_call", "checkpoint", "remat")
 
 
 def print_cost(cost: ProgramCost, built: Built, task: str, chip: Chip) -> None:
-    """Prints the costs of a step of a task as a table, and the lines that move the most bytes."""
+    """Prints a table with the cost of a task's step, and the lines that move the most bytes."""
     step = _STEPS[task]
     print()
     print_table(f"a {step}, per device | amount | least time", _rows(cost, built, task, chip))
@@ -26,18 +26,18 @@ def print_cost(cost: ProgramCost, built: Built, task: str, chip: Chip) -> None:
     print_table("most bytes in memory | line | operation", _mover_rows(cost))
     if cost.assumed_loops and task != "generation":
         print(
-            f"\nOne round is counted of each loop whose rounds depend on data: "
+            f"\nLoops whose rounds depend on data, with one round counted for each: "
             f"{len(cost.assumed_loops)}."
         )
     print(flush=True)
 
 
 def textbook_sent_bytes(built: Built) -> float:
-    """Returns the bytes that a device sends in a training step, by the textbook.
+    """Returns the bytes that a device sends in a training step according to the textbook.
 
-    On `fsdp`, weights are gathered twice (forward, backward) and gradients scattered once, in the
-    dtype of the computation. On `data`, the gradients are then all-reduced. On `tensor`, the
-    activations [B, L, D] are all-reduced twice in each layer and direction.
+    On `fsdp`, weights are gathered twice (forward, backward) and gradients are scattered once, in
+    the compute dtype. On `data`, the gradients are then all-reduced. On `tensor`, the activations
+    [B, L, D] are all-reduced twice in each layer and direction.
     """
     config = built.config
     itemsize = jnp.dtype(config.model.dtype).itemsize

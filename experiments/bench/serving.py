@@ -3,9 +3,9 @@
     python -m experiments.bench.serving --flagfile=wt103_base
     python -m experiments.bench.serving --flagfile=enwik8_12l --rows=16 --calls=9
 
-Weights are untrained, memories full, sampling is greedy, and every tail of an adaptive softmax is
-read. It prints a Markdown table of medians over calls, and the speedup: the median of the ratios of
-successive calls.
+Weights are untrained, memories are full, sampling is greedy, and every tail of an adaptive softmax
+is read. The command prints a Markdown table of medians over calls, and the speedup: the median of
+the ratios of successive calls.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ class Plan(cli.Plan):
 
     rows: int = setting(16, "Number of rows to compare with one.", at_least=2)
     calls: int = setting(
-        5, "Timed calls of each, interleaved. A call samples 8 tokens of every row.", at_least=1
+        5, "Timed calls of each, interleaved. A call samples 8 tokens per row.", at_least=1
     )
 
 
 def run(plan: Plan, job: cli.Job) -> None:
     """Times both steps with untrained weights, full memories and greedy sampling.
 
-    Each step is called once before that to warm up.
+    Each step is called once before the timing, to warm up.
     """
     config = job.config()
     check_can_generate(config)

@@ -1,13 +1,13 @@
-"""Measures on a device, in a few minutes, what `experiments.bench.estimate` claims about it.
+"""Measures the claims of `experiments.bench.estimate` on a device, in a few minutes.
 
-    python -m experiments.bench.session --minutes=5               # and again, to continue
-    python -m experiments.bench.session --miniature --minutes=5   # the same in small, on a CPU
+    python -m experiments.bench.session --minutes=5               # Rerun to continue.
+    python -m experiments.bench.session --miniature --minutes=5   # Small sizes, on a CPU.
 
-Time on an accelerator is expensive, and it may end at any moment. So this command measures in
-parts, the most telling ones first. Each part runs in a process of its own with a limit in seconds:
-a part that fails, hangs or runs out of memory is noted, and the next one begins. Its results are
-written before that. The command begins no part whose limit exceeds the rest of --minutes, and says
-which parts are left. The same command measures those.
+Time on an accelerator is expensive, and it may end at any moment. This command therefore measures
+in parts, the most informative first. Each part runs in a separate process with a limit in seconds.
+If a part fails, hangs or runs out of memory, this is noted and the next part starts. Results are
+written after each part. The command does not start a part whose limit exceeds the rest of
+--minutes, and lists the remaining parts. Rerun it to measure them.
 
 The page (session.md in --out) shows the device's own peaks (a large matmul, a large copy), whole
 training steps and generated tokens, each with the time that its compiled program needs for its
@@ -43,16 +43,16 @@ class Plan(cli.Plan):
     """Settings of the session."""
 
     minutes: float = setting(
-        5.0, "Minutes that this command may take. Parts that are left are measured by the next one."
+        5.0, "Minutes that this command may take. Rerun it to measure the remaining parts."
     )
     parts: tuple[str, ...] = setting(
-        (), f"Parts to measure, with commas ({', '.join(_NAMES)}). If empty, all."
+        (), f"Parts to measure, separated by commas ({', '.join(_NAMES)}). If empty, all."
     )
     miniature: bool = setting(
-        False, "Whether to measure the same parts in small, to try this command on a CPU."
+        False, "Measure the same parts with small sizes, to try this command on a CPU."
     )
     again: bool = setting(
-        False, "Whether to measure parts again that were measured, failed or hit their limit."
+        False, "Repeat parts that were measured, have failed or have reached their limit."
     )
     out: str = setting(
         "session", "Directory for session.md and the parts' results. Created if missing.", path=True
@@ -62,14 +62,14 @@ class Plan(cli.Plan):
     )
 
     def validate(self) -> None:
-        """Raises `UserError` for an unknown part, or for no time."""
+        """Raises `UserError` if a part is unknown, or --minutes is too short for a part."""
         super().validate()
         for name in (*self.parts, self.inside):
             require(
                 name is None or name in _NAMES,
                 f"parts must be of {', '.join(_NAMES)}, got {name!r}",
             )
-        # A part whose limit is longer than that would never begin.
+        # A part with a longer limit would never start.
         longest = max(part.limit for part in self.chosen_parts) / 60
         require(
             self.minutes >= longest,
@@ -79,20 +79,20 @@ class Plan(cli.Plan):
 
     @property
     def folder(self) -> str:
-        """The directory of the results. Those in miniature have one of their own."""
+        """Directory of the results. Results in miniature have a separate directory."""
         return os.path.join(self.out, "miniature") if self.miniature else self.out
 
     @property
     def chosen_parts(self) -> list[Part]:
-        """The parts to measure, in the order of their importance."""
+        """Parts to measure, in order of importance."""
         return [part for part in PARTS if part.name in (self.parts or _NAMES)]
 
 
 def run(plan: Plan, job: cli.Job) -> int:
-    """Measures the parts that are left, each in a process of its own, and writes the page.
+    """Measures the remaining parts, each in a separate process, and writes the page.
 
-    This process itself never uses the device, whose memory the parts need. Returns 1 if a part of
-    this command failed, or else 0.
+    This process itself never uses the device, because the parts need its memory. Returns 1 if a
+    part has failed, otherwise 0.
     """
     del job  # The parts choose their own configurations.
     storage.make_folder(plan.folder)
@@ -106,7 +106,7 @@ def run(plan: Plan, job: cli.Job) -> int:
     for part in plan.chosen_parts:
         if _read_result(plan, part.name) is not None and not plan.again:
             continue
-        # A second is for what this command itself does.
+        # Reserve a second for this command itself.
         if time.monotonic() + part.limit > end + 1:
             left_out.append(part)
             continue
@@ -138,7 +138,7 @@ def _measure_here(plan: Plan, name: str) -> None:
     """Measures one part in this process and writes its result."""
     require(
         plan.miniature or jax.default_backend() != "cpu",
-        "a session measures an accelerator, got only a CPU. Pass --miniature to try it here.",
+        "a session must run on an accelerator, got a CPU. Pass --miniature to try it on a CPU.",
     )
     part = next(part for part in PARTS if part.name == name)
     start = time.monotonic()
@@ -152,12 +152,12 @@ def _measure_here(plan: Plan, name: str) -> None:
 
 
 def _measure_in_process(plan: Plan, part: Part) -> dict[str, Any]:
-    """Measures a part in a process of its own.
+    """Measures a part in a separate process.
 
-    Returns its result: "seconds" in any case, and "failure", such as "failed with exit code 1",
-    instead of its tables if it failed.
+    Returns its result: always "seconds", and, if it has failed, "failure" (such as "failed with
+    exit code 1") instead of its tables.
     """
-    # A result of an earlier command must not pass for this one's.
+    # The result of an earlier command must not be mistaken for this one's.
     path = _result_path(plan, part.name)
     if os.path.exists(path):
         os.remove(path)
@@ -185,10 +185,10 @@ def _measure_in_process(plan: Plan, part: Part) -> dict[str, Any]:
 
 
 def _run_alone(command: list[str], log: IO[bytes], limit: float) -> str:
-    """Runs a command with a limit in seconds. Returns why it failed, or nothing.
+    """Runs a command with a limit in seconds. Returns why it failed, or an empty string.
 
-    When it returns, no process that the command has started is left, because one that still held
-    the device's memory would spoil the next part.
+    When this function returns, no process of the command is left, because a process that still
+    holds the device's memory would spoil the next part.
     """
     process = subprocess.Popen(
         command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -198,7 +198,7 @@ def _run_alone(command: list[str], log: IO[bytes], limit: float) -> str:
     except subprocess.TimeoutExpired:
         return f"did not end within its {limit} s"
     finally:
-        # The command leads a group of processes, of which some may be left when it has ended.
+        # The command leads a process group, and some of its processes may outlive it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -218,7 +218,7 @@ def _write_result(plan: Plan, name: str, result: dict[str, Any]) -> None:
 
 
 def _read_result(plan: Plan, name: str) -> dict[str, Any] | None:
-    """Returns a part's result, or None without a file that can be read."""
+    """Returns a part's result, or None if its file is missing or unreadable."""
     try:
         with open(_result_path(plan, name), "rb") as file:
             return json.load(file)

@@ -1,4 +1,4 @@
-"""What `experiments.bench.session` measures: its parts, each for a process of its own."""
+"""The parts that `experiments.bench.session` measures, each in a separate process."""
 
 import collections
 import csv
@@ -32,7 +32,7 @@ Least: what the compiled program needs at the data sheet's rates for all its byt
 operations, whichever is longer. Sum: the same for each operation alone, added up, as if nothing
 overlapped. MFU: the model's FLOPs in the measured time, of the data sheet's peak in bfloat16.
 Peak memory: the compiler's, and the device's own record where it has one."""
-_SMALL_MEMORY_BYTES = 40e9  # Devices with less get half of the rows.
+_SMALL_MEMORY_BYTES = 40e9  # Devices with less memory get half of the batch size.
 _TRACED_CALLS = 3
 _ROWS_OF_TRACE = 20
 _COPY_BYTES = 4_000_000_000
@@ -47,21 +47,21 @@ class ResultTable:
     rows: list[list[str]]
 
     def titled(self, title: str) -> "ResultTable":
-        """Returns the table with a first column of which each cell is the title."""
+        """Returns the table with an additional first column that repeats the title."""
         return ResultTable(["", *self.columns], [[title, *row] for row in self.rows])
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How large the measured configurations are."""
+    """Sizes of the measured configurations."""
 
     miniature: bool
 
     def config(self, name: str, changes: Mapping[str, Any]) -> ExperimentConfig:
         """Returns a published configuration for this device, with changes.
 
-        It computes in bfloat16, makes one update in a call and has its published number of rows,
-        except enwik8_24l, whose 64 rows are meant for several devices.
+        It computes in bfloat16, with one training step per call and the published batch size,
+        except enwik8_24l, whose 64 rows are meant for multiple devices.
         """
         all_changes = {"model.dtype": "bfloat16", "train.segments_per_call": 1, **changes}
         if name == "enwik8_24l":
@@ -88,7 +88,7 @@ class Sizes:
 
     @property
     def divisor(self) -> int:
-        """By how much the lengths of the attention benchmark are divided."""
+        """Divisor of the lengths of the attention benchmark."""
         return 16 if self.miniature else 1
 
     @property
@@ -99,13 +99,13 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Something to measure in a process of its own."""
+    """A part to measure in a separate process."""
 
     name: str
     about: str
     # Seconds, with compilation, after which the part counts as failed.
     limit: int
-    # Measures and returns the tables for the page. It may write files into the directory it gets.
+    # Measures, and returns the tables for the page. It may write files into the passed directory.
     measure: Callable[[Sizes, str], list[ResultTable]]
 
 
@@ -121,7 +121,7 @@ def _measure_peaks(sizes: Sizes, out: str) -> list[ResultTable]:
     text = f"matmul of {size} x {size}, bfloat16"
     rows = [_peak_row(text, seconds, rate, peaks and peaks.flops, "FLOP/s")]
 
-    # Each number is read and written. Adding keeps the copy from being left out.
+    # Each number is read and written. The addition keeps the copy from being optimized away.
     array = jnp.zeros(_COPY_BYTES // sizes.divisor**2 // 4, jnp.float32)
     copy = jax.jit(lambda numbers: numbers + 1)
     seconds = _median_seconds(lambda: copy(array), sizes.calls)
@@ -137,7 +137,7 @@ def _peak_row(what: str, seconds: float, rate: float, peak: float | None, unit: 
 
 
 def _median_seconds(call: Callable[[], Any], calls: int) -> float:
-    """Times calls one after the other, after one that compiles."""
+    """Times successive calls, after a first call that compiles."""
     jax.block_until_ready(call())
     seconds = []
     for _ in range(calls):
@@ -155,7 +155,7 @@ def _measure_step(
     changes: Mapping[str, Any] | None = None,
     trace: bool = False,
 ) -> list[ResultTable]:
-    """Measures whole updates of a configuration, and where their time goes if `trace`."""
+    """Measures a configuration's training steps, and where their time goes if `trace`."""
     config = sizes.config(name, changes or {})
     built = _build(config)
     # With tracing and lowering, which `compilation.seconds` omits.
@@ -188,7 +188,7 @@ def _measure_step(
 
 
 def _measure_generation(sizes: Sizes, out: str, *, name: str) -> list[ResultTable]:
-    """Measures one sampled token after the other, from a full memory, for one sample."""
+    """Measures successive sampled tokens of one sample, starting from a full memory."""
     del out
     config = sizes.config(name, {"generate.samples": 1})
     check_can_generate(config)
@@ -196,7 +196,7 @@ def _measure_generation(sizes: Sizes, out: str, *, name: str) -> list[ResultTabl
     tables = [_model_table(built, f"memory {config.eval.mem_len}")]
     for task in speed.tasks("generation", built):
         seconds = _median_seconds(task.call, sizes.calls)
-        # A call samples several tokens one after the other. A step of it is one token.
+        # A call samples multiple successive tokens. One token is a step.
         table = _time_table(
             task.program,
             seconds / task.tokens,
@@ -209,7 +209,7 @@ def _measure_generation(sizes: Sizes, out: str, *, name: str) -> list[ResultTabl
 
 
 def _measure_attention(sizes: Sizes, out: str) -> list[ResultTable]:
-    """Measures the paths of attention by `experiments.bench.device`, which writes its own page."""
+    """Measures attention paths with `experiments.bench.device`, which writes its own page."""
     command = [sys.executable, "-m", "experiments.bench.device", "--configs=enwik8_24l"]
     command += ["--tasks=training", "--tiles=", "--paths=reference,stored,tiled,fused"]
     command += [f"--batch_size={1 if sizes.miniature else 8}", f"--shrink={sizes.divisor}"]
@@ -221,14 +221,14 @@ def _measure_attention(sizes: Sizes, out: str) -> list[ResultTable]:
 
 
 def _build(config: ExperimentConfig) -> Built:
-    """Returns the model and its functions on the first device alone."""
+    """Returns the model and its functions on the first device only."""
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
     vocab_size = timing.vocab_size_of(config.data.corpus)
     return build(config, vocab_size=vocab_size, mesh=mesh)
 
 
 def _model_table(built: Built, sizes: str) -> ResultTable:
-    """Describes a model and what decides how fast it is."""
+    """Describes a model and the settings that determine its speed."""
     model = built.model.config
     assert built.attention is not None  # All measured models have attention.
     attention = ", ".join(f"{task}: {path}" for task, path in record_of(built.attention).items())
@@ -247,8 +247,8 @@ def _model_table(built: Built, sizes: str) -> ResultTable:
 def _time_table(
     program: Any, seconds: float, *, tokens: int, model_flops: float | None, steps: int = 1
 ) -> ResultTable:
-    """Compares the measured seconds of a step with what its compiled program needs."""
-    # The loop over tokens runs once for each, which the program does not say.
+    """Compares the measured seconds of a step with the minimum for its compiled program."""
+    # The loop over tokens runs once per token, which the program does not state.
     cost = cost_of(program.as_text(), steps=steps, rounds=steps)
     peaks = chips.peaks_of(environment.device_kind())
     least = "unknown"
@@ -292,14 +292,14 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _device_only() -> Any:
-    """Returns options of a trace without Python's calls, which would be most of it."""
+    """Returns options for a trace without Python calls, which would be most of it."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     return options
 
 
 def _trace_table(folder: str, text: str, calls: int) -> ResultTable:
-    """Lists the lines of code, or kinds of operations, that take the most time of a traced call."""
+    """Lists the lines of code, or kinds of operations, with the most time in a traced call."""
     cost = cost_of(text)
     sources = {}
     bytes_of_source: dict[str, float] = collections.defaultdict(float)
@@ -371,7 +371,7 @@ _GENERATION_WT103 = Part(
     75,
     functools.partial(_measure_generation, name="wt103_base"),
 )
-# The most telling ones first. Most of what a part takes is compilation.
+# The most informative parts first. Most of a part's time is compilation.
 PARTS = (
     _PEAKS,
     _STEP,

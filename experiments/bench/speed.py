@@ -7,18 +7,18 @@ The configuration comes from a flagfile or other flags.
     python -m experiments.bench.speed --flagfile=wt103_base --peer=hf --tasks=evaluation,generation
     python -m experiments.bench.speed --flagfile=own_bytes --tasks=dynamic --eval.batch_size=1
 
-Tokens are random, as frequent as words are, weights untrained, memories full. The table shows the
-median over calls, with the slowest and the fastest call. Generation reads a tail of the adaptive
-softmax only when it may matter, with untrained weights almost never, so it is timed again with
-weights with which every tail is read.
+Tokens are random with the frequencies of words, weights are untrained, and memories are full. The
+table shows the median over calls, and the slowest and the fastest call. Generation skips tails of
+the adaptive softmax that cannot change the result. Untrained weights skip nearly all of them, so a
+second row is timed with weights that force every tail to be read.
 
-The task dynamic is timed only if it is named: evaluation that learns (docs/dynamic.md), by
---eval.dynamic.rule or rmsprop, and training with Adam at the lengths and rows of evaluation. Their
-calls are interleaved.
+The task dynamic is timed only if you name it. It times dynamic evaluation (docs/dynamic.md) with
+--eval.dynamic.rule (default: rmsprop), and training with Adam at the lengths and batch size of
+evaluation. Their calls are interleaved.
 
-With --peer=hf Hugging Face's TransfoXLLMHeadModel (pip install '.[peer]') gets the same weights.
---peer=original takes the authors' PyTorch release from a clone, --peer_path, eager and compiled by
-torch.compile. The losses are compared first, then all calls are interleaved; the table has the
+With --peer=hf, Hugging Face's TransfoXLLMHeadModel (pip install '.[peer]') gets the same weights.
+--peer=original uses the authors' PyTorch release from a clone, --peer_path, both eager and compiled
+by torch.compile. The losses are compared first, then all calls are interleaved. The table shows the
 speedup.
 """
 
@@ -56,11 +56,11 @@ from txl_jax.runs.dynamic import DynamicModel, built_with_rule
 from txl_jax.runs.generate import check_can_generate
 from txl_jax.runtime import environment
 
-# Bytes, and no file is needed.
+# Byte tokens, so that no file is needed.
 DEFAULTS = ExperimentConfig(data=DataConfig(corpus=CorpusName.PYTHON_STDLIB))
 GROUPS = ("data", "model", "train", "eval", "generate", "mesh")
 TASKS = ("training", "evaluation", "generation")
-# Evaluation that learns. It is not timed unless it is named.
+# Dynamic evaluation. It is timed only if it is named.
 DYNAMIC = "dynamic"
 PEERS_TASKS = {None: (*TASKS, DYNAMIC), Peer.HUGGINGFACE: TASKS, Peer.ORIGINAL: TASKS[:2]}
 _COLUMNS = "task | rows x segment | memory | tokens/s | slowest | fastest"
@@ -74,7 +74,7 @@ class Plan(cli.Plan):
     """Settings of the benchmark."""
 
     tasks: tuple[str, ...] = setting(
-        (), f"Tasks to time, with commas ({', '.join(TASKS)}; default: all), or {DYNAMIC}."
+        (), f"Tasks to time, separated by commas ({', '.join(TASKS)}), or {DYNAMIC}. If empty, all."
     )
     calls: int = setting(
         5,
@@ -91,15 +91,15 @@ class Plan(cli.Plan):
 
     @property
     def chosen_tasks(self) -> tuple[str, ...]:
-        """The tasks to time."""
+        """Tasks to time."""
         if self.tasks:
             return self.tasks
         return tuple(name for name in PEERS_TASKS[self.peer] if name != DYNAMIC)
 
     def validate(self) -> None:
-        """Raises `UserError` for an unknown task, or one that the peer lacks.
+        """Raises `UserError` if a task is unknown or not supported by the peer.
 
-        Also raises it for a peer without its code.
+        Also raises it if the path of the peer's code is missing.
         """
         super().validate()
         setting_name = f"with --peer={self.peer}, tasks" if self.peer else "tasks"
@@ -115,7 +115,7 @@ class Plan(cli.Plan):
 def run(plan: Plan, job: cli.Job) -> None:
     """Measures the tasks and prints a table.
 
-    Raises `UserError` if one is impossible, or the peer's losses differ.
+    Raises `UserError` if a task is impossible, or the peer's losses differ.
     """
     config = job.config()
     if plan.peer:
@@ -134,7 +134,7 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 
 def _print_utilization(timed: Sequence[Task], *, n_device: int) -> None:
-    """Prints the operations per second and device of the tasks that have them."""
+    """Prints the operations per second and device of the tasks with known FLOPs."""
     peak = flops.device_peak(environment.device_kind())
     for task in timed:
         if not task.flops_per_token:
@@ -150,7 +150,7 @@ def _print_utilization(timed: Sequence[Task], *, n_device: int) -> None:
 def _rows(
     plan: Plan, built: Built, models: Sequence[TorchModel], timed: list[Task]
 ) -> Iterator[list[str]]:
-    """Times the tasks and yields their rows, one for each peer; appends our tasks to `timed`."""
+    """Times the tasks and yields their rows, one per peer. Appends our tasks to `timed`."""
     for name in plan.chosen_tasks:
         if name == DYNAMIC:
             yield from _dynamic_rows(plan, built)
@@ -171,7 +171,7 @@ def _rows(
 
 
 def _dynamic_rows(plan: Plan, built: Built) -> Iterator[list[str]]:
-    """Times evaluation that learns and training of the same shape in turns. Yields their rows."""
+    """Times dynamic evaluation and training of the same shape, interleaved. Yields their rows."""
     pair = dynamic_and_training(built)
     timing.time_in_turns(pair, warmup=plan.warmup, calls=plan.calls)
     for task in pair:
@@ -188,7 +188,7 @@ def _dynamic_rows(plan: Plan, built: Built) -> Iterator[list[str]]:
 def tasks(name: str, built: Built) -> Iterator[Task]:
     """Yields the tasks of a name.
 
-    Generation skips tails that cannot matter: a model with tails has both extremes.
+    Generation skips tails that cannot matter. For a model with tails it yields both extremes.
     """
     makers = {"training": training, "evaluation": evaluation, "generation": generation}
     yield makers[name](built)
@@ -197,7 +197,7 @@ def tasks(name: str, built: Built) -> Iterator[Task]:
 
 
 def training(built: Built) -> Task:
-    """Runs whole updates: forward, backward, optimizer and memory.
+    """Runs whole training steps: forward, backward, optimizer and memory.
 
     Tokens that are read again (stride) do not count.
     """
@@ -240,9 +240,9 @@ def evaluation(built: Built) -> Task:
 
 
 def dynamic_and_training(built: Built) -> list[Task]:
-    """Returns two tasks: evaluation that learns, and training with the same lengths and rows.
+    """Returns two tasks: dynamic evaluation, and training with the same lengths and batch size.
 
-    Training is by Adam, with its defaults. It has the dropout of the config, and evaluation none.
+    Training uses Adam with its defaults, and the dropout of the config. Evaluation has no dropout.
     """
     config = built.config
     if config.eval.dynamic.rule is None:
@@ -278,14 +278,14 @@ def check_streams(lengths: EvalConfig) -> None:
     """Raises `UserError` for sliding windows."""
     require(
         not lengths.stride,
-        f"eval.stride is {lengths.stride}, but only streaming evaluation is run here; omit it",
+        f"eval.stride must be none for this command, got {lengths.stride}. Omit it.",
     )
 
 
 def generation(built: Built, *, every_tail: bool = False) -> Task:
-    """Generates token after token from a full memory, as `config.generate` says.
+    """Generates successive tokens from a full memory with the settings in `config.generate`.
 
-    All samples are generated side by side.
+    All samples are generated in parallel.
     """
     lengths = built.config.eval
     how = built.config.generate
@@ -308,7 +308,7 @@ def generation(built: Built, *, every_tail: bool = False) -> Task:
 
 
 def generation_arguments(config: GenerateConfig) -> tuple[BlockRows, Sampling]:
-    """Returns the arguments of a call that draws `BLOCK` tokens of each sample."""
+    """Returns the arguments of a call that generates `BLOCK` tokens of each sample."""
     keys = np.stack([row_key(0, i) for i in range(config.samples)])
     zeros = np.zeros(config.samples, np.int32)
     rows = BlockRows(zeros[:, None], zeros, zeros + BLOCK, keys, np.int32(-1))

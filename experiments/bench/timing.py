@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: tasks timed in turns, random tokens, and the output's head."""
+"""Shared parts of the benchmarks: interleaved timing, random tokens, and the output's header."""
 
 import dataclasses
 import statistics
@@ -18,10 +18,10 @@ from txl_jax.recurrence import Segments
 from txl_jax.runs.build import Built
 from txl_jax.runtime import environment
 
-# Of the law of Zipf and Mandelbrot, as in `draw_tokens`.
+# Parameters of the Zipf-Mandelbrot law, as in `draw_tokens`.
 SHIFT = 2.7
 EXPONENT = 1.1
-_TAIL_BIAS = 12.0  # Added to the logits of tails: more than a head of 20,000 words has together.
+_TAIL_BIAS = 12.0  # Added to the logits of tails: more than a head of 20,000 words in total.
 
 
 @dataclasses.dataclass
@@ -29,12 +29,12 @@ class Task:
     """Something to time, and the seconds of its timed calls."""
 
     name: str
-    tokens: int  # Per call.
-    call: Callable[[], Any]  # Runs once and returns when the results are there.
+    tokens: int  # Tokens per call.
+    call: Callable[[], Any]  # Runs once and returns when the results are ready.
     lengths: Any = None  # A `TrainConfig` or `EvalConfig`: rows, tokens per row and segment, and M.
-    flops_per_token: float | None = None  # By `txl_jax.flops`.
-    memory_bytes: int = 0  # By the compiler's account.
-    program: Any = None  # The compiled program that a call runs, where it is a single one.
+    flops_per_token: float | None = None  # From `txl_jax.flops`.
+    memory_bytes: int = 0  # As reported by the compiler.
+    program: Any = None  # The compiled program of a call, if there is a single one.
     seconds: list[float] = dataclasses.field(default_factory=list)
 
     @property
@@ -59,9 +59,9 @@ class Task:
 
 
 def time_in_turns(tasks: Sequence[Task], *, warmup: int, calls: int) -> None:
-    """Times calls of the tasks in turns, after `warmup` untimed calls.
+    """Times interleaved calls of the tasks, after `warmup` untimed calls.
 
-    Because of the turns, a slow minute of the machine affects all tasks.
+    Because calls are interleaved, a slow minute of the machine affects all tasks.
     """
     for number in range(warmup + calls):
         for task in tasks:
@@ -74,7 +74,7 @@ def time_in_turns(tasks: Sequence[Task], *, warmup: int, calls: int) -> None:
 def repeated(step: Callable[..., Any], state: Any, *arguments: Any) -> Callable[[], None]:
     """Returns the call of a step: (state, *arguments) -> (state, ..).
 
-    Each call begins with the state of the last, and returns when the device is done.
+    Each call starts from the state of the previous one, and returns when the device is done.
     """
 
     def call() -> None:
@@ -86,9 +86,9 @@ def repeated(step: Callable[..., Any], state: Any, *arguments: Any) -> Callable[
 
 
 def draw_tokens(vocab_size: int, n_tokens: int) -> np.ndarray:
-    """Samples token ids int32 [n_tokens], the most frequent first, and the same in every call.
+    """Samples token ids int32 [n_tokens]. Every call returns the same ids.
 
-    They are as frequent as words, by the law of Zipf and Mandelbrot:
+    Lower ids are more frequent, like words, by the Zipf-Mandelbrot law:
     p(rank) ~ 1 / (rank + SHIFT)^EXPONENT.
     """
     frequency = (np.arange(1, vocab_size + 1) + SHIFT) ** -EXPONENT
@@ -114,7 +114,7 @@ def random_segments(built: Built, lengths: TrainConfig | EvalConfig) -> Segments
 
 
 def with_every_tail(params: Any) -> Any:
-    """Returns parameters with which sampling reads every tail of the softmax for every token.
+    """Returns parameters that make sampling read every tail of the softmax for every token.
 
     This applies to greedy and top-k sampling.
     """
@@ -158,7 +158,7 @@ def print_table(columns: str, rows: Iterable[Sequence[str]]) -> None:
 
 
 def check_names(setting: str, names: Collection[str], known: Sequence[str]) -> None:
-    """Raises `UserError` if a setting is empty, or has a name that is not known."""
+    """Raises `UserError` if a setting is empty, or contains an unknown name."""
     for name in names or [""]:
         near = config_tree.did_you_mean(name, known)
         require(name in known, f"{setting} must be of {', '.join(known)}, got {name!r}{near}")

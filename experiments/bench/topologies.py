@@ -1,4 +1,4 @@
-"""TPU slices and GPUs by name (v5e:4x8, 2*v5e:4x8, h200x8), to compile for without having them."""
+"""Parses names of TPU slices and GPUs (v5e:4x8, 2*v5e:4x8, h200x8), to compile for them."""
 
 import importlib.metadata
 import importlib.util
@@ -31,7 +31,7 @@ _ENVIRONMENT = {
 }
 _SLICES = re.compile(r"(?:([1-9]\d*)\*)?(v\w+):(\d+(?:x\d+){1,2})")
 _GPUS = re.compile(r"([ah]\d+)(?:x(\d+))?")
-# A GPU as XLA reads it: `GpuTargetConfigProto` as text, around the fields of a chip.
+# A GPU in XLA's format: `GpuTargetConfigProto` as text, with the fields of a chip.
 _TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -80,12 +80,13 @@ def parse(name: str) -> Topology:
         return topology
 
     slices = _SLICES.fullmatch(name)
-    known = f"known are {', '.join(CHIPS)}"
+    known = f"{', '.join(CHIPS)} with a size"
     if slices and slices[2] in CHIPS:
-        known = f"{slices[2]} has {', '.join(CHIPS[slices[2]].sizes)}, and larger slices"
+        known = f"{slices[2]} with {', '.join(CHIPS[slices[2]].sizes)}, or larger slices"
     raise UserError(
-        "a topology must be a slice of TPUs, such as v5e:4x8, several, such as 2*v5e:4x8, or "
-        f"GPUs, 1, 2, 4 or a multiple of {GPUS_PER_HOST}, such as h200x8, got {name!r}; {known}"
+        "a topology must be a TPU slice, such as v5e:4x8, multiple slices, such as 2*v5e:4x8, or "
+        f"1, 2, 4 or a multiple of {GPUS_PER_HOST} GPUs, such as h200x8, got {name!r}. Valid: "
+        f"{known}."
     )
 
 

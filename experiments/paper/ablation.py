@@ -4,13 +4,13 @@ r"""Tables 6, 7 and 10 of the paper: recurrence, encoding, half or full loss, at
     python -m experiments.paper.ablation --flagfile=ptb_small --train.steps=600 --out=runs/mini \
         --seeds=1,2,3 --lengths=16,32,64,128 --stride=16
 
-Each row is a run in a directory of --out, trained with the flagfile's settings as changed by
-its row, and then scored on the validation split at each of --lengths and at the attention length of
-training. As in the paper, "init" is the score at the attention length of training, "best" the best
-score at any length, and the length next to it the shortest that reaches it. The scores can take
-longer than the training: pass few --lengths and a large --eval.batch_size. To resume, rerun the
-same command. It writes ablation.md, a table with the paper's numbers, ablation.csv with the scores
-of each run, and ablation.json with those at every length.
+Each row is a run in a directory of --out. It is trained with the flagfile's settings, changed as
+the row says, and then scored on the validation split at each of --lengths and at the attention
+length of training. As in the paper, "init" is the score at the attention length of training, "best"
+is the best score at any length, and the length next to it is the shortest that reaches it. Scoring
+can take longer than training: pass few --lengths and a large --eval.batch_size. To resume, rerun
+the same command. The output is ablation.md, a table with the paper's numbers, ablation.csv, the
+scores of each run, and ablation.json, the scores at every length.
 """
 
 import dataclasses
@@ -40,8 +40,7 @@ from txl_jax.runtime import distributed, environment
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import exists, read, write, write_json
 
-# Scores that differ by less count as equally good: a hundredth of a perplexity, as the paper prints
-# it.
+# Scores that differ by less count as equal: a hundredth of a perplexity, the paper's precision.
 _TOLERANCE = {Measure.PPL: 0.01, Measure.BPC: 0.0005, Measure.BPB: 0.0005}
 
 
@@ -57,13 +56,13 @@ class Table(enum.StrEnum):
 class Row:
     """One row of a table."""
 
-    # Whether there is a memory.
+    # Whether the model has a memory.
     recurrence: bool
     encoding: Encoding
     loss: LossPart
-    # The paper's init, best and length, None if not given.
+    # The paper's init, best and length, or None if the paper omits them.
     published: tuple[float | None, ...] = (None, None, None)
-    # L of training, or None for the base's. Only table 10 has others.
+    # L of training, or None for the base's length. Only table 10 uses other lengths.
     segment_len: int | None = None
 
     @property
@@ -144,8 +143,8 @@ def row_named(table: Table, name: str) -> Row:
 def row_config(base: ExperimentConfig, row: Row, seed: int) -> ExperimentConfig:
     """Returns the base with the settings of a row.
 
-    Without recurrence there is no memory, in training and in the evaluations during it. Learned
-    tables have as many distances as training.
+    Without recurrence, training and the evaluations during it do not use a memory. Learned tables
+    have as many distances as training.
     """
     segment_len = row.segment_len or base.train.segment_len
     changes: dict[str, Any] = {
@@ -167,12 +166,12 @@ class Plan(cli.TextPlan):
     table: Table = setting(Table.WIKITEXT103, "Table of the paper.")
     rows: tuple[str, ...] = setting(
         (),
-        "Rows by name, also others of the grid such as none-vaswani-full. "
+        "Rows by name, including others of the grid such as none-vaswani-full. "
         "If empty, the rows of the table.",
     )
     seeds: tuple[int, ...] = setting((1111,), "Seeds. Each row is trained once per seed.")
     lengths: tuple[int, ...] = setting(
-        (64, 128, 256, 512), "Attention lengths scored, in addition to training's."
+        (64, 128, 256, 512), "Attention lengths to score, in addition to the training length."
     )
     stride: int = setting(1, "Scored tokens per window of models without recurrence.", at_least=1)
     out: str = setting(
@@ -215,7 +214,7 @@ class Plan(cli.TextPlan):
 def run(plan: Plan, job: cli.Job) -> None:
     """Trains and scores the rows."""
     config = job.config()
-    plan.check(config)  # Before a text is read.
+    plan.check(config)  # Checked before a text is read.
     corpus = job.corpus(config)
     with job.stop:
         train_and_score(config, corpus, plan, stop_requested=lambda: job.stop)
@@ -224,8 +223,8 @@ def run(plan: Plan, job: cli.Job) -> None:
 class Score(NamedTuple):
     """A row's scores on the validation split, for one seed."""
 
-    init: float  # At the attention length of training.
-    best: float  # The best at any attention length.
+    init: float  # Score at the attention length of training.
+    best: float  # Best score at any attention length.
     length: int  # The shortest attention length that reaches the best.
     at: dict[int, float]  # By attention length.
 
@@ -247,7 +246,7 @@ def train_and_score(
     measure = corpus.vocabulary.measure
     scores_by_row: dict[str, list[Score]] = {}
     page = ""
-    # All rows of a seed before the next, so that an early table has every row.
+    # All rows of a seed come before the next seed, so that an early table has every row.
     for seed in plan.seeds:
         for row in rows:
             path = os.path.join(plan.out, f"{row.name}-seed{seed}")

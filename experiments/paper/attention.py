@@ -3,13 +3,19 @@
     python -m experiments.paper.attention --workdir=runs/mine
     python -m experiments.paper.attention --workdir=runs/mine --heads=0.1,3.2 --positions=4000,5210
 
-It writes to --out average.png, the mean attention of every head to each distance (figure 5),
-heads-T.png, the weights of some heads for the query at token T (figure 6), terms-T.png, the terms
-(a), (b) and (d) of the first of them, each with its own softmax (figure 7), attention.md with the
-tokens, attention.json with the numbers of these heads, and attention.npz with the arrays of all.
-By default it draws the three heads with the largest mean distance. Lengths are --eval.segment_len,
---eval.mem_len and --eval.clamp_len, with batch size 1 and same_length, so that every query attends
-to A keys. Queries whose memory is not full yet are omitted from the average.
+The command writes these files to --out:
+
+- average.png: the mean attention of every head to each distance (figure 5).
+- heads-T.png: the weights of some heads for the query at token T (figure 6).
+- terms-T.png: the terms (a), (b) and (d) of the first of these heads, each with its own softmax
+  (figure 7).
+- attention.md, attention.json and attention.npz: the tokens, the numbers of these heads, and the
+  arrays of all heads.
+
+The default is to draw the three heads with the largest mean distance. Lengths come from
+--eval.segment_len, --eval.mem_len and --eval.clamp_len. The batch size is 1 and same_length is on,
+so that every query attends to A keys. Queries whose memory is not full are omitted from the
+average.
 """
 
 import dataclasses
@@ -50,20 +56,20 @@ _TERMS = {"a": "(a) content", "b": "(b) content and distance", "d": "(d) distanc
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.TrainedRun):
-    """The split, and the heads and queries that are drawn."""
+    """The split, and the heads and queries to draw."""
 
-    split: Split = setting(Split.VALID, "Split that is read.")
+    split: Split = setting(Split.VALID, "Split to read.")
     tokens: int | None = setting(
-        None, "Number of tokens that are read. none reads the whole split.", at_least=1
+        None, "Number of tokens to read. none reads the whole split.", at_least=1
     )
     heads: tuple[str, ...] = setting(
         (),
-        f"Heads drawn, as layer.head from 0. If empty, the {_DEFAULT_HEADS} with the "
+        f"Heads to draw, as layer.head from 0. If empty, the {_DEFAULT_HEADS} with the "
         "largest mean distance.",
     )
-    positions: tuple[int, ...] = setting((), "Tokens whose queries are drawn. If empty, the last.")
+    positions: tuple[int, ...] = setting((), "Tokens whose queries to draw. If empty, the last.")
     out: str | None = setting(
-        None, "Directory of plots and arrays. If none, attention in the workdir.", path=True
+        None, "Directory for plots and arrays. none means WORKDIR/attention.", path=True
     )
 
     @property
@@ -76,7 +82,7 @@ class Plan(cli.TrainedRun):
         return pairs
 
     def validate(self) -> None:
-        """Raises `UserError` if a setting is out of range, or a text does not name a head."""
+        """Raises `UserError` if a setting is out of range, or a head is not layer.head."""
         super().validate()
         # Nine digits are enough, and Python refuses to read thousands of them.
         are_pairs = all(re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,9}", head) for head in self.heads)
@@ -100,7 +106,7 @@ class Plan(cli.TrainedRun):
         config.expect(
             config.train.mem_len and config.eval.mem_len,
             "train.mem_len eval.mem_len",
-            "Both must be above 0, because a model without memory attends to none",
+            "Both must be above 0, because the plots show attention to the memory",
         )
         config.expect(
             config.data.reset_at is None,
@@ -142,7 +148,7 @@ def draw(
     mem_len = config.eval.mem_len
     tokens = np.asarray(getattr(corpus, plan.split)[: plan.tokens])
 
-    # The first token whose memory is full, and the last of a whole segment.
+    # The first token whose memory is full, and the last token of a whole segment.
     first = -(-mem_len // length) * length
     n_segments = len(tokens) // length
     last = n_segments * length - 1
@@ -238,7 +244,7 @@ def attention_weights(
 class Query(NamedTuple):
     """The attention of one query, by distance 0 .. A - 1."""
 
-    position: int  # Of the query's own token in the text.
+    position: int  # Position of the query's own token in the text.
     probabilities: np.ndarray  # [N, H, A].
     terms: dict[str, np.ndarray]  # "a", "b" and "d": each its own softmax, [N, H, A].
 
@@ -304,13 +310,13 @@ def mean_distances(average: np.ndarray) -> np.ndarray:
 
 
 def widest(average: np.ndarray, count: int) -> list[tuple[int, int]]:
-    """Returns the `count` heads with the largest mean distances, first one of each layer.
+    """Returns the `count` heads with the largest mean distances, first one head of each layer.
 
     A head is (layer, head), counted from 0.
     """
     order = np.argsort(-mean_distances(average), axis=None, kind="stable")
     heads = [divmod(int(i), average.shape[1]) for i in order]
-    # The widest of each layer: of a layer's heads, the last that is set is the first in `heads`.
+    # The widest head of each layer: the last entry that is set comes first in `heads`.
     widest_of_layer = {layer: (layer, head) for layer, head in reversed(heads)}
     return sorted(heads, key=lambda head: head != widest_of_layer[head[0]])[:count]
 
@@ -332,7 +338,7 @@ def _write(
       queries: The queries that are drawn.
       heads: The heads that are drawn, as (layer, head).
       tokens: The text that was read.
-      corpus: Where the text is from.
+      corpus: The corpus of the text.
       facts: Step and split, for the record and the titles.
     """
     distances = mean_distances(average)
@@ -390,7 +396,7 @@ def _largest_weights(
 ) -> dict[str, Any]:
     """Returns the record of a head's largest weights, the largest first.
 
-    `tokens_at` has the token at each distance.
+    `tokens_at` contains the token at each distance.
     """
     row = query.probabilities[head]
     weights = []
@@ -417,7 +423,7 @@ def _page_of_query(
       largest: The records of their largest weights.
       distances: Mean distance of every head [N, H].
       tokens: The text.
-      corpus: Where the text is from.
+      corpus: The corpus of the text.
     """
     context = tokens[max(query.position - 60, 0) : query.position + 1]
     end = corpus.vocabulary.decode(context).decode(errors="replace")
@@ -464,7 +470,7 @@ def _labels(query: Query, tokens: np.ndarray, corpus: Corpus) -> list[str]:
     for distance in range(query.probabilities.shape[-1]):
         place = query.position - distance
         text = corpus.vocabulary.decode(tokens[place : place + 1]).decode(errors="replace")
-        # A word's own space is dropped; a space by itself is a token.
+        # The space that belongs to a word is dropped. A space by itself is a token.
         text = text.rstrip(" ") or text
         text = text.replace("\n", "\\n").replace("\t", "\\t")
         # In a table, these characters would end the cell or the code.
@@ -540,7 +546,7 @@ def _draw_rows(
 
 
 def spaced(places: Sequence[int] | np.ndarray, least: float) -> list[int]:
-    """Returns the places in order, without those nearer than `least` to an earlier one."""
+    """Returns the places in order, without those closer than `least` to an earlier one."""
     spread: list[int] = []
     for place in places:
         if all(abs(place - earlier) >= least for earlier in spread):

@@ -3,14 +3,15 @@
     python -m experiments.paper.context_length --workdir=runs/mine --lengths=64,128,256,512
     python -m experiments.paper.context_length --workdir=runs/vanilla --lengths=128,512 --stride=16
 
-It writes context_length.csv and, with matplotlib, context_length.png into the workdir. At
-attention length A the memory has A slots and every token sees the same number of keys
-(it sets --eval.mem_len and --eval.same_length, and segments are at most A long). The other
---eval flags are as in training, unless you pass others: a run trained with --eval.clamp_len
-still clamps. The text is split into --eval.batch_size rows, each of which should be many times as
-long as A: for a short text pass --eval.batch_size=1. A model without recurrence
-(--model.encoding=vaswani, or trained with --train.mem_len=0) reads windows of A tokens,
---eval.batch_size in parallel. --stride is the number of tokens that each of them scores.
+The command writes context_length.csv and, with matplotlib, context_length.png into the workdir. At
+attention length A the memory has A slots and every token attends to the same number of keys
+(--eval.mem_len and --eval.same_length are set, and segments are at most A long). The other --eval
+settings come from the run, unless you pass them: a run trained with --eval.clamp_len still clamps.
+
+The text is split into --eval.batch_size rows, each of which should be many times as long as A: for
+a short text pass --eval.batch_size=1. A model without recurrence (--model.encoding=vaswani, or
+trained with --train.mem_len=0) reads windows of A tokens, --eval.batch_size in parallel. --stride
+is the number of tokens that each window scores.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ class Plan(cli.TrainedRun):
     """The attention lengths and the split."""
 
     lengths: tuple[int, ...] = setting((64, 128, 256, 512, 1024, 2048), "Attention lengths.")
-    split: Split = setting(Split.VALID, "Split that is scored.")
+    split: Split = setting(Split.VALID, "Split to score.")
     stride: int | None = setting(
         None,
         "Scored tokens per window, without recurrence. 1 is the published protocol.",
@@ -49,7 +50,7 @@ class Plan(cli.TrainedRun):
     stopped: ClassVar[str] = "the lengths before it are in context_length.csv"
 
     def check(self, config: ExperimentConfig) -> None:
-        """Raises `UserError` if the run cannot be scored like this."""
+        """Raises `UserError` if the run cannot be scored with these settings."""
         at_lengths(config, self.lengths, stride=self.stride)
 
 
@@ -129,9 +130,9 @@ def score_lengths(
 def at_lengths(
     config: ExperimentConfig, lengths: Sequence[int], *, stride: int | None
 ) -> dict[int, ExperimentConfig]:
-    """Returns the config that scores each length, shortest first and once.
+    """Returns the configs that score the lengths, in ascending order without duplicates.
 
-    Raises `UserError` if one is invalid.
+    Raises `UserError` if a length is invalid.
     """
     are_lengths = lengths and min(lengths) >= 1
     require(
@@ -179,7 +180,7 @@ def is_recurrent(config: ExperimentConfig) -> bool:
 
     The positions must be relative to the query.
     """
-    # A recurrent state reaches back however far it does.
+    # The reach of a recurrent state is not limited by a length.
     attends = config.model.network is Network.TRANSFORMER_XL
     return attends and encoding_of(config.model).generates_by_token and config.train.mem_len > 0
 

@@ -1,11 +1,12 @@
-"""Compares the model's continuations of a text with the original: appendix E of the paper.
+"""Continuations of a text by the model, next to the original: appendix E of the paper.
 
     python -m experiments.paper.continuation --workdir=runs/wt103 --generate.length=1000
     python -m experiments.paper.continuation --workdir=runs/wt103 --starts=1000,52000 --context=500
 
-It writes a markdown file, --out: for each start the context, the model's continuation, sampled as
---generate.* sets (top-k with k = 40, 500 tokens), and the text's own. The paper's contexts are
-parts of WikiText-103's test split, and it sampled with k = 40 too.
+The command writes a Markdown file, --out. For each start it contains the context, the model's
+continuation, and the original continuation. --generate.* flags set the sampling (by default top-k
+with k = 40, 500 tokens). The paper's contexts are parts of WikiText-103's test split, and it
+sampled with k = 40 too.
 """
 
 import dataclasses
@@ -31,13 +32,13 @@ from txl_jax.runtime.output import say
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.TrainedRun):
-    """The contexts that are continued."""
+    """The contexts to continue."""
 
     split: Split = setting(Split.TEST, "Split that contains the contexts.")
     starts: tuple[int, ...] = setting((0,), "Tokens of the split at which contexts begin.")
-    context: int = setting(512, "Tokens of a context.", at_least=1)
+    context: int = setting(512, "Number of tokens of a context.", at_least=1)
     out: str | None = setting(
-        None, "Markdown file. If none, continuation.md in the workdir.", path=True
+        None, "Markdown file to write. none means WORKDIR/continuation.md.", path=True
     )
 
     def validate(self) -> None:
@@ -63,9 +64,9 @@ def write(
     *,
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> None:
-    """Writes a markdown file with a context and its continuations for each start.
+    """Writes a Markdown file with a context and its continuations for each start.
 
-    After each context come `generate.length` tokens of the model and the text's own.
+    Each context is followed by `generate.length` tokens from the model and from the text.
 
     The corpus may differ from the run's text if its vocabulary is the same. After `Interrupted`
     nothing is written.
@@ -131,7 +132,7 @@ def _part(title: str, corpus: Corpus, ids: np.ndarray) -> str:
 
 
 def quoted(corpus: Corpus, ids: np.ndarray) -> str:
-    """Returns tokens as an indented block in markdown, which shows the text literally.
+    """Returns tokens as an indented block in Markdown, which shows the text literally.
 
     Long lines are broken.
     """

@@ -1,15 +1,15 @@
-r"""Relative effective context length (RECL) of a group of models.
+r"""Relative effective context length (RECL) of a group of models: table 8 of the paper.
 
-See appendix C and table 8 of the paper.
+Appendix C of the paper defines it.
 
     python -m experiments.paper.recl --workdirs=runs/xl,runs/lstm --names=ours,LSTM \
         --out=runs/recl --lengths=100,1000,100 --stride=10
 
 The runs must have the same vocabulary. The text is the first run's, or from --data_dir. Each scored
 token is predicted from exactly c tokens, encoded from an empty memory, for every c. --stride=s
-scores only every s-th token. It writes recl.md (table 8), recl.json and recl.csv (all gains),
-gains.png and context.png (figures 3 and 4) into --out, and stores the losses there: to resume,
-rerun the same command.
+scores only every s-th token. The command writes recl.md (table 8), recl.json and recl.csv (all
+gains), gains.png and context.png (figures 3 and 4) into --out. It also stores the losses there: to
+resume, rerun the same command.
 """
 
 import dataclasses
@@ -37,11 +37,10 @@ from txl_jax.runtime import environment
 from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import exists, make_folder, read, read_json, write, write_json
 
-# The paper's.
+# The paper's values.
 RATIOS = (0.1, 0.5, 1.0)  # r: fractions of the tokens, those with the largest loss.
 THRESHOLD = 0.01  # Smallest relative gain that counts.
-# Table 8, by ratio, of models trained on WikiText-103. The two groups are not comparable with each
-# other.
+# Table 8 by ratio, for models trained on WikiText-103. Lengths are comparable only within a group.
 PAPER = {
     "Transformer-XL, 151M": (900, 800, 700),
     "QRNN": (500, 400, 300),
@@ -55,16 +54,16 @@ PAPER = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan(cli.TextPlan):
-    """The models of the group, and the contexts they are scored from."""
+    """The models of the group, and the context lengths."""
 
     workdirs: tuple[str, ...] = setting((), "Directories of the trained runs.", path=True)
     names: tuple[str, ...] = setting(
         (), "Names of the runs. If empty, the names of their directories."
     )
     lengths: tuple[int, ...] = setting((100, 1000, 100), "Shortest context, longest, and step.")
-    stride: int = setting(1, "Every s-th token is scored.", at_least=1)
+    stride: int = setting(1, "Score only every s-th token.", at_least=1)
     batch_size: int = setting(16, "Contexts per call.", at_least=1)
-    split: Split = setting(Split.TEST, "Split that is scored.")
+    split: Split = setting(Split.TEST, "Split to score.")
     out: str = setting(
         "", "Directory for losses, table and plots. Created if missing.", path=True, required=True
     )
@@ -90,7 +89,7 @@ class Plan(cli.TextPlan):
     def load_runs(self) -> dict[str, Run]:
         """Reads the runs by name.
 
-        Raises `UserError` unless there are two or more, with one name each.
+        Raises `UserError` unless there are two or more runs, each with its own name.
         """
         names = self.names
         if not names:
@@ -143,7 +142,7 @@ def compare(
     scored = positions(
         len(getattr(corpus, plan.split)), longest=plan.contexts[-1], stride=plan.stride
     )
-    # An error in the last run is found before the first takes its hours.
+    # An error in the last run is found before the first run takes its hours.
     for trained in runs.values():
         load_to_score(trained.config, corpus, trained, log=lambda line: None)
 
@@ -226,9 +225,9 @@ def _losses_of(
 
 
 def _check_same_losses(folder: str, identity: Mapping[str, Any]) -> None:
-    """Raises `UserError` if a directory contains losses of something else.
+    """Raises `UserError` if a directory contains losses of another model or text.
 
-    A new directory is made, with a record of what its losses are of.
+    If the directory is missing, it is created, with a record of the model and the text.
     """
     path = os.path.join(folder, "scored.json")
     if not exists(path):
@@ -252,10 +251,10 @@ def _check_same_losses(folder: str, identity: Mapping[str, Any]) -> None:
 #     f_i(c, c') = mean over t in T of min(b(c, t), l_i(c', t))        the relative loss, c' = c + d
 #     g_i(c, c') = (exp f_i(c, c) - exp f_i(c, c')) / exp f_i(c, c)    the relative gain
 #
-# where T are the r-th part of all positions with the largest b(c, t): those that a short context
-# explains worst. RECL is the first c, in steps of d, from which one step more gains less than the
-# threshold. Losses above the baseline do not count, so that a model which is worse everywhere gains
-# nothing by reading on.
+# where T is the fraction r of all positions with the largest b(c, t): the positions that a short
+# context predicts worst. RECL is the first c, in steps of d, from which one more step gains less
+# than the threshold. Losses above the baseline do not count, so that a model that is worse
+# everywhere does not gain from a longer context.
 
 
 class Gain(NamedTuple):
@@ -264,7 +263,7 @@ class Gain(NamedTuple):
     context: int  # c
     longer: int  # c'
     relative: float  # g_i(c, c')
-    perplexity: float  # exp f_i(c, c) - exp f_i(c, c'), which figure 3 draws.
+    perplexity: float  # exp f_i(c, c) - exp f_i(c, c'), as in figure 3.
 
 
 def gains(losses: Mapping[int, np.ndarray], *, ratio: float) -> list[list[Gain]]:
@@ -292,7 +291,7 @@ def hardest(baseline: np.ndarray, ratio: float) -> np.ndarray:
     Returns at least one position.
     """
     count = max(round(ratio * len(baseline)), 1)
-    # Stable, so that of equal positions the earlier ones are taken.
+    # A stable sort, so that the earlier of equal positions is taken.
     return np.sort(np.argsort(-baseline, kind="stable")[:count])
 
 
@@ -322,9 +321,9 @@ def _write_results(
     """Writes recl.json, recl.csv, recl.md and the plots, and prints the table.
 
     Args:
-      lengths: By model, RECL at each ratio, or None if it is longer than the longest context.
-      all_gains: By ratio, the gains of each model.
-      losses: By context length, the losses [models, T].
+      lengths: RECL at each ratio by model, or None if it is longer than the longest context.
+      all_gains: Gains of each model by ratio.
+      losses: Losses [models, T] by context length.
       corpus: The text that was scored.
       plan: Settings of the comparison.
     """
@@ -346,7 +345,7 @@ def _write_results(
             for step in gains_of_model:
                 steps.append({"model": name, "ratio": ratio, **step._asdict()})
 
-    # Flags that say where texts are do not belong to the results.
+    # Flags with the directories of texts do not belong to the results.
     names_of_text_flags = {field.name for field in dataclasses.fields(cli.TextPlan)}
     settings = {
         name: value

@@ -3,17 +3,19 @@
     python -m experiments.paper.table9
     python -m experiments.paper.table9 --flagfile=enwik8_24l --lengths=800,3800
 
-A model without recurrence that attends to A tokens encodes all A again for each predicted token.
-Ours reads each token once and has the A before it in its memory. The sizes are the same. The
-positions are absolute there and relative here.
+A model without recurrence that attends to A tokens encodes all A tokens again for each predicted
+token. Our model reads each token once and keeps the A tokens before it in its memory. Both models
+have the same sizes. The sliding window uses absolute positions, our model relative ones.
 
-The defaults are the sizes of enwik8_12l, 12 layers of size 512, and its clamp, and our model
-reads segments of 128 tokens. Of the other settings only --model.*, --compat,
---eval.segment_len, --eval.clamp_len and --eval.cache_dtype matter here.
-Weights are untrained, tokens random, and both sides run in turns, one row of text on one device.
-It prints a markdown table of seconds per token, the median of the timed calls with the slowest and
-the fastest: on both sides the time of the layers, and of the softmax at the positions that are
-scored. On a CPU a call of the sliding window takes seconds: --calls and --lengths make it shorter.
+The defaults are the sizes of enwik8_12l (12 layers of size 512) and its clamp, and our model reads
+segments of 128 tokens. The only other settings with an effect are --model.*, --compat,
+--eval.segment_len, --eval.clamp_len and --eval.cache_dtype.
+
+Weights are untrained, tokens are random, and the calls of both models are interleaved, with one row
+of text on one device. The command prints a Markdown table of seconds per token: the median of the
+timed calls, the slowest and the fastest. The time includes the layers, and the softmax at the
+positions that are scored. On a CPU a call of the sliding window takes seconds. To save time, lower
+--calls and --lengths.
 """
 
 import dataclasses
@@ -32,11 +34,11 @@ from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
 from txl_jax.runs.build import build
 from txl_jax.sharding.mesh import bind_mesh
 
-# Attention length, and how many times slower than ours the authors found the sliding window (on one
-# GPU, 2019).
+# Attention length, and the authors' measurement of how many times slower than their model the
+# sliding window is (on one GPU, 2019).
 PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
-# The clamp of the published evaluation of enwik8_12l. It saves our side the position keys beyond
-# it.
+# The clamp of the published evaluation of enwik8_12l. It saves our model the position keys beyond
+# this distance.
 DEFAULTS = ExperimentConfig(eval=EvalConfig(segment_len=128, clamp_len=820))
 _COLUMNS = (
     "attention length | sliding window, s/token | slowest | fastest | ours, s/token | slowest | "
@@ -50,7 +52,7 @@ class Plan(cli.Plan):
     """The attention lengths and the number of calls."""
 
     lengths: tuple[int, ...] = setting(tuple(PAPER), "Attention lengths.")
-    calls: int = setting(5, "Timed calls of each side, in turns.", at_least=1)
+    calls: int = setting(5, "Timed calls of each model, interleaved.", at_least=1)
 
     def validate(self) -> None:
         """Raises `UserError` if lengths are empty, or a setting is out of range."""
@@ -63,7 +65,7 @@ class Plan(cli.Plan):
 
 
 def run(plan: Plan, job: cli.Job) -> None:
-    """Times both sides at each length. Prints a Markdown table row by row."""
+    """Times both models at each length, and prints a Markdown table row by row."""
     config = job.config()
     sides = [sliding_window_config(config)]
     sides += [our_config(config, length) for length in plan.lengths]
@@ -86,7 +88,7 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 
 def _row(config: ExperimentConfig, length: int, calls: int) -> list[str]:
-    """Times both sides at one attention length, and returns the row of the table."""
+    """Times both models at one attention length, and returns the row of the table."""
     window, ours = measure(config, vocab_size=VOCABULARY, attention_len=length, calls=calls)
     ratio = statistics.median(window) / statistics.median(ours)
     published = f"{PAPER[length]:,}" if length in PAPER else ""
@@ -102,9 +104,9 @@ def _cells(seconds: Sequence[float]) -> list[str]:
 def measure(
     config: ExperimentConfig, *, vocab_size: int, attention_len: int, calls: int
 ) -> tuple[list[float], list[float]]:
-    """Times both at one attention length, on one device.
+    """Times both models at one attention length, on one device.
 
-    Calls are interleaved, so that a slow minute affects both.
+    Calls are interleaved, so that a slow minute of the machine affects both models.
 
     Returns the seconds per token of each timed call of the sliding window, and of ours. The first
     call, which compiles, is not timed.

@@ -292,7 +292,7 @@ WRONG = {
     "two files": (["a", "b"], "pass one file"),
     "missing": (["nowhere.txt"], "cannot read nowhere.txt"),
     "a directory": (["."], r"cannot read \."),
-    "not compressed": (["--decompress", __file__], "does not begin like one"),
+    "not compressed": (["--decompress", __file__], "got another format"),
     "no model": ([__file__], "--model must name"),
 }
 

@@ -1,1 +1,1 @@
-"""Reads what a compiled program costs from its text. `cost.cost_of` is the way in."""
+"""Computes the cost of a compiled program from its text. The entry point is `cost.cost_of`."""

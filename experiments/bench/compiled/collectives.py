@@ -1,4 +1,4 @@
-"""Collectives: what a device sends to others.
+"""Collectives: the bytes that a device sends to others.
 
 Bytes sent by a device in a group of n, by the algorithms that send the least:
 
@@ -8,9 +8,9 @@ Bytes sent by a device in a group of n, by the algorithms that send the least:
     all-to-all                                       R (n - 1) / n
     collective-permute                               R
 
-An all-reduce of which a fusion keeps only this device's part is a reduce-scatter. An asynchronous
-collective counts where it starts. The compiler for TPUs also spreads a collective over a chain of
-fusions, in each of which it is written again: it counts where the chain starts. Collectives read
+An all-reduce of which a fusion keeps only this device's part counts as a reduce-scatter. An
+asynchronous collective counts where it starts. The TPU compiler also spreads a collective over a
+chain of fusions and repeats it in each of them: it counts where the chain starts. Collectives read
 and write HBM as well: `hbm_bytes`, which is not part of the other traffic.
 """
 
@@ -39,7 +39,7 @@ class Collective:
 
     kind: str
     line: Instruction
-    # Dtype and shape of its largest array.
+    # Dtype and shape of the largest array.
     array: Array
     # Devices that exchange data with each other.
     group: int
@@ -50,7 +50,7 @@ class Collective:
 
 
 def kind_of(line: Instruction) -> str | None:
-    """Returns the kind of a collective, or None for other instructions and for a second half."""
+    """Returns the kind of a collective, or None for second halves and other instructions."""
     kind = line.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
 
@@ -117,7 +117,7 @@ def _collective(
 
 
 def _results(kind: str, line: Instruction, operands: list[Array]) -> list[Array]:
-    """Returns the arrays that a collective makes. One that starts lists its operands too."""
+    """Returns the result arrays of a collective. A collective that starts also lists operands."""
     if not line.opcode.endswith("-start") or kind == "all-reduce":
         return list(line.arrays[: len(operands)])
     return list(line.arrays[len(operands) : 2 * len(operands)])

@@ -1,8 +1,8 @@
-"""What a compiled program costs: arithmetic, bytes in HBM, collectives, and its roofline sum.
+"""Cost of a compiled program: arithmetic, bytes in HBM, collectives, and the roofline sum.
 
 Everything is counted from the program's text, for one device, with the rounds of its loops, and
 divided by the number of steps in a call of the program (a training step, a segment, a token). The
-other modules of this package say what counts: `execution`, `work`, `traffic`, `collectives`,
+other modules of this package define what is counted: `execution`, `work`, `traffic`, `collectives`,
 `kernels`.
 
 The roofline sum adds up, over all instructions that run, the longest of
@@ -11,9 +11,9 @@ The roofline sum adds up, over all instructions that run, the longest of
     FLOPs / peak of matmuls, of kernels with heads filled up to 128 features
     32-bit integer operations / their peak
 
-as if no instruction overlapped with another, and none had a cost of its own. Collectives are not in
-it. A real step overlaps some of it, reaches less than the peaks, and waits for what is not counted
-here: it is a bound for comparing two programs, not a prediction.
+as if no instructions overlapped, and none had a fixed cost. Collectives are not included. A real
+step overlaps some of the instructions, reaches less than the peaks, and waits for things that are
+not counted: the sum is a bound for comparing two programs, not a prediction.
 """
 
 import collections
@@ -31,7 +31,7 @@ from experiments.bench.compiled.work import WorkOf
 
 
 class Peaks(NamedTuple):
-    """What a device can do in a second, by its data sheet."""
+    """Peak rates of a device per second, from its data sheet."""
 
     # Floating-point operations of matmuls in bfloat16.
     flops: float
@@ -43,26 +43,26 @@ class Peaks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An instruction that runs, and what it costs each time."""
+    """An instruction that runs, and its cost each time."""
 
     line: Instruction
     # How often it runs in a step.
     times: float
     flops: float
-    # The same, but of a kernel as matrix units compute it, in tiles of 128.
+    # The same, but for kernels as matrix units compute them, in tiles of 128.
     padded_flops: float
     integer_ops: float
     traffic: Traffic
     is_kernel: bool
     # Whether it is in a loop whose number of rounds was assumed.
     is_assumed: bool
-    # File and line of Python code, or "" if the compiler does not say.
+    # File and line of Python code, or "" if unknown to the compiler.
     source: str
     # JAX's name: modules, transformations, operation.
     op_name: str
 
     def seconds(self, peaks: Peaks) -> float:
-        """Returns the least time of the operation in a step."""
+        """Returns the minimum time of the operation in a step."""
         each_time = max(
             self.padded_flops / peaks.flops,
             self.traffic.total / peaks.hbm_bytes,
@@ -79,7 +79,7 @@ class SentBytes:
     times: float = 0.0
     # Bytes that a device sends.
     sent: float = 0.0
-    # The largest array among them.
+    # Largest array among them.
     largest: Array | None = None
 
 
@@ -89,7 +89,7 @@ class Mover:
 
     # File and line, or "" for operations that the compiler added.
     source: str
-    # JAX's name of the operation with the most bytes, without what surrounds the model.
+    # JAX's name of the operation with the most bytes, without the scopes around the model.
     op_name: str
     hbm_bytes: float
 
@@ -101,7 +101,7 @@ class ProgramCost:
     operations: list[Operation]
     # Each collective, and how often it runs in a step.
     collectives: list[tuple[Collective, float]]
-    # What loops store for others to read.
+    # Arrays that loops store for other loops to read.
     stacks: list[FilledArray]
     # Loops whose rounds depend on data, so that their number was assumed.
     assumed_loops: list[Loop]
@@ -145,7 +145,7 @@ class ProgramCost:
         return sum(operation.seconds(peaks) for operation in self.operations)
 
     def bound(self, peaks: Peaks) -> str:
-        """Returns which of the peaks alone would take longest: compute, memory or integer."""
+        """Returns which peak limits the program most: compute, memory or integer."""
         seconds = {
             "compute": self.flops / peaks.flops,
             "memory": self.hbm_bytes / peaks.hbm_bytes,
@@ -154,7 +154,7 @@ class ProgramCost:
         return max(seconds, key=lambda name: seconds[name])
 
     def sent_by_kind(self) -> dict[str, SentBytes]:
-        """Returns the collectives by kind, the kind that sends the most first."""
+        """Returns the collectives by kind, in descending order of bytes sent."""
         kinds: dict[str, SentBytes] = {}
         for collective, times in self.collectives:
             before = kinds.get(collective.kind, SentBytes())
@@ -180,7 +180,7 @@ class ProgramCost:
 
 
 def cost_of(text: str, *, steps: int = 1, rounds: int = 1) -> ProgramCost:
-    """Counts what a step of a compiled program costs.
+    """Counts the cost of a step of a compiled program.
 
     Args:
       text: The program, as `compiled.as_text()` returns it.

@@ -1,12 +1,12 @@
-"""Which instructions of a compiled program run, and how often.
+"""Determines which instructions of a compiled program run, and how often.
 
-- The body of a `while` loop runs as often as the compiler says (`known_trip_count`), or as its
-  condition says: a counter below a constant. Loops in loops multiply.
-- If the number of rounds depends on data, it is assumed: `rounds` for the outermost such loops
-  (tokens of generation, a tail of the adaptive softmax), and one for such loops within them.
-- The computation of a `call`, and of an asynchronous operation, runs once.
-- Of a `conditional`, every branch counts with an equal share.
-- A fusion is one instruction: its computation is not walked.
+- The number of rounds of a `while` loop comes from the compiler (`known_trip_count`), or from its
+  condition: a counter below a constant. The rounds of nested loops multiply.
+- If the number of rounds depends on data, it is assumed: `rounds` for the outermost of these loops
+  (tokens of generation, a tail of the adaptive softmax), and one for loops nested in them.
+- The computation of a `call` or an asynchronous operation runs once.
+- Every branch of a `conditional` counts with an equal fraction.
+- A fusion is one instruction: its computation is not visited.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Execution:
 
     line: Instruction
     computation: Computation
-    # How often it runs in a call of the program. A branch of a conditional runs a fraction.
+    # How often it runs in a call of the program. For a branch of a conditional this is a fraction.
     times: float
     # Whether it is in a loop whose number of rounds was assumed.
     is_assumed: bool
@@ -40,14 +40,14 @@ class Loop:
     body: Computation
     # How often the loop begins in a call of the program.
     times: float
-    # Rounds each time.
+    # Number of rounds each time.
     rounds: int
     # Whether the number of rounds depends on data, and `rounds` was assumed.
     is_assumed: bool
 
 
 def executions(program: Program, *, rounds: int = 1) -> Iterator[Execution | Loop]:
-    """Yields what runs in a call of the program.
+    """Yields the instructions and loops that run in a call of the program.
 
     A loop comes before the instructions of its body.
 
@@ -86,7 +86,7 @@ def _walk(
 
 
 def _callees(line: Instruction) -> list[str]:
-    """Returns the computations that run in the place of an instruction, one of them each time."""
+    """Returns the computations that an instruction may run, one of them each time."""
     if line.opcode == "call":
         return [line.called("to_apply") or line.called() or ""]
     if line.opcode == "async-start":
@@ -118,9 +118,9 @@ def _loop(
 
 
 def _rounds_by_condition(program: Program, condition: Computation, body: Computation) -> int | None:
-    """Returns the rounds of a loop that goes on as long as a counter from 0 is below a constant.
+    """Returns the rounds of a loop that runs while a counter from 0 is below a constant.
 
-    Returns None if the condition is another one.
+    Returns None if the loop has another condition.
     """
     result = condition.root
     fused = program.fused(result)
@@ -144,7 +144,7 @@ def _rounds_by_condition(program: Program, condition: Computation, body: Computa
 def _behind_parameter(
     computation: Computation, call: Instruction, fused: Computation, name: str
 ) -> Instruction | None:
-    """Returns what a value in a fusion copies: an instruction in it, or one of its operands."""
+    """Returns the source of a copied value in a fusion: an instruction in it, or an operand."""
     line = _behind_copies(fused, name)
     if line is not None and line.opcode == "parameter":
         return _behind_copies(computation, call.operands[int(line.argument)])
@@ -167,7 +167,7 @@ def _constant(line: Instruction | None) -> int | None:
 
 
 def _counter_step(counter: Instruction, body: Computation) -> int:
-    """Returns what the body adds to the counter in a round, 1 if it cannot be seen."""
+    """Returns the number that the body adds to the counter in a round, or 1 if it is unknown."""
     index = int(counter.attribute(r"index=(\d+)") or 0)
     added = body.operand(body.root, index)
     if added is None or added.opcode != "add":

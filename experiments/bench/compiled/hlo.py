@@ -1,13 +1,13 @@
-"""Reads the text of a compiled program: XLA's optimized HLO, as `compiled.as_text()` prints it.
+"""Parses the text of a compiled program: XLA's optimized HLO from `compiled.as_text()`.
 
 A program is a set of computations, a computation a list of instructions, and an instruction has a
 result of one or more arrays:
 
     %fusion.7 = bf16[22,512]{1,0:T(8,128)(2,1)S(1)} fusion(%p, %q), kind=kLoop, calls=%computation
 
-The braces behind a shape are its layout: the axes from the fastest to the slowest, the tile that
+The braces after a shape are its layout: the axes from the fastest to the slowest, the tile that
 the array is stored in (T), and the memory that it is in (S). Without S it is the device's main
-memory (HBM). S(1) is a TPU's vector memory. The compiler for GPUs writes the axes only.
+memory (HBM). S(1) is a TPU's vector memory. The GPU compiler writes only the axes.
 """
 
 import dataclasses
@@ -59,13 +59,13 @@ _CLOSING = ")]}"
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """The shape, dtype and place of an array."""
+    """The shape, dtype and location of an array."""
 
     dtype: str
     dims: tuple[int, ...]
-    # Axes from the fastest to the slowest; empty if the text has no layout.
+    # Axes from the fastest to the slowest, or empty if the text has no layout.
     minor_to_major: tuple[int, ...] = ()
-    # Lengths of a tile, the slowest of its axes first; empty if the array is not tiled.
+    # Lengths of a tile, from its slowest axis to the fastest, or empty if the array is not tiled.
     tile: tuple[int, ...] = ()
     # Number of the memory that the array is in. 0 is HBM.
     memory: int = 0
@@ -87,7 +87,7 @@ class Array:
 
     @functools.cached_property
     def stored_bytes(self) -> float:
-        """Bytes that the array takes as it is stored: each tiled axis is filled up to whole tiles.
+        """Bytes of the array in memory: each tiled axis is padded to whole tiles.
 
         For example, bf16[22,8,512,64] in tiles of 8 x 128 takes twice the bytes of its elements.
         """
@@ -111,7 +111,7 @@ class Instruction:
     opcode: str
     # The result, with the tuples in it flattened.
     arrays: tuple[Array, ...]
-    # Names of the instructions whose results this one reads.
+    # Names of the instructions whose results it reads.
     operands: tuple[str, ...]
     # The text between the brackets: a parameter's number, a constant's value.
     argument: str
@@ -130,7 +130,7 @@ class Instruction:
 
     @functools.cached_property
     def op_name(self) -> str:
-        """JAX's name of what the instruction does: modules, transformations, operation."""
+        """JAX's name of the operation: modules, transformations, primitive."""
         return self.attribute(r'op_name="([^"]*)"') or ""
 
 
@@ -139,7 +139,7 @@ class Computation:
     """A function of the program."""
 
     name: str
-    # By name, in the order of the text, which is a scheduled program's order of execution.
+    # Instructions by name, in the order of the text, in which a scheduled program runs them.
     instructions: dict[str, Instruction]
 
     @functools.cached_property
@@ -158,7 +158,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
-        """For each instruction's name, who reads its result, and as which of its operands."""
+        """The users of each instruction's result by name, with the index of the operand."""
         users: dict[str, list[tuple[Instruction, int]]] = {name: [] for name in self.instructions}
         for line in self.instructions.values():
             for place, operand in enumerate(line.operands):
@@ -187,9 +187,9 @@ class Program:
     computations: dict[str, Computation]
     # Name of the computation that a call of the program runs.
     entry: str
-    # Devices that run the program together, each its own part.
+    # Number of devices that run the program together, each its own part.
     num_devices: int
-    # File and line of Python code by the number of a stack frame, as far as the text has them.
+    # File and line of Python code by the number of a stack frame, if the text contains them.
     source_lines: dict[str, str]
 
     def fused(self, line: Instruction) -> Computation | None:
@@ -201,8 +201,8 @@ class Program:
     def source_of(self, line: Instruction, computation: Computation) -> tuple[str, str]:
         """Returns the file and line of Python code of an instruction, and JAX's name of it.
 
-        The compiler adds copies and fetches of its own. They have the source of the first
-        instruction that uses their result. Both texts are empty if that has none either.
+        For copies and fetches that the compiler has added, the source is that of the first
+        instruction that uses the result. Both texts are empty if it has no source either.
         """
         for _ in range(_LONGEST_CHAIN):
             source = self._own_source(line)
@@ -265,8 +265,8 @@ def _array(dtype: str, dims: str, layout: str) -> Array:
     lengths = _integers(dims.replace("<=", ""))
     axes = _integers(layout.partition(":")[0])
 
-    # Only the first tile decides how much is filled up. Those behind it order what is in a tile.
-    # A star joins an axis of the tile with the next one, so nothing of its own is filled up.
+    # Only the first tile determines the padding. The tiles after it order the content of a tile.
+    # A star joins an axis of the tile with the next one, so the axis itself is not padded.
     tile = re.search(r"T\(([\d,*]+)\)", layout)
     tile_lengths = _integers(tile[1].replace("*", "1")) if tile else ()
     memory = re.search(r"S\((\d+)\)", layout)
@@ -279,7 +279,7 @@ def _integers(text: str) -> tuple[int, ...]:
 
 
 def _instruction(row: str) -> Instruction | None:
-    """Reads an instruction, or returns None for a line that is none."""
+    """Parses an instruction. Returns None for other lines."""
     match = _INSTRUCTION.match(row)
     if not match:
         return None
@@ -303,7 +303,7 @@ def _instruction(row: str) -> Instruction | None:
 
 
 def _split_shape(text: str) -> tuple[str, str]:
-    """Splits `SHAPE opcode(...), ...` behind the shape, which may be a tuple."""
+    """Splits `SHAPE opcode(...), ...` after the shape, which may be a tuple."""
     if not text.startswith("("):
         shape, _, rest = text.partition(" ")
         return shape, rest
@@ -312,7 +312,7 @@ def _split_shape(text: str) -> tuple[str, str]:
 
 
 def _split_brackets(text: str) -> tuple[str, str]:
-    """Splits text at the bracket that closes one opened just before it, without that bracket."""
+    """Splits text at the bracket that closes the one opened just before it. Drops the bracket."""
     depth = 1
     for place, letter in enumerate(text):
         if letter in _OPENING:
@@ -325,7 +325,7 @@ def _split_brackets(text: str) -> tuple[str, str]:
 
 
 def _num_devices(text: str) -> int:
-    """Returns the number of devices by the first line of a program."""
+    """Returns the number of devices from the first line of a program."""
     head = text[: text.find("\n")]
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head)
     return math.prod(int(count) for count in counts)

@@ -1,13 +1,13 @@
-"""Kernels (custom calls of Pallas for TPUs), which the compiler does not look into.
+"""Work of kernels (Pallas custom calls on TPUs), which the compiler does not analyze.
 
-A kernel carries a cost estimate that its author wrote, and its code (Mosaic's MLIR) with its grid.
-The code says how many FLOPs and integer operations a step of the grid can have at most; a step that
-a kernel skips, such as a tile behind the mask, is in it too. So a kernel has the FLOPs of its
-estimate, but at most those of its code times its grid, and the same fraction of the integer
-operations and of the FLOPs that matrix units see. These compute 128 columns at a time: a head of 64
-features costs as much as one of 128.
+A kernel comes with a cost estimate by its author, and with its code (Mosaic's MLIR) and grid. The
+code gives the maximum FLOPs and integer operations of a grid step, including steps that the kernel
+skips, such as a masked tile. A kernel therefore counts with the FLOPs of its estimate, but at most
+the FLOPs of its code times its grid. The integer operations, and the FLOPs of matrix units, count
+with the same fraction. Matrix units compute 128 columns at a time: a head of 64 features costs as
+much as a head of 128.
 
-A kernel with loops of its own, or without readable code, has its estimate only.
+A kernel that contains loops, or whose code cannot be read, counts with its estimate only.
 """
 
 import base64
@@ -33,11 +33,11 @@ _MATMUL = re.compile(
 
 
 class KernelWork(NamedTuple):
-    """What a kernel does each time that it runs."""
+    """Work of a kernel each time that it runs."""
 
     # Floating-point operations of its matmuls.
     flops: float = 0.0
-    # The same with sizes below 128 filled up, as matrix units compute them.
+    # The same with sizes below 128 padded, as matrix units compute them.
     padded_flops: float = 0.0
     # 32-bit integer operations on vectors.
     integer_ops: float = 0.0
@@ -76,9 +76,9 @@ def kernel_work(line: Instruction) -> KernelWork:
 
 
 def grid_work(line: Instruction) -> KernelWork | None:
-    """Returns the work of a kernel if no step of its grid skips any, or None if it cannot be read.
+    """Returns the work of a kernel that skips no grid steps, or None if its code cannot be read.
 
-    This is what its matmuls and integer operations do, times the steps of its grid.
+    This is the work of its matmuls and integer operations, times the number of grid steps.
     """
     body = line.attribute(r'"body":"([^"]*)"')
     return _grid_work(body) if body else None

@@ -1,4 +1,4 @@
-"""Reads which line of Python code an instruction comes from: tables in front of a program.
+"""Finds the line of Python code of an instruction, from tables at the beginning of a program.
 
 The text of a program begins with four numbered tables:
 
@@ -7,8 +7,8 @@ The text of a program begins with four numbered tables:
     FileLocations   1 {file_name_id=1 function_name_id=1 line=40 end_line=40 ...}
     StackFrames     2 {file_location_id=1 parent_frame_id=2}
 
-and an instruction names a stack frame. A frame's parent, its caller, is written with a number that
-is one too high, so that 1 means no parent.
+and an instruction names a stack frame. The number of a frame's parent (its caller) is one too high,
+so that 1 means that it has no parent.
 """
 
 import re
@@ -22,9 +22,9 @@ _INSTALLED = "-packages/"
 
 
 class _Frame(NamedTuple):
-    """A call."""
+    """A stack frame: one call."""
 
-    # Its file, or "" if the text does not say.
+    # File of the call, or "" if the text does not contain it.
     file: str
     line: str
     # Number of the caller's frame, or "0".
@@ -34,8 +34,8 @@ class _Frame(NamedTuple):
 def source_lines(text: str) -> dict[str, str]:
     """Returns file and line of each stack frame by its number.
 
-    Of a call in an installed package, such as JAX or Optax, it is the line that called into that
-    package. A frame without any other line is omitted.
+    For a call inside an installed package, such as JAX or Optax, this is the line that called into
+    the package. A frame that has only such lines is omitted.
     """
     frames = _frames(text)
     sources: dict[str, str] = {}
@@ -57,7 +57,7 @@ def _caller_outside_packages(frames: dict[str, _Frame], number: str) -> _Frame |
 
 
 def short_path(file: str) -> str:
-    """Returns a file's path from the package on, or its last three parts, to find it by."""
+    """Returns a file's path starting at the package, or its last three parts."""
     package = file.rfind("/txl_jax/")
     if package >= 0:
         return file[package + 1 :]

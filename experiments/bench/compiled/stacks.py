@@ -1,4 +1,4 @@
-"""Arrays that a loop fills, one part in each round: what a scan over layers keeps.
+"""Finds arrays that a loop fills, one part in each round, such as a scan over layers.
 
 A scan over N layers keeps arrays [N, ...] for its backward pass, and returns others (gradients of
 stacked weights, the new memory). In a compiled program they are values that the loop carries, with

@@ -1,22 +1,22 @@
-"""Bytes that an instruction reads from a device's main memory (HBM), and writes to it.
+"""Counts the bytes that an instruction reads from and writes to a device's main memory (HBM).
 
-Counted are the operands and results that lie in HBM, as they are stored: tiled axes filled up to
-whole tiles. Each counts once, also if the hardware fetches a part of it more than once.
+Operands and results in HBM are counted with their padding: tiled axes are padded to whole tiles.
+Each counts once, even if the hardware fetches a part of it more than once.
 
-- What is in a TPU's vector memory is free. What brings it there and back (copies, slices,
+- Arrays in a TPU's vector memory are free. Moving them there and back (copies, slices,
   updates, synchronous or not) counts at the side that is in HBM.
 - A slice or a gather reads as much as its result has. So does a fusion that only slices an operand.
-- An update of a slice in place reads the update and writes as much. A scatter also reads what it
-  adds to. In a fusion, an update is in place if nothing but a change of layout is between it and an
-  operand of the fusion.
+- An update of a slice in place reads the update and writes as many bytes. A scatter also reads the
+  elements that it adds to. In a fusion, an update is in place if there is only a change of layout
+  between it and an operand of the fusion.
 - A kernel (a custom call) reads its operands and writes its results once. If its own cost estimate
-  has more bytes than they have, it reads the difference once more. The estimate does not know how
-  arrays are padded, so the difference is from arrays without padding.
-- Loops and conditionals are free, as the instructions of their bodies count. So are names for parts
-  of other results (bitcast, tuple, get-tuple-element), parameters, constants, new buffers without
-  contents, and the second halves of asynchronous pairs.
-- Collectives are counted by `collectives`, not here.
-- Caches are not modelled. On a GPU, what fits its L2 cache may never get to HBM.
+  contains more bytes, it reads the difference once more. The estimate ignores padding, so the
+  difference is computed from arrays without padding.
+- Loops and conditionals are free, because the instructions of their bodies count. Also free are
+  names for parts of other results (bitcast, tuple, get-tuple-element), parameters, constants, new
+  buffers without contents, and the second halves of asynchronous pairs.
+- Collectives are counted by `collectives`.
+- Caches are not modelled. On a GPU, data that fits in the L2 cache may never reach HBM.
 """
 
 import dataclasses
@@ -45,17 +45,17 @@ _FREE = {
 }
 # A part of the first operand.
 _SLICES = ("dynamic-slice", "slice", "gather")
-# The place of the update among the operands; the first operand is what is updated.
+# Index of the update among the operands. The first operand is the updated array.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-# What changes the layout of an array or its name, not its elements.
+# Operations that change the layout or the name of an array, not its elements.
 _SAME_ELEMENTS = ("bitcast", "copy", "copy-done", "reshape", "transpose")
-# A custom call that makes a buffer without contents.
+# A custom call that creates a buffer without contents.
 _NEW_BUFFER = "AllocateBuffer"
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes in HBM."""
+    """Bytes read from and written to HBM."""
 
     read: float = 0.0
     written: float = 0.0
@@ -71,7 +71,7 @@ class TrafficOf:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        # Bytes that a fusion reads of a parameter, by the names of computation and parameter.
+        # Bytes that a fusion reads from a parameter, by the names of computation and parameter.
         self._parameter_bytes: dict[tuple[str, str], float | None] = {}
 
     def __call__(self, line: Instruction, computation: Computation) -> Traffic:
@@ -127,7 +127,7 @@ class TrafficOf:
         return Traffic(read, written)
 
     def _bytes_read(self, computation: Computation, name: str) -> float | None:
-        """Returns the bytes that a fusion reads of a value, or None if it reads all of it."""
+        """Returns the bytes that a fusion reads from a value, or None if it reads all of it."""
         key = (computation.name, name)
         if key not in self._parameter_bytes:
             self._parameter_bytes[key] = self._count_bytes_read(computation, name)
@@ -147,7 +147,7 @@ class TrafficOf:
     def _bytes_read_by(
         self, computation: Computation, user: Instruction, place: int
     ) -> float | None:
-        """Returns the bytes that a user in a fusion reads of an operand, or None for all of it."""
+        """Returns the bytes that a user in a fusion reads from an operand, or None for all."""
         if user.opcode in _SLICES and place == 0:
             return _stored_bytes(user.arrays)
         if user.opcode in _UPDATES and place == 0:
@@ -185,7 +185,7 @@ class TrafficOf:
         return False
 
     def _origin(self, computation: Computation, line: Instruction) -> Instruction:
-        """Returns the instruction whose elements a value has, behind changes of the layout."""
+        """Returns the instruction whose elements a value contains, before changes of the layout."""
         while line.opcode in _SAME_ELEMENTS or self._is_layout_fusion(line):
             before = computation.operand(line, 0)
             if before is None:

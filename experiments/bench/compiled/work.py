@@ -1,13 +1,13 @@
 """Arithmetic of an instruction: floating-point operations of matmuls, and integer operations.
 
-FLOPs are counted for dots and convolutions, in fusions too, at two per multiply-add. Of a
-convolution only the pairs count that meet an element of the input (not its padding), because the
-compiler for TPUs writes batched dots as convolutions with much padding. A kernel (a custom call)
-has the work that `kernels` reads. Elementwise operations, exponentials and reductions in floating
-point are not counted.
+FLOPs are counted for dots and convolutions, in fusions too, at two per multiply-add. In a
+convolution, only multiplications with an element of the input (not of its padding) are counted,
+because the TPU compiler writes batched dots as convolutions with much padding. A kernel (a custom
+call) counts with the work that `kernels` finds. Elementwise operations, exponentials and reductions
+in floating point are not counted.
 
-Integer operations are counted for elementwise 32-bit additions, multiplications, shifts and
-bitwise operations, one per element: what random bits and hashes consist of.
+Integer operations are counted for elementwise 32-bit additions, multiplications, shifts and bitwise
+operations, one per element. Random bits and hashes consist of them.
 """
 
 import functools
@@ -80,7 +80,7 @@ def _dot_flops(line: Instruction, computation: Computation) -> float:
 
 
 def _custom_call_flops(line: Instruction, computation: Computation) -> float:
-    """Returns the FLOPs of a kernel, or of a matmul of a GPU's library (cuBLAS), or 0."""
+    """Returns the FLOPs of a kernel or of a GPU library's matmul (cuBLAS), otherwise 0."""
     if is_kernel(line):
         return kernel_work(line).flops
     axes = line.attribute(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
@@ -96,7 +96,7 @@ def _convolution_flops(line: Instruction, computation: Computation) -> float:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.attributes)
     assert labels, f"a convolution must have labels, got {line.attributes}"
 
-    # Each spatial axis, by its number in the labels, has a window that moves over it.
+    # Each spatial axis (a number in the labels) has a window that moves over it.
     windows = _windows(line.attribute(r"window=\{([^}]*)\}") or "")
     num_pairs = 1
     for axis in range(len(labels[1]) - 2):
@@ -135,7 +135,7 @@ def _window_pairs(
     left_dilation: int,
     right_dilation: int,
 ) -> int:
-    """Returns how many pairs of an output and a place of its window meet an input element."""
+    """Returns the number of pairs of an output and a window position with an input element."""
     outputs = np.arange(num_outputs)[:, None] * stride
     places = np.arange(size)[None, :] * right_dilation
     inputs = outputs + places - padding
@@ -150,5 +150,5 @@ def _two_operands(line: Instruction, computation: Computation) -> tuple[Array, A
 
 
 def _product(array: Array, axes: str) -> int:
-    """Returns the product of the lengths of some axes, written with commas."""
+    """Returns the product of the lengths of axes, whose numbers are separated by commas."""
     return math.prod(array.dims[int(axis)] for axis in axes.split(",") if axis.strip())

@@ -128,7 +128,7 @@ def test_each_path_has_a_row_or_a_reason(run_benchmark, monkeypatch):
     assert all(line.startswith("- tiny, ") for line in choices)
     # All rows except the two references, with which they are compared.
     assert "- 8 within rounding, 0 wrong" in page.lines
-    assert page.has_line("- no fused, as its kernels are for TPU")
+    assert page.has_line("- no fused, because its kernels are for TPU")
     # Part of the calls whose gradients no accelerator has shown, which the page lists on a CPU.
     assert page.has_line("", "take_along_axis")
 

@@ -222,7 +222,7 @@ def test_meshes_use_all_devices_with_as_many_as_possible_on_fsdp(rows, count, ex
 )
 def test_an_unknown_topology_is_an_error_that_names_known_ones(name, known):
     with pytest.raises(
-        UserError, match=rf"2, 4 or a multiple of 8,.*'{re.escape(name)}'; .*\b{known}\b"
+        UserError, match=rf"2, 4 or a multiple of 8 GPUs,.*'{re.escape(name)}'\. .*\b{known}\b"
     ):
         topologies.parse(name)
 
