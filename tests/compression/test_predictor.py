@@ -173,5 +173,5 @@ def test_a_models_predictions_become_integers_that_sum_to_the_total(predictor, t
 def test_vocabularies_that_lose_something_are_an_error(tmp_path, changes):
     config, corpus = drawn_run.on_text(tmp_path, drawn_run.TEXT, **changes)
     run, _ = drawn_run.make(tmp_path / "run", config, corpus)
-    with pytest.raises(UserError, match="compression needs a model of"):
+    with pytest.raises(UserError, match="compression requires byte tokens"):
         Predictor(TrainedModel.of_run(run), CODING, log=print)

@@ -81,7 +81,7 @@ def test_content_that_no_encoder_writes_is_an_error(predictions):
     its range to none of them.
     """
     integers = integer_probabilities(predictions)
-    with pytest.raises(UserError, match="do not fit"):
+    with pytest.raises(UserError, match="do not match"):
         Decoder(b"\xff" * 4000).decode(integers)
 
 

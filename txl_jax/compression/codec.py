@@ -1,4 +1,4 @@
-"""Texts to coded bits and back: one loop that drives predictor and range coder through a text.
+"""Codes texts as bits, and back: one loop drives predictor and range coder through a text.
 
 A text of T bytes becomes R streams of N bytes, one after the other, the last ones shorter:
 
@@ -7,7 +7,7 @@ A text of T bytes becomes R streams of N bytes, one after the other, the last on
                                         g h
 
 The bits are in the order of the columns: a d g, b e h, c f. The first column is coded with equal
-probabilities, each later one with what the predictor says after the column before it.
+probabilities, and each later column with the predictions after the previous one.
 """
 
 import math
@@ -19,7 +19,7 @@ from txl_jax.compression.predictor import Predictor
 from txl_jax.compression.range_coder import TOTAL, Decoder, Encoder, integer_probabilities
 from txl_jax.metrics import Totals
 
-# Takes how many bytes are done, and their summed losses. It may raise `Interrupted`.
+# Receives the number of bytes so far, and their summed losses. It may raise `Interrupted`.
 Progress = Callable[[float, Totals], None]
 # Takes the integer probabilities [n_active, V] of the next symbols, and returns these symbols
 # [n_active]. The encoder takes them from the text and writes them. The decoder reads them.
@@ -31,7 +31,7 @@ def compress(text: bytes, predictor: Predictor, *, progress: Progress) -> bytes:
 
     Raises:
       UserError: If a byte is not in the model's vocabulary.
-      NonFiniteError: If the model predicts nan, as after updates at too high a rate.
+      NonFiniteError: If the model predicts nan, for example because the learning rate is too high.
     """
     symbols = predictor.vocabulary.encode(text)
     streams = _Streams(len(symbols), predictor.coding.streams)
@@ -52,10 +52,10 @@ def decompress(
 ) -> bytes:
     """Returns the text of `text_bytes` bytes whose coded bits are `payload`.
 
-    Bits of another text, model or machine give a wrong text, usually detected only by its digest.
+    Bits from another text, model or machine give a wrong text, which usually only its digest shows.
 
     Raises:
-      UserError: If no text has these bits.
+      UserError: If the bits are not those of any text.
       NonFiniteError: If the model predicts nan.
     """
     streams = _Streams(text_bytes, predictor.coding.streams)
@@ -65,7 +65,7 @@ def decompress(
 
 
 class _Streams:
-    """How T symbols are divided over R streams of N symbols, the last ones shorter."""
+    """Division of T symbols into R streams of N symbols, of which the last ones are shorter."""
 
     def __init__(self, n_symbol: int, n_stream: int):
         self.n_symbol = n_symbol
@@ -76,7 +76,7 @@ class _Streams:
         self.lengths = np.clip(n_symbol - starts, 0, self.length)
 
     def n_active(self, place: int) -> int:
-        """Returns how many streams, always the first ones, have a symbol at this place."""
+        """Returns the number of streams, always the first ones, with a symbol at this place."""
         return int(np.count_nonzero(self.lengths > place))
 
     def columns(self, symbols: np.ndarray) -> Iterator[np.ndarray]:
@@ -95,7 +95,7 @@ class _Streams:
 def _code(streams: _Streams, predictor: Predictor, code: _Coder, progress: Progress) -> np.ndarray:
     """Drives predictor and coder through all streams. Returns the symbols, uint8 [T].
 
-    Both directions run this loop, so the predictor is called alike in both.
+    Both directions run this loop, so that they call the predictor in the same way.
     """
     n_stream = predictor.coding.streams
     segment_len = predictor.coding.segment_len
@@ -118,7 +118,7 @@ def _code(streams: _Streams, predictor: Predictor, code: _Coder, progress: Progr
             totals += Totals(nats=float(-np.log(chosen / TOTAL).sum()), tokens=n_active)
 
             if place == 0 and blocks:
-                # Now the segment before has all of its targets: the last one is this symbol.
+                # Now the previous segment has all of its targets: this symbol is the last one.
                 learned = np.concatenate([blocks[-1], block[:, :1]], axis=1)
                 places = first - segment_len + np.arange(segment_len + 1)
                 is_known = places < streams.lengths[:, None]

@@ -6,9 +6,9 @@
     the payload       the coded bits, or the text itself if it did not shrink
     32 bytes          the SHA-256 of everything before
 
-Apart from MAGIC, nothing of a file is used until its SHA-256 has been checked, so a damaged file
-gives one quick error. A header with the right SHA-256 may still be a stranger's. So each value that
-is used is checked.
+Except for MAGIC, the content of a file is not used until its SHA-256 has been checked, so a
+corrupted file fails immediately. A header with the right SHA-256 may still come from a stranger, so
+each value is checked before it is used.
 """
 
 import dataclasses
@@ -26,27 +26,27 @@ VERSION = 1
 _LENGTH = struct.Struct("<I")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_HEADER_BYTES = 1 << 14
-# A decoder may still read symbols where the payload has ended, as if two more words followed.
+# A decoder may read symbols past the end of the payload, as if two more words followed.
 _CODER_BYTES = 8
 
-# Upper limits of what a header may ask for. They are far above what is useful.
+# Upper limits of the values in a header. They are far above useful values.
 MAX_STREAMS = 1024
 MAX_SEGMENT_LEN = 1 << 14
 MAX_MEM_LEN = 1 << 16
 MAX_THREADS = 1024
 # The model's numbers are floats of 32 bits, whose largest one is 3.4e38.
 MAX_FLOAT = 1e38
-# The model's memory use grows with two products: streams * (mem_len + segment_len), and that times
-# segment_len (attention scores). These are their upper limits.
+# Upper limits of two products that determine the model's memory use: streams * (mem_len +
+# segment_len), and the same times segment_len (attention scores).
 MAX_POSITIONS = 1 << 18
 MAX_PAIRS = 1 << 25
 
 
 @dataclasses.dataclass(frozen=True)
 class Coding:
-    """How a text is predicted. Decoding needs the same values."""
+    """Settings of the prediction. Decoding needs the same values."""
 
-    # Number of streams that are predicted side by side.
+    # Number of streams that are predicted in parallel.
     streams: int
     # Number of bytes of each stream between two updates of the model.
     segment_len: int
@@ -62,17 +62,17 @@ class Coding:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What the numbers of a model may depend on besides its inputs."""
+    """Everything that a model's numbers may depend on, except its inputs."""
 
     # The device, such as "CPU (Intel(R) Xeon(R) Processor, 2 cores)".
     device: str
-    # The processor's kind and instructions, as the compilation cache names them.
+    # The processor's kind and instructions, in the form of the compilation cache.
     processor: str
     # Versions of txl_jax, jax, jaxlib and constriction, as "jax 0.10.2, ...".
     versions: str
 
     def differences(self, other: "Environment") -> list[str]:
-        """Returns phrases for what differs, with the other's value first."""
+        """Returns phrases for the differences, with the other environment's value first."""
         phrases = []
         for field in dataclasses.fields(self):
             own = getattr(self, field.name)
@@ -84,7 +84,7 @@ class Environment:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """Everything that decoding needs besides the model and the payload."""
+    """Everything that decoding needs, except the model and the payload."""
 
     # Length of the text, and its SHA-256 in hexadecimal.
     text_bytes: int
@@ -104,7 +104,7 @@ class Header:
 
     @classmethod
     def of_stored(cls, text: bytes) -> "Header":
-        """Returns the header of a text that is stored as it is."""
+        """Returns the header of a text that is stored uncompressed."""
         return cls(len(text), sha256(text))
 
 
@@ -132,16 +132,16 @@ def load(content: bytes, *, name: str) -> tuple[Header, bytes]:
       name: The file's name, for errors.
 
     Raises:
-      UserError: If it is not a compressed file, was cut or changed, is of another version, or its
-        header has values that no compression writes.
+      UserError: If it is not a compressed file, was cut or changed, has another format version, or
+        its header contains values that compression does not write.
     """
     if not content.startswith(MAGIC):
         # A file that was cut within its first bytes is one of these, too.
         raise UserError(
-            f"{name} must be a file that experiments.compress has written, but it does not begin "
-            "like one. Check the path."
+            f"{name} must be a file that experiments.compress has written, got another format. "
+            "Check the path."
         )
-    # Before anything else of the content is used.
+    # Checked before anything else in the content is used.
     body = content[:-_DIGEST_BYTES]
     first = len(MAGIC) + _LENGTH.size
     if len(body) < first or hashlib.sha256(body).digest() != content[-_DIGEST_BYTES:]:
@@ -191,7 +191,7 @@ def _header_of(values: dict[str, Any]) -> Header:
 
 
 def check_coding(coding: Coding) -> None:
-    """Raises ValueError if a number is not of its type, or out of the limits above."""
+    """Raises ValueError if a number has the wrong type, or exceeds the limits above."""
     _check_integer("streams", coding.streams, 1, MAX_STREAMS)
     _check_integer("segment_len", coding.segment_len, 1, MAX_SEGMENT_LEN)
     _check_integer("mem_len", coding.mem_len, 1, MAX_MEM_LEN)
@@ -219,8 +219,8 @@ def _check_integer(name: str, value: Any, least: int, most: int | None) -> None:
 def check_length(header: Header, payload: bytes, *, name: str, vocab_size: int = 2) -> None:
     """Raises `UserError` if a payload cannot be a text of the header's length.
 
-    Otherwise a small file of a stranger could keep a machine busy for years, and fill its memory.
-    `load` does not know the model, so it assumes two symbols. With more symbols each takes more
+    Otherwise a stranger's small file could keep a machine busy for years, and fill its memory.
+    `load` does not know the model, so it assumes two symbols. With more symbols, each takes more
     bits, so the length is checked again once the model is known.
 
     Args:

@@ -1,13 +1,13 @@
 """The model's part of compression: it predicts the next byte of R streams, and learns from them.
 
 Prediction is a step of one token over a KV cache, as in generation. After every L tokens of each
-stream (`segment_len`), one update of dynamic evaluation (`evaluation.dynamic`) follows, with the
-rule RMSprop, from tokens that the decoder has by then, too. As published for dynamic evaluation,
-keys and values of earlier tokens stay as they were computed.
+stream (`segment_len`), one update of dynamic evaluation (`evaluation.dynamic`) with the rule
+RMSprop follows. It uses only tokens that the decoder also has by then. As published for dynamic
+evaluation, keys and values of earlier tokens are not recomputed.
 
-Both directions call the same compiled functions with the same numbers. What else the last bits
-depend on is fixed here: one device, attention by the reference, nothing recomputed in the backward
-pass. The caller chooses the CPU and the number of XLA's threads (`runtime.cpu_threads`).
+Both directions call the same compiled functions with the same numbers. Everything else that the
+last bits depend on is fixed: one device, the reference attention, and no rematerialization. The
+caller chooses the CPU and the number of XLA's threads (`runtime.cpu_threads`).
 """
 
 import hashlib
@@ -52,9 +52,9 @@ _PROBE_SEGMENTS = 2
 
 
 class PredictorState(NamedTuple):
-    """What the predictor knows between two calls. A call donates the arrays that it replaces."""
+    """State of the predictor between two calls. A call donates the arrays that it replaces."""
 
-    # Parameters, the rule's state and the memory of training's forward pass.
+    # Parameters, the rule's state, and the memory of the training forward pass.
     learner: TrainState
     # The same parameters, prepared for single tokens.
     prepared: DecodeParams
@@ -70,8 +70,8 @@ class Predictor:
 
         Args:
           trained: The model.
-          coding: How the text is predicted. The threads are ignored.
-          log: Takes a line about the parameters.
+          coding: Settings of the prediction. The number of threads is ignored.
+          log: Receives a line about the parameters.
 
         Raises:
           UserError: If the model's tokens are not bytes, or it cannot predict token by token.
@@ -132,7 +132,7 @@ class Predictor:
         Args:
           state: The state, whose learner is donated.
           tokens: Integers [R, L + 1], the tokens of the segment and the one after it.
-          is_known: Bool [R, L + 1], False behind the end of a stream.
+          is_known: Bool [R, L + 1], False after the end of a stream.
 
         Returns:
           The state after the update.
@@ -145,16 +145,16 @@ class Predictor:
             reset=np.zeros((1, len(tokens)), bool),
         )
         segment = self._built.place(segment)
-        # The learner runs training's forward pass again, with a memory of its own, and needs no
-        # prepared parameters. The losses are known from the predictions already.
+        # The learner repeats the training forward pass with its own memory, and does not need
+        # prepared parameters. The losses are already known from the predictions.
         learner, _losses = self._learner.step(None, state.learner, segment)
 
         # The next tokens are predicted with the new parameters. The cache keeps the keys and
-        # values that the old ones gave.
+        # values that the old parameters computed.
         return PredictorState(learner, self._prepare(learner.params), state.cache)
 
     def probe(self, *, stop_requested: Callable[[], Any] = lambda: False) -> str:
-        """Returns the SHA-256 of what the predictor computes for a fixed text, in hexadecimal.
+        """Returns the SHA-256, in hexadecimal, of the predictor's numbers for a fixed text.
 
         Where this differs, a text that was compressed with this model cannot be decoded.
 
@@ -166,9 +166,9 @@ class Predictor:
         """
         n_stream = self.coding.streams
         segment_len = self.coding.segment_len
-        # Squares, so that neighbouring tokens differ. They repeat soon, which does no harm: the
-        # same operations run for each token. Other tokens would give another digest, and files
-        # that exist could not be decoded any more.
+        # Squares, so that neighbouring tokens differ. They repeat soon, which is harmless: the same
+        # operations run for each token. Do not change them: other tokens give another digest, and
+        # existing files could no longer be decoded.
         n_token = n_stream * (_PROBE_SEGMENTS * segment_len + 1)
         tokens = (np.arange(n_token) ** 2 * 257 % self.vocabulary.size).reshape(n_stream, -1)
         is_known = np.ones((n_stream, segment_len + 1), bool)
@@ -181,9 +181,9 @@ class Predictor:
                 if stop_requested():
                     raise Interrupted("the probe of this machine's numbers")
                 state, log_probabilities = self.predict(state, segment[:, place])
-                # The integers are what the coder gets: NumPy's exponentials, too, may differ by
-                # processor. The logarithms show differences that rounding to integers hides here
-                # and would not hide in a longer text.
+                # The coder gets integers, and NumPy's exponentials may also differ by processor.
+                # The logarithms show differences that rounding to integers hides in the probe, but
+                # would not hide in a longer text.
                 digest.update(integer_probabilities(log_probabilities).tobytes())
                 digest.update(log_probabilities.tobytes())
             state = self.learn(state, segment, is_known)
@@ -228,7 +228,7 @@ def _predict(
 
 
 def _fixed_config(config: ExperimentConfig, coding: Coding) -> ExperimentConfig:
-    """Returns the settings with which a trained model predicts, learns, and gets the same bits."""
+    """Returns settings with which a trained model predicts and learns reproducibly to the bit."""
     return config_tree.replace(
         config,
         {
@@ -238,7 +238,7 @@ def _fixed_config(config: ExperimentConfig, coding: Coding) -> ExperimentConfig:
             "eval.batch_size": coding.streams,
             "eval.segment_len": coding.segment_len,
             "eval.mem_len": coding.mem_len,
-            # A memory is carried from token to token, over all of the text.
+            # The memory is carried from token to token, over the whole text.
             "eval.stride": None,
             "eval.warmup_tokens": 0,
             "eval.temperature": 1.0,
@@ -263,8 +263,8 @@ def _check_vocabulary(trained: TrainedModel) -> ByteVocabulary:
     vocabulary = trained.vocabulary
     if not isinstance(vocabulary, ByteVocabulary):
         raise UserError(
-            f"compression needs a model of bytes, but {trained.path} has {vocabulary.size:,} "
-            f"{vocabulary.kind} tokens, which lose a part of some texts. Train a model with "
+            f"compression requires byte tokens, because others cannot encode every text, got "
+            f"{vocabulary.size:,} {vocabulary.kind} tokens in {trained.path}. Train a model with "
             "--flagfile=own_bytes."
         )
     if vocabulary.newlines is not Newlines.KEEP or vocabulary.size < 2:

@@ -1,8 +1,8 @@
-"""Bytes and predicted probabilities to bits, and back, by the range coder of `constriction`.
+"""Codes bytes as bits with predicted probabilities, and back, with `constriction`'s range coder.
 
 A range coder (Martin, 1979) writes a symbol of probability p in close to -log2(p) bits. Encoder and
-decoder must have the same probabilities to the last bit. One function makes integers of them for
-both directions, and the coder does nothing but integer arithmetic.
+decoder must have the same probabilities to the last bit. One function converts them to integers for
+both directions, and the coder uses only integer arithmetic.
 """
 
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 
 from txl_jax.errors import MissingPackageError, NonFiniteError, UserError
 
-# Integer probabilities sum to 2**24, as the coder's do.
+# Integer probabilities sum to 2**24, like the coder's.
 TOTAL = 1 << 24
 
 
@@ -46,23 +46,23 @@ def integer_probabilities(log_probabilities: np.ndarray) -> np.ndarray:
     total = cumulative[:, -1:]
     if not (np.isfinite(total) & (total > 0)).all():
         raise NonFiniteError(
-            "a predicted probability is not a number, so nothing can be coded with it. "
+            "a predicted probability is not a number, so the text cannot be coded. "
             "Lower --learning_rate."
         )
-    # Each symbol has 1 of the units, and the others are shared out by probability. Rounding the
-    # cumulative sums, not the probabilities, keeps the sum exact.
+    # Each symbol gets one unit, and the rest is distributed by probability. Rounding the cumulative
+    # sums, instead of the probabilities, keeps the total exact.
     shared = TOTAL - n_symbol
     bounds = np.floor(cumulative / total * shared).astype(np.int64)
     return np.diff(bounds, axis=1, prepend=0) + 1
 
 
 def require_package() -> None:
-    """Raises `MissingPackageError` if the package is not installed, before hours of work."""
+    """Raises `MissingPackageError` if the package is missing, before hours of work."""
     constriction()
 
 
 def fewest_bits(n_symbol: int) -> float:
-    """Returns the bits of a symbol where each of the others has the least probability, 2**-24."""
+    """Returns the bits of a symbol if all others have the minimum probability, 2**-24."""
     return float(-np.log2(1 - (n_symbol - 1) / TOTAL))
 
 
@@ -70,8 +70,8 @@ def _family_and_table(integers: np.ndarray) -> tuple[Any, np.ndarray]:
     """Returns the coder's arguments for symbols with these integer probabilities [n, V].
 
     The package takes floats. In its fast mode (`perfect=False`) it gives each symbol one unit, and
-    shares out the other 2**24 - V by the floats. Ours are integers that sum to 2**24 - V, so each
-    symbol gets exactly its own integer.
+    distributes the other 2**24 - V units by the floats. Ours are integers that sum to 2**24 - V, so
+    each symbol gets exactly its own integer.
     """
     family = constriction().stream.model.Categorical(perfect=False)
     return family, (integers - 1).astype(np.float64)
@@ -81,7 +81,7 @@ class Encoder:
     """Writes symbols."""
 
     def __init__(self) -> None:
-        """Begins with nothing written."""
+        """Creates an encoder with empty content."""
         self._encoder = constriction().stream.queue.RangeEncoder()
 
     def encode(self, symbols: np.ndarray, integers: np.ndarray) -> None:
@@ -90,7 +90,7 @@ class Encoder:
         self._encoder.encode(symbols.astype(np.int32), family, table)
 
     def content(self) -> bytes:
-        """Returns what was written: words of 32 bits, little-endian."""
+        """Returns the content so far: 32-bit words, little-endian."""
         return self._encoder.get_compressed().astype("<u4").tobytes()
 
 
@@ -105,7 +105,7 @@ class Decoder:
     def decode(self, integers: np.ndarray) -> np.ndarray:
         """Reads symbols int32 [n] with `integer_probabilities` [n, V].
 
-        Content that was written with other probabilities usually gives other symbols, not an error.
+        Content written with other probabilities usually gives wrong symbols, not an error.
 
         Raises:
           UserError: If no encoder writes such content.
@@ -116,6 +116,6 @@ class Decoder:
         except AssertionError as error:
             # The package raises it for content that no encoder writes.
             raise UserError(
-                "the coded bits do not fit what the model predicts. They were written on a machine "
-                "that computes other numbers, or not by experiments.compress."
+                "the coded bits do not match the model's predictions. They were written on a "
+                "machine that computes other numbers, or not by experiments.compress."
             ) from error

@@ -1,16 +1,16 @@
 """Dynamic evaluation: the model continues to learn from the text that it scores.
 
 Krause et al., 2018 (arXiv:1709.07432), and for Transformer-XL 2019 (arXiv:1904.08378). A text is
-read segment by segment. Each segment is scored first, with the parameters as they are. Then one
-gradient step of its mean loss changes them, and the memory is carried to the next segment. So no
-token is scored after it was learned.
+read segment by segment. Each segment is scored first, with the current parameters. Then one
+gradient step of its mean loss changes them, and the memory is carried to the next segment. No token
+is therefore scored after it was learned.
 
-The update is the one of training (`training.step.make_update`) with the lengths of evaluation,
-without dropout and penalties, and with one of the rules of `make_rule` as its optimizer. As
-published, the memory keeps the states of earlier parameters: it is not computed again.
+The update is training's (`training.step.make_update`) with the lengths of evaluation, without
+dropout and penalties, and with one of the rules of `make_rule` as its optimizer. As published, the
+memory keeps the states that earlier parameters computed.
 
-With several rows the gradient is the mean over all of their tokens, and one set of parameters
-serves all rows. The published results have one row.
+With multiple rows, the gradient is the mean over all of their tokens, and all rows share one set of
+parameters. The published results use one row.
 """
 
 import dataclasses
@@ -39,11 +39,11 @@ _RMSPROP_DECAY = 0.999
 
 
 def training_config(config: ExperimentConfig) -> ExperimentConfig:
-    """Returns a config that trains as the dynamic evaluation of `config` learns.
+    """Returns a config whose training step is the update of dynamic evaluation with `config`.
 
-    It has the lengths and rows of `eval`, a loss of all positions (so without `train.stride`), and
-    nothing else that training adds to a gradient. Gradient clipping, weight decay and schedule are
-    the optimizer's, in whose place is a rule of `make_rule`.
+    It has the lengths and batch size of `eval`, a loss over all positions (without `train.stride`),
+    and nothing else that training adds to a gradient. Gradient clipping, weight decay and schedule
+    belong to the optimizer, which a rule of `make_rule` replaces.
     """
     lengths = config.eval
     changes = {
@@ -64,9 +64,9 @@ def training_config(config: ExperimentConfig) -> ExperimentConfig:
 class RuleState(NamedTuple):
     """The state of a rule."""
 
-    # int32 [], updates done.
+    # int32 [], number of updates.
     updates: jax.Array
-    # The parameters before the first update, or None if nothing pulls toward them.
+    # Parameters before the first update, or None if nothing pulls toward them.
     trained: Any
     # Squared gradients of each parameter, or None for SGD. For RMS their sum over segments of
     # training text, which `with_statistics` sets. For RMSprop their moving average, from 0 on.
@@ -92,8 +92,7 @@ def make_rule(dynamic: DynamicConfig) -> optax.GradientTransformation:
     has_squares = dynamic.rule is not DynamicRule.SGD
 
     def init(params: Any) -> RuleState:
-        # A copy: the parameters that are updated are given to the next step, which reuses their
-        # memory.
+        # A copy, because the updated parameters are donated to the next step.
         return RuleState(
             updates=jnp.zeros((), jnp.int32),
             trained=jax.tree.map(jnp.copy, params) if has_pull else None,
@@ -104,7 +103,7 @@ def make_rule(dynamic: DynamicConfig) -> optax.GradientTransformation:
         state = state._replace(updates=state.updates + 1)
         squares = state.squares
         if dynamic.rule is DynamicRule.RMSPROP:
-            # As `optax.scale_by_adam` with b1 = 0, which does not give the roots.
+            # Like `optax.scale_by_adam` with b1 = 0, which does not return the roots.
             moving_average = optax.tree.update_moment_per_elem_norm(
                 grads, state.squares, _RMSPROP_DECAY, 2
             )
@@ -119,7 +118,7 @@ def make_rule(dynamic: DynamicConfig) -> optax.GradientTransformation:
             steps = _divided(grads, roots, dynamic.epsilon)
             strength: float | jax.Array = dynamic.decay
             if dynamic.rule is DynamicRule.RMSPROP:
-                # Relative to the mean, one decay suits texts with large and with small gradients.
+                # Relative to the mean, the same decay suits texts with large and small gradients.
                 # The published decays of RMS are for the roots themselves.
                 strength = dynamic.decay / _mean(roots)
             pulls = _at_most_1(strength, roots)
@@ -143,14 +142,14 @@ def _divided(grads: Any, roots: Any, epsilon: float) -> Any:
 
 
 def _at_most_1(strength: float | jax.Array, roots: Any) -> Any:
-    """Returns how far each parameter is pulled back: at most all the way."""
+    """Returns the fraction by which each parameter is pulled back, at most 1."""
     return jax.tree.map(lambda root: jnp.minimum(strength * root, 1), roots)
 
 
 def _mean(tree: Any) -> jax.Array:
     """Returns the mean over all elements of all arrays, or 1 if all of them are 0.
 
-    So that 0 can be divided by it.
+    With 1, a tree of zeros can be divided by its mean.
     """
     leaves = jax.tree.leaves(tree)
     total = sum(jnp.sum(leaf) for leaf in leaves)
@@ -159,7 +158,7 @@ def _mean(tree: Any) -> jax.Array:
 
 
 def sum_squared_gradients() -> optax.GradientTransformation:
-    """Returns an optimizer that changes no parameter, and sums squared gradients as its state.
+    """Returns an optimizer that only sums squared gradients in its state, without any update.
 
     With it, `make_dynamic_step` over training text computes the statistics of the rule RMS: for
     each parameter the sum over segments of the squared gradient of the segment's mean loss.
@@ -199,16 +198,16 @@ def make_dynamic_step(
     """
     # Only for the metrics: the rule itself multiplies by the rate.
     schedule = optax.constant_schedule(config.eval.dynamic.learning_rate)
-    # In evaluation there is no dropout, and the metrics include the losses of all positions.
+    # Evaluation does not use dropout, and the metrics include the losses of all positions.
     update = make_update(model, rule, schedule, config, in_evaluation=True)
 
     def score_then_learn(state: TrainState, segment: Segments) -> tuple[TrainState, SegmentLosses]:
-        # The gradient is at the parameters that have scored the segment.
+        # The gradient is taken at the parameters that have scored the segment.
         after, metrics = update(state, segment)
 
-        # A segment without a scored token, such as one of warm-up or of padding after the text,
-        # teaches nothing. Its gradient is 0, but the pull and RMSprop's average would still change
-        # parameters and rule. Only the memory, and the count of segments, are carried on.
+        # A segment without a scored token, such as warm-up or padding after the text, teaches
+        # nothing. Its gradient is 0, but the pull and RMSprop's average would still change the
+        # parameters and the rule's state. Only the memory and the number of segments are kept.
         learns = metrics.tokens > 0
 
         def choose(new: jax.Array, old: jax.Array) -> jax.Array:

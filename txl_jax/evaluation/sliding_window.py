@@ -2,19 +2,19 @@
 
 See also section 4.5 of the Transformer-XL paper.
 
-A window of A tokens is encoded without memory and its last `stride` positions are scored. Then it
-moves by `stride`. The first window scores all its positions, since there is nothing before them.
-With T = 9, A = 4 and stride 2 the windows read, from the first to the last, the tokens
+A window of A tokens is encoded without a memory, and its last `stride` positions are scored. Then
+the window moves by `stride`. The first window scores all of its positions, because nothing precedes
+them. With T = 9, A = 4 and stride 2, the windows read the following tokens:
 
     0 1 2 3              and score 1 2 3 4
         2 3 4 5          and score 5 6
             4 5 6 7      and score 7 8
 
-so that every token but the first is scored exactly once, each from the token before it. Past the
-first window a token is predicted from A - stride + 1 to A tokens; with stride 1, the published
-protocol, always from A, and everything is computed again for each of them.
+Every token except the first is therefore scored exactly once, from the position before it. After
+the first window, a token is predicted from A - stride + 1 to A tokens. With stride 1, the published
+protocol, it is always predicted from A tokens, and everything is computed again for each token.
 
-The model's memory has no slots here, so this also measures a model with relative positions without
+The model's memory has no slots, so this also measures a model with relative positions without
 recurrence.
 """
 
@@ -38,7 +38,7 @@ WindowStep = Callable[[Any, Any, Any], jax.Array]
 class Windows(NamedTuple):
     """B windows, each with the targets of its last n positions.
 
-    All three arrays are 0 past the text's end.
+    All three arrays are 0 after the end of the text.
     """
 
     inputs: np.ndarray  # int32 [B, A], the tokens.
@@ -49,9 +49,9 @@ class Windows(NamedTuple):
 def make_window_step(
     model: AnyModel, *, clamp_len: int | None, temperature: float = 1.0
 ) -> WindowStep:
-    """Returns the jitted scoring of windows.
+    """Returns a jitted function that scores windows.
 
-    Its arguments decide A and the number n of scored positions.
+    The shapes of its arguments determine A and the number n of scored positions.
 
     Only the last n hidden states go through the softmax, whose logits are divided by `temperature`.
     """
@@ -84,7 +84,7 @@ def evaluate_windows(
 ) -> Totals:
     """Scores the targets of all windows, of which there is at least one batch.
 
-    `after_call` gets the totals so far after each call but the last, and may raise to stop.
+    `after_call` gets the totals so far after each call except the last, and may raise to stop.
     `token_nats`, floats [T], receives each scored token's loss, in nats.
     """
     totals = Totals()
@@ -114,8 +114,8 @@ def window_batches(
 ) -> Iterator[Windows]:
     """Yields the first window by itself (n = A), then the others in batches of B (n = `stride`).
 
-    Past the end of the text windows are padded, so that their targets are predicted from as many
-    tokens as elsewhere.
+    Windows past the end of the text are padded, so that their targets are predicted from the same
+    number of tokens as all others.
 
     >>> for batch in window_batches(np.arange(9), attention_len=4, stride=2, batch_size=1):
     ...     print("inputs", batch.inputs.tolist(), "targets", batch.targets.tolist())
@@ -159,8 +159,8 @@ def context_losses(
 
     Each token is predicted from `context` tokens and no others. The losses are float32 [n].
 
-    They are l(c, t) of the paper's appendix C. The c tokens are encoded again for each loss, so c =
-    500 costs 500 times as much as streaming.
+    These are l(c, t) in the paper's appendix C. The c tokens are encoded again for each loss, so
+    c = 500 costs 500 times as much as streaming.
     """
     windows = _in_batches(
         tokens, scored - context, attention_len=context, n_scored=1, batch_size=batch_size
@@ -179,8 +179,8 @@ def _in_batches(
     batch_size: int,
 ) -> Iterator[Windows]:
     """Yields the windows that begin at tokens `starts` [n], B at a time."""
-    # All batches have one shape, so that the step is compiled once: the last batch is filled with
-    # windows past the end.
+    # All batches have the same shape, so that the step is compiled once: the last batch is filled
+    # with windows past the end.
     n_fill = -len(starts) % batch_size
     starts = np.pad(starts, (0, n_fill), constant_values=len(tokens) - 1)
     for batch_starts in starts.reshape(-1, batch_size):

@@ -1,6 +1,6 @@
 """Streaming evaluation: the model reads a text once, segment after segment, with its memory.
 
-Every token but the first is scored exactly once (their order: `txl_jax.data.segments`).
+Every token except the first is scored exactly once, in the order of `txl_jax.data.segments`.
 """
 
 import functools
@@ -30,13 +30,13 @@ class SegmentLosses(NamedTuple):
     nll: jax.Array  # [S, B, L], losses of all positions in nats, scored or not.
 
 
-# S of every evaluation. It also decides which tails are scored together.
+# S of every evaluation. It also determines which tails are scored together.
 SEGMENTS_PER_CALL = 8
 # Positions [n, B, L] whose tails are scored together.
 _SCORED_TOGETHER = 1024
 
-# (prepared parameters, memory, segments) -> (memory, losses). Prepared parameters and memory are
-# the scorer's (`txl_jax.inference.scorer`).
+# (prepared parameters, memory, segments) -> (memory, losses). Prepared parameters and memory belong
+# to the scorer (`txl_jax.inference.scorer`).
 EvalStep = Callable[[Any, Any, Segments], tuple[Any, SegmentLosses]]
 
 
@@ -74,12 +74,12 @@ def make_eval_step(model: AnyModel, config: EvalConfig) -> EvalStep:
 
 
 def _segments_together(n_segment: int, shape: Sequence[int], *, n_tail: int) -> int:
-    """Returns how many segments [B, L] to score at a time, a divisor of S.
+    """Returns the number of segments [B, L] to score at a time, a divisor of S.
 
     A tail of the adaptive softmax is read from memory for few tokens of a segment: of 64 tokens,
-    seven are in the 160,000 words of the second tail of WikiText-103. Scoring 8 such segments
-    together took 180 ms on an AMD EPYC (2 cores), one after the other 395 ms. Up to 1024 positions,
-    so that logits stay small.
+    seven are in the 160,000 words of the second tail of WikiText-103. Scoring 8 such segments took
+    180 ms together, and 395 ms one after the other, on an AMD EPYC (2 cores). The maximum is 1024
+    positions, so that logits stay small.
     """
     if n_tail == 0:
         return 1
@@ -138,7 +138,7 @@ def evaluate(
     Args:
       eval_step: The compiled function of `make_eval_step`.
       prepared: Parameters that the scorer has prepared.
-      memory: Any memory of the right shape, which is donated: the reader's reset bits empty it
+      memory: Any memory of the right shape. It is donated, and the reader's reset bits empty it
         before the first segment.
       reader: The text's segments.
       segments_per_call: S.
