@@ -1,1 +1,1 @@
-"""Data pipeline: files become texts, texts token ids, and ids the segments of a batch."""
+"""Data pipeline: from files to texts, from texts to token ids, and from ids to segments."""

@@ -1,7 +1,7 @@
-"""Files and archives as streams: they are opened, checked for damage, and read in blocks.
+"""Opens files and archives as streams, checks them for corruption, and reads them in blocks.
 
-Archives come from the network or from strangers. Nothing is unpacked, so a member's name is only
-compared with the names of a corpus's files. It never becomes a path, wherever it may lead.
+Archives come from the network or from strangers. Nothing is unpacked: a member's name is only
+compared with the names of a corpus's files, and is never used as a path.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ from typing import IO, Any, NamedTuple, Self
 from txl_jax.data.published import ARCHIVE_SUFFIXES
 from txl_jax.errors import UserError, first_line
 
-# How a file begins that gzip has compressed.
+# First bytes of a gzip file.
 _GZIP_MAGIC = b"\x1f\x8b"
-# Bytes of a name or of attributes in a tar. `tarfile` reads them whole, and before Python 3.11.10
-# and 3.12.6 it searches attributes in quadratic time, 0.2 s at this length. The longest path of
-# Linux has half as many.
+# Maximum bytes of a name or of attributes in a tar. `tarfile` reads them whole, and before Python
+# 3.11.10 and 3.12.6 it searches attributes in quadratic time, 0.2 s at this length. The longest
+# path on Linux has half as many.
 _MAX_ATTRIBUTES = 8 << 10
-# Bytes that are read at a time where nobody wants them.
+# Bytes that are read at a time when their content is not needed.
 _SKIPPED_BYTES = 1 << 20
 
 
 class Place(NamedTuple):
-    """Where a file is: in a directory, or in an archive."""
+    """Location of a file: in a directory, or in an archive."""
 
     # Path of the file below some directory, or in its archive.
     name: str
@@ -49,7 +49,7 @@ class Member(NamedTuple):
     name: str
     # Number of bytes.
     size: int
-    # Opens the member for reading bytes. It works until the next member is asked for.
+    # Opens the member for reading bytes. It works until the next member is requested.
     open: Callable[[], Any]
 
 
@@ -66,16 +66,16 @@ def open_files(files: Sequence[tuple[str, str, str]]) -> list[Place]:
     for file, path, url in files:
         with _reading(path, url):
             listed = [(member.name, member.size) for member in members(path)]
-            # A tar of nothing but zeros, as an interrupted download may leave, reads as an archive
-            # without members. Otherwise it would pass for a whole archive of another corpus.
+            # A tar that contains only zeros, for example after an interrupted download, reads as an
+            # archive without members. It must not pass for a complete archive of another corpus.
             if not listed:
                 raise EOFError("it is empty")
 
         for member, size in listed:
             # A file that is not an archive keeps the name that it was listed by.
             name = member or file
-            # Two members may have one name, so that one is checked and the other is read. The first
-            # counts, here as in `read_files`.
+            # Two members may have the same name, so that one is checked and the other is read. The
+            # first one counts, as in `read_files`.
             if name not in places:
                 places[name] = Place(name, size, path, member, url)
     return list(places.values())
@@ -86,7 +86,7 @@ def read_files(
 ) -> Iterator[tuple[Place, bytes]]:
     """Yields the bytes of files, each block with the file that it comes from.
 
-    An archive is read once for all its files in `pieces`, and no further than needed.
+    An archive is read once for all of its files in `pieces`, and no further than needed.
 
     Args:
       pieces: The sizes in bytes of the consecutive pieces to read of each file. Files of one
@@ -100,7 +100,7 @@ def read_files(
         remaining = {place.member: place for place in places}
         with _reading(path, url):
             for member in members(path):
-                # After the first member of a name, others with this name are not read.
+                # After the first member with a name, others with this name are not read.
                 place = remaining.pop(member.name, None)
                 if place is not None:
                     with member.open() as stream:
@@ -141,7 +141,7 @@ def members(path: str) -> Iterator[Member]:
 
 
 class _Header(tarfile.TarInfo):
-    """A header that is an error if `tarfile` would read data of any size after it into memory."""
+    """A header that raises if `tarfile` would read data of unlimited size into memory after it."""
 
     @staticmethod
     def _refuse(*_: Any) -> None:
@@ -149,14 +149,14 @@ class _Header(tarfile.TarInfo):
             f"it has a sparse file, or a name or attributes above {_MAX_ATTRIBUTES >> 10} KiB"
         )
 
-    # tarfile's reader of the list of holes in a newer kind of sparse file. The list is as long as
-    # the file says: a megabyte of gzip becomes a gigabyte of numbers.
+    # tarfile's reader for the list of holes in a newer kind of sparse file. The file determines the
+    # length of the list: a megabyte of gzip becomes a gigabyte of numbers.
     _proc_gnusparse_10 = _refuse
 
     @classmethod
     def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
         header = super().frombuf(buf, encoding, errors)
-        # The older kind of sparse file has a list of holes of any length too.
+        # The older kind of sparse file also has a list of holes of unlimited length.
         if header.type == tarfile.GNUTYPE_SPARSE:
             cls._refuse()
         # Long names and attributes are read into memory whole, however large their header says
@@ -173,7 +173,7 @@ def _tar_members(path: str) -> Iterator[Member]:
     """
     with open(path, "rb") as file:
         stream: Any = file
-        # tarfile's own reader of gzip takes a file that was cut for a whole one, and does not
+        # tarfile's own gzip reader accepts a truncated file as complete, and does not
         # verify its checksum.
         if file.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC):
             stream = gzip.GzipFile(fileobj=file)
@@ -189,7 +189,7 @@ def _tar_members(path: str) -> Iterator[Member]:
 
 
 def _reading(path: str, url: str) -> contextlib.AbstractContextManager[None]:
-    """Turns any error of the block into a `UserError` that says where to get the file again."""
+    """Turns any error of the block into a `UserError` with the URL to download the file from."""
     return refusing_damage(
         f"{path} cannot be read", f"It may be corrupted or incomplete. Download it again from {url}"
     )
@@ -200,7 +200,7 @@ def refusing_damage(problem: str, advice: str) -> Iterator[None]:
     """Turns any error of the block into a `UserError` of one line.
 
     Corrupted archives and records raise nearly any type of error. A `UserError` is kept, because it
-    says more.
+    is more specific.
     """
     try:
         yield

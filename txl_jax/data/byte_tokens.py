@@ -16,7 +16,7 @@ from txl_jax.metrics import Measure
 
 @dataclasses.dataclass(frozen=True)
 class ByteVocabulary(Vocabulary):
-    """The byte values that may occur in a text. A byte's token id is its place among them.
+    """The byte values that may occur in a text. A byte's token id is its index among them.
 
     >>> vocabulary = ByteVocabulary.of(b"banana")
     >>> vocabulary.encode(b"nab").tolist()
@@ -34,7 +34,7 @@ class ByteVocabulary(Vocabulary):
     join: ClassVar[Any] = staticmethod(lambda lines: bytes(map(int, lines)))
 
     def __post_init__(self) -> None:
-        # In a stranger's vocabulary two ids may be one byte. Only one would ever be encoded.
+        # In a stranger's vocabulary two ids may be the same byte. Only one could be encoded.
         if not self.symbols or len(set(self.symbols)) < len(self.symbols):
             raise UserError(
                 "the symbols of a vocabulary must be distinct and not empty, got "
@@ -58,7 +58,7 @@ class ByteVocabulary(Vocabulary):
 
     @property
     def start(self) -> np.ndarray:
-        """Returns a newline, else a space, else the first symbol."""
+        """Returns the id of a newline if present, otherwise of a space or the first symbol."""
         symbols = self.symbols
         if self.newlines is Newlines.DROP:
             symbols = symbols.replace(b"\n", b"")
@@ -71,7 +71,7 @@ class ByteVocabulary(Vocabulary):
         """Yields the ids of a split.
 
         Raises:
-          UserError: If a byte is not in the vocabulary. The error has the file and the offset.
+          UserError: If a byte is not in the vocabulary. The error contains the file and the offset.
         """
         for file in files:
             offset = file.offset
@@ -109,11 +109,11 @@ class ByteVocabulary(Vocabulary):
 
     @functools.cached_property
     def _ids(self) -> bytes:
-        """Returns the id of each of the 256 byte values. Those of foreign ones have no meaning."""
+        """Returns the id of each of the 256 byte values, which is arbitrary for foreign values."""
         return bytes.maketrans(self.symbols, bytes(range(self.size)))
 
 
 def distinct(text: bytes) -> bytes:
     """Returns the byte values that occur, increasing."""
-    # Each `in` stops at the first hit, and takes no memory.
+    # Each `in` stops at the first hit, and does not allocate memory.
     return bytes(value for value in range(256) if value in text)

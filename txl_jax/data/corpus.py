@@ -39,7 +39,7 @@ from txl_jax.runtime.storage import is_remote
 
 # The directory of token stores in a cache.
 _TOKENS = "tokens"
-# Bytes by which a compressed file or UTF-16 is recognized.
+# Number of bytes that identify a compressed file or UTF-16.
 _HEAD_BYTES = 6
 KINDS = (ByteVocabulary, CharacterVocabulary, WordVocabulary, SubwordVocabulary, IdVocabulary)
 
@@ -48,10 +48,10 @@ KINDS = (ByteVocabulary, CharacterVocabulary, WordVocabulary, SubwordVocabulary,
 class Corpus:
     """A text as token ids.
 
-    Two corpora can be compared by their digests, as arrays have no single truth value.
+    Compare two corpora by their digests, because arrays do not have a single truth value.
     """
 
-    # Short, for a row of a table.
+    # Short name, for a row of a table.
     name: str
     # One human-readable line: the text and its tokens.
     description: str
@@ -66,14 +66,14 @@ class Corpus:
     # int64 [n + 1]: the start of each line of `train`, and the end of the last. None if lines are
     # not marked.
     sentences: np.ndarray | None = None
-    # Directory of its files. It is absolute, so that it is found again.
+    # Absolute path of the directory of its files.
     data_dir: str = ""
     # Directory of the prepared text and ids, absolute.
     cache_dir: str = ""
 
     @property
     def unknown_share(self) -> float:
-        """Returns the share of unknown tokens in all splits, 0 if the vocabulary has none."""
+        """Returns the fraction of unknown tokens in all splits, or 0 if none can be unknown."""
         splits = (self.train, self.valid, self.test)
         return self.vocabulary.count_unknown(*splits) / sum(map(len, splits))
 
@@ -94,13 +94,13 @@ def read_corpus(
       cache_dir: Directory of this machine for the prepared text and ids, or None for `prepared` in
         `data_dir`.
       vocabulary: A trained run's vocabulary, to score another text, or None for the text's own.
-      read_only_cache: The `cache_dir` that a trained run's record names, which may be a stranger's,
-        or None. Ids in this vocabulary that are prepared there, and match their digests, are used.
-        Nothing is written to it, and nothing is copied from it.
+      read_only_cache: The `cache_dir` that a trained run's record names, which may come from a
+        stranger, or None. Prepared ids in this vocabulary are used if they match their digests.
+        Nothing is written to this directory or copied from it.
 
     Raises:
-      UserError: If a config, file or archive cannot be used, a file is missing, a split has fewer
-        than 2 tokens, or `cache_dir` cannot be written to.
+      UserError: If a config, file or archive cannot be used, a file is missing, a split contains
+        fewer than 2 tokens, or `cache_dir` cannot be written to.
     """
     config.validate()
     check_file(config)
@@ -125,7 +125,7 @@ def read_corpus(
         require(
             n_tokens >= 2,
             f"the {split} split must have at least 2 tokens, got {n_tokens} "
-            f"({corpus.description}). Pass a longer text, or each split by itself.",
+            f"({corpus.description}). Pass a longer text, or a file for each split.",
         )
     return dataclasses.replace(
         corpus,
@@ -143,7 +143,7 @@ def _cache_folder(config: DataConfig, data_dir: str, cache_dir: str | None) -> P
     if cache_dir:
         prepared_below = cache_dir
     elif config.file or config.train:
-        # Your own files need no data_dir. If it is remote, their cache is in the local `data`.
+        # Your own files do not need data_dir. If it is remote, their cache is in the local `data`.
         prepared_below = ""
     else:
         prepared_below = data_dir
@@ -188,8 +188,8 @@ def _read_encoded(
       vocabulary: As in `read_corpus`.
       read_only_cache: As in `read_corpus`.
     """
-    # A trained model's text may be prepared already, in the directory that its record names. A run
-    # that starts has no vocabulary yet, and reads its text.
+    # A trained model's text may already be prepared in the directory that its record names. A new
+    # run has no vocabulary yet, and reads its text.
     recorded_cache = None
     if vocabulary is not None and read_only_cache and not is_remote(read_only_cache):
         recorded_cache = Path(read_only_cache)
@@ -205,7 +205,7 @@ def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:
         return own_text.read_python_stdlib(config)
     if config.corpus is CorpusName.TEXT or config.file:
         return own_text.read_own_text(config, cache, document_end=_document_end(config))
-    from txl_jax.data import prepare  # Here: tensorflow-datasets takes half a second.
+    from txl_jax.data import prepare  # Imported late: tensorflow-datasets takes half a second.
 
     return prepare.read(
         config.corpus, data_dir=data_dir, cache_dir=str(cache), heldout=config.heldout
@@ -213,7 +213,7 @@ def _read_text(config: DataConfig, data_dir: str, cache: Path) -> Text:
 
 
 def _document_end(config: DataConfig) -> str:
-    """Returns what follows each document of JSON lines in their text."""
+    """Returns the text that follows each document of JSON lines."""
     end = unescape(config.reset_at or "\n")
     if config.tokenizer.kind is not Tokenizer.WORD:
         return end
@@ -231,19 +231,19 @@ def _prepared_corpus(
 
     Writes nothing.
 
-    Records of a stranger are never encoded into `cache`, where the ids would pass for those of the
-    published corpus.
+    A stranger's records are never encoded into `cache`, where the ids would pass for the published
+    corpus.
     """
     if config.corpus not in CORPORA or config.file:
         return None
-    from txl_jax.data import prepare  # Here: tensorflow-datasets takes half a second.
+    from txl_jax.data import prepare  # Imported late: tensorflow-datasets takes half a second.
 
     # Records in `cache`, which were checked, are used instead.
     if prepare.has_records(config.corpus, cache):
         return None
     if not prepare.has_records(config.corpus, read_only):
         return None
-    # If the records are corrupted, others are prepared.
+    # If the records are corrupted, the corpus is prepared again.
     with contextlib.suppress(UserError):
         text = prepare.read(
             config.corpus, data_dir="", cache_dir=str(read_only), heldout=config.heldout
@@ -268,7 +268,7 @@ def _encoded(
     settings = _settings(config.tokenizer, ignore_missing=vocabulary is not None)
     store = None
     if vocabulary is not None:
-        # The text that a run was trained on needs no second store.
+        # The text that a run was trained on does not need a second store.
         caches = [cache]
         if read_only is not None:
             caches.append(read_only)
@@ -288,7 +288,7 @@ def _encoded(
 def _find_store(
     config: DataConfig, text: Text, caches: Sequence[Path], vocabulary: Vocabulary
 ) -> token_store.TokenStore | None:
-    """Returns the first whole store of a text's ids in a vocabulary, or None."""
+    """Returns the first complete store of a text's ids in a vocabulary, or None."""
     saved = dumps(vocabulary)
     as_trained = _settings(config.tokenizer, ignore_missing=True)
     as_other_text = as_trained | {"vocabulary": digest(vocabulary)}
@@ -317,10 +317,10 @@ def _corpus(
 
 
 def _settings(tokenizer: TokenizerConfig, *, ignore_missing: bool) -> dict[str, Any]:
-    """Returns the settings that the ids depend on. A file counts by its content.
+    """Returns the settings that the ids depend on. A file is represented by its content.
 
     Args:
-      ignore_missing: Whether a file that is missing counts by its name. Otherwise it is an error.
+      ignore_missing: Whether a missing file is represented by its name. Otherwise it is an error.
     """
     settings = {}
     for field in dataclasses.fields(tokenizer):
@@ -393,7 +393,7 @@ def make_vocabulary(tokenizer: TokenizerConfig, text: Text) -> Vocabulary:
 
 
 def _occurring_bytes(text: Text) -> bytes:
-    """Returns the byte values that occur in any split, which the original counts too."""
+    """Returns the byte values that occur in any split, like the original."""
     values: set[int] = set()
     for split in SPLITS:
         for file in with_bar(f"counting {split}", text.splits[split]):
@@ -409,16 +409,16 @@ def _given_words(path: str, marks: list[str]) -> tuple[list[str], str]:
       marks: The line mark, if any. It is added before the words if it is missing.
 
     Returns:
-      The words, and the one among them that encodes unknown words: <unk> or <UNK>. If both are
-      missing, <unk> is added after the words.
+      The words, and the word that encodes unknown words: <unk> or <UNK>. If both are missing, <unk>
+      is added after the words.
     """
     file = file_part(checked(path, flag="--data.tokenizer.vocab_file"))
     content = "".join(text_blocks([file], close_lines=True))
-    # The vocab.json of a tokenizer would be read as a few words of punctuation.
+    # A tokenizer's vocab.json would be read as a few words of punctuation.
     require(
         not _is_json(content),
         f"--data.tokenizer.vocab_file must have a word on each line, got {path}, which is JSON. "
-        "A tokenizer.json is --data.tokenizer.hf_file, with --data.tokenizer.kind=subword.",
+        "For a tokenizer.json, pass --data.tokenizer.hf_file and --data.tokenizer.kind=subword.",
     )
     # Words in a dict stay in order, and each occurs once.
     first_words: dict[str, None] = {}
@@ -470,9 +470,9 @@ def rank(
 
     Tokens with equal counts are in the order in which they were counted.
 
-    Tokens rarer than `min_count` count as `unknown`, which is always there. So do rare tokens of
-    `first`, although they keep ids of their own: with another count of `unknown` the tokens of
-    earlier runs would have other ids.
+    Tokens rarer than `min_count` count as `unknown`, which is always included. Rare tokens of
+    `first` also count as `unknown`, although they keep their own ids: with another count of
+    `unknown`, the tokens of earlier runs would get other ids.
 
     >>> rank(collections.Counter("abracadabra"), min_count=2, unknown="?")
     ['a', 'b', 'r', '?']

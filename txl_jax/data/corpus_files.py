@@ -1,7 +1,6 @@
-"""Where the files of a published corpus are: unpacked, in archives, or on the network.
+"""Finds the files of a published corpus: unpacked, in archives, or on the network.
 
-`find_files` lists the files of the corpus, wherever they are, and `fit` says which of them are the
-files of a split.
+`find_files` lists the files of the corpus, wherever they are, and `fit` assigns them to the splits.
 """
 
 import itertools
@@ -18,16 +17,16 @@ from txl_jax.data.published import Facts, Layout, PublishedCorpus, Remote
 from txl_jax.errors import UserError
 from txl_jax.runtime import storage
 
-# Seconds in which a server must accept a connection, and in which it must answer.
+# Timeouts in seconds for connecting to a server, and for its answer.
 _ASK_SECONDS = 3, 10
-# The facts that are compared, in order, and how a difference is described.
+# The facts to compare, in order, and the description of a difference.
 _FACTS = {
     "size": "{:,} bytes instead of {:,}",
     "tokens": "{:,} tokens (words and line ends) instead of {:,}",
     "lines": "{:,} lines instead of {:,}",
     "sha256": "sha256 {} instead of {}",
 }
-# Names that an error lists in full.
+# Maximum number of names that an error lists.
 _LISTED_NAMES = 5
 
 
@@ -57,7 +56,7 @@ def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Pla
                 _check_archives(corpus, files)
                 return open_files(files)
 
-            # The first set of files that is there in part is an error, unless another is complete.
+            # The first incomplete set of files is an error, unless another set is complete.
             if len(lacking) < len(names) and not incomplete:
                 present = min(set(names) - set(lacking))
                 urls = " and ".join(dict.fromkeys(map(corpus.url_of, lacking)))
@@ -71,7 +70,7 @@ def find_files(corpus: PublishedCorpus, data_dir: str, manager: Any) -> list[Pla
 
 
 def _check_archives(corpus: PublishedCorpus, files: Sequence[tuple[str, str, str]]) -> None:
-    """Raises `UserError` if a file has the name of an official archive, and other content.
+    """Raises `UserError` if a file has the name of an official archive, but other content.
 
     Args:
       files: The name, path and URL of each file.
@@ -84,7 +83,7 @@ def _check_archives(corpus: PublishedCorpus, files: Sequence[tuple[str, str, str
 
 def _check_official(path: str, official: Remote) -> None:
     # A proxy's page or an interrupted download often has the name of the file, and a manipulated
-    # archive has its size too.
+    # archive may also have its size.
     sha256 = None
     if official.sha256 is not None:
         sha256 = storage.sha256(path)
@@ -111,7 +110,8 @@ def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list
         files = list[tuple[str, str, str]]()
         remote = source[0]
         try:
-            # Whether the server answers is known in seconds. The manager would retry for minutes.
+            # A request shows within seconds whether the server answers. The manager would retry for
+            # minutes.
             requests.head(remote.url, timeout=_ASK_SECONDS, allow_redirects=True).raise_for_status()
             # After an error, `remote` is the file that failed.
             for remote in source:
@@ -125,7 +125,7 @@ def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list
             requests.RequestException,
             UserError,
         ) as error:
-            # Other errors have several lines, from layers of libraries.
+            # Other errors have multiple lines, from layers of libraries.
             reason = type(error).__name__
             if isinstance(error, tfds.download.DownloadError | requests.HTTPError | UserError):
                 reason = str(error)
@@ -142,13 +142,13 @@ def _download(corpus: PublishedCorpus, folders: list[str], manager: Any) -> list
 
 
 def fit(places: Sequence[Place], layouts: Sequence[Layout]) -> dict[str, list[Place]]:
-    """Returns the files of each part, by the first layout whose files are all there.
+    """Returns the files of each part, by the first layout whose files are all present.
 
     A file is found by the end of its path: 'data/a.txt' is also './old/data/a.txt'. The files of a
     part are in the order of `places`, in which an archive is read.
 
     Raises:
-      UserError: If no layout fits, or two files could be meant.
+      UserError: If no layout matches, or the choice of a file is ambiguous.
     """
     # The places of each file, and the files that each layout lacks.
     matches: dict[str, list[Place]] = {}
@@ -172,7 +172,7 @@ def fit(places: Sequence[Place], layouts: Sequence[Layout]) -> dict[str, list[Pl
 
     layout = layouts[lacking.index(fewest)]
     for file in itertools.chain(*layout.values()):
-        # An old copy of a file beside the file itself: either could be the corpus.
+        # For example, an old copy of a file next to the file itself: either could be the corpus.
         if len(matches[file]) > 1:
             both = " and ".join(place.name for place in matches[file])
             raise UserError(f"{paths} has both {both}, so it is ambiguous. Remove one.")
@@ -192,7 +192,7 @@ def _is_at(place: Place, file: str) -> bool:
 
 
 def _list_some(names: Sequence[str]) -> str:
-    """Returns the first names as a list in a sentence, and how many others there are."""
+    """Returns the first names as a list for a sentence, and the number of the others."""
     listed = ", ".join(names[:_LISTED_NAMES])
     if len(names) > _LISTED_NAMES:
         listed += f" and {len(names) - _LISTED_NAMES} more"
@@ -205,7 +205,7 @@ def difference(known: Facts | Remote, actual: Facts) -> str:
     Returns "" if no known fact differs.
     """
     for fact, description in _FACTS.items():
-        # The size and sha256 are all that is known of a remote file.
+        # For a remote file, only the size and sha256 are known.
         expected = getattr(known, fact, None)
         value = getattr(actual, fact)
         if expected is not None and value is not None and expected != value:

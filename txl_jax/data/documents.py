@@ -1,16 +1,17 @@
-"""Batching of documents: many texts of different lengths in the rows of a batch.
+"""Batches documents: many texts of different lengths in the rows of a batch.
 
 Each document is read from an empty memory.
 
-A row reads one document after the other, L positions per step, and a document begins where a step
-begins. With L = 3 and B = 2, documents a (5 positions), b (2) and c (4) are read in these steps:
+A row reads one document after the other, L positions per step, and each document starts at the
+beginning of a step. With L = 3 and B = 2, documents a (5 positions), b (2) and c (4) are read in
+these steps:
 
     row 0:   a a a | a a . | . . .
     row 1:   b b . | c c c | c . .
 
-The reset bits of a's, b's and c's first steps empty the row's memory. Positions of padding (the
-dots) are read too, but the memory that holds them is emptied before the row is used again, so a
-document's results are the same as by itself.
+The reset bits in the first steps of a, b and c empty the row's memory. Padding (the dots) is read
+too, but the memory that contains it is emptied before the row is used again, so each document gets
+the same results as by itself.
 """
 
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ import numpy as np
 from txl_jax.errors import UserError
 from txl_jax.recurrence import Segments
 
-# Documents per row that may have begun and are not delivered yet. Results of documents after a long
-# one are kept until it ends.
+# Maximum number of documents per row that have begun but are not delivered. Results of documents
+# after a long one are kept until it ends.
 _LOOKAHEAD = 16
 
 
@@ -63,7 +64,7 @@ class _Piece(NamedTuple):
 class DocumentRows:
     """Segments of an iterator's documents.
 
-    The iterator is asked for the next document when a row becomes free.
+    The next document is taken from the iterator when a row becomes free.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class DocumentRows:
         segments_per_call: int,
         vectors: tuple[int, np.dtype] | None = None,
     ):
-        """Reads nothing yet.
+        """Creates the rows, without reading a document.
 
         Args:
           source: The documents. If it raises `UserError`, the documents before it are read first.
@@ -90,13 +91,13 @@ class DocumentRows:
         self._rows = [self._pieces(segment_len) for _ in range(batch_size)]
         # [S, B, L]
         self._shape = segments_per_call, batch_size, segment_len
-        # Documents that the source has given.
+        # Number of documents from the source so far.
         self._n_begun = 0
-        # Documents whose results are no longer kept, set by the caller.
+        # Number of documents whose results are no longer kept, set by the caller.
         self.delivered = 0
         # Whether no more documents come.
         self.ended = False
-        # The error of the source, which ended with it.
+        # The error that ended the source, if any.
         self.error: UserError | None = None
 
     def next_call(self) -> Call | None:
@@ -111,7 +112,7 @@ class DocumentRows:
                 if self._fill(call, segment, row):
                     is_padding = False
             if is_padding:
-                # Documents without positions are parts of the call, but fill no segment.
+                # Documents without positions are parts of the call, but do not take up a segment.
                 return call._replace(n_segments=segment) if call.parts else None
         return call
 

@@ -1,4 +1,4 @@
-"""Encodes what callers pass: documents and prompts as texts or ids, and tokens by their text."""
+"""Encodes the arguments of callers: documents and prompts (texts or ids), and tokens by name."""
 
 import os
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from txl_jax.errors import UserError, rephrased
 Document = str | bytes | Sequence[int] | np.ndarray
 # A token's text or id.
 Token = str | bytes | int
-# Characters of a text that an error shows.
+# Maximum number of characters of a text that an error shows.
 _SHOWN_CHARACTERS = 40
-# Tokens that an error names.
+# Maximum number of tokens that an error names.
 _SHOWN_TOKENS = 8
 
 
@@ -59,7 +59,7 @@ def one_token(vocabulary: Vocabulary, token: Token) -> np.ndarray:
     ids = token_ids(vocabulary, document)
     require(
         len(ids) == 1,
-        f"first must be one token, got {token!r}, which this model reads as {len(ids)} tokens",
+        f"first must be one token, got {token!r}, which this model encodes as {len(ids)} tokens",
     )
     return ids
 
@@ -83,8 +83,8 @@ def find_tokens(
     """
     content = os.fsencode(unescape(text))
     names = vocabulary.names()
-    # Not by `encode`, which puts two marks for a newline between sentences, and takes <S> in lower
-    # case for a word.
+    # `encode` is not used, because it inserts two marks for a newline between sentences, and treats
+    # a lower-case <S> as a word.
     if vocabulary.mark is not None and content in (b"\n", names[vocabulary.mark]):
         return [vocabulary.mark]
 
@@ -107,11 +107,11 @@ def joined(
     """Returns the ids [T] of a context and its continuation, and the continuation's number of ids.
 
     Two texts are encoded together, because a token may begin in the context and end in the
-    continuation. The continuation's ids are then the ids from the first that differs from those of
-    the context by itself. An empty continuation has 0 ids.
+    continuation. The continuation's ids start at the first id that differs from the ids of the
+    context by itself. An empty continuation has 0 ids.
 
     Raises:
-      UserError: If a document cannot be encoded, or a continuation that is not empty adds no token
+      UserError: If a document cannot be encoded, or a non-empty continuation does not add a token
         to its context.
     """
     if isinstance(context, str | bytes) and isinstance(continuation, str | bytes):
@@ -137,7 +137,7 @@ def joined(
 
 
 def _common_length(ids: np.ndarray, others: np.ndarray) -> int:
-    """Returns how many ids two arrays of ids, [T] each, have in common at their start."""
+    """Returns the length of the common prefix of two arrays of ids [T]."""
     shorter = min(len(ids), len(others))
     differences = np.flatnonzero(ids[:shorter] != others[:shorter])
     return int(differences[0]) if len(differences) else shorter

@@ -6,7 +6,7 @@ function of (seed, epoch, pair).
 
 Random numbers are the raw words of numpy's PCG64, which "makes a guarantee that a fixed seed will
 always produce the same random integer stream" (its docstring), unlike `Generator`, whose methods
-may change with a version (NEP 19). So a resumed run keeps its order after numpy is upgraded.
+may change with a version (NEP 19). A resumed run therefore keeps its order after a numpy upgrade.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,11 @@ def random_roll(edges: np.ndarray, seed: int) -> EpochOrder:
     Range r has the pairs edges[r] .. edges[r + 1] - 1.
 
     With one range per row this is the partial shuffle of Press (2019, "Partially shuffling the
-    training data to improve language models"); with a single range the whole stream is rotated. The
-    input of each target is still the token before it in the text, also where a range wraps: no
-    transition is invented. Only the context jumps there, from the range's last token to its first,
-    without a reset bit. (Press's own code rotates tokens instead of pairs, and so asks for a row's
-    first token after its last one.)
+    training data to improve language models"). With a single range the whole stream is rotated. The
+    input of each target is still the token before it in the text, even where a range wraps, so no
+    artificial transition is scored. Only the context jumps from the range's last token to its
+    first, without a reset bit. (Press's own code rotates tokens instead of pairs, so that a row's
+    first token must be predicted after its last one.)
 
     >>> order = random_roll(np.array([0, 5, 11]), seed=3)
     >>> order(0, np.array([0, 5]), 5)[1].tolist()
@@ -60,13 +60,13 @@ class ShuffledSentences:
 
     Tokens before the first sentence stay in front.
 
-    The order of an epoch is cached until another epoch is asked for: 12 bytes a sentence. One
-    Billion Word (30.3 million sentences) takes 0.36 GB and 3 seconds an epoch, on one core of a
-    server.
+    The order of an epoch is cached until another epoch is requested, with 12 bytes per sentence.
+    One Billion Word (30.3 million sentences) takes 0.36 GB and 3 seconds per epoch, on one core of
+    a server.
     """
 
     def __init__(self, starts: np.ndarray, *, n_tokens: int, seed: int):
-        """Prepares nothing yet.
+        """Checks the starts. No order is computed yet.
 
         Args:
           starts: `sentence_starts` of `training_segments`.
@@ -90,15 +90,15 @@ class ShuffledSentences:
             )
         self._starts = starts
         self._seed = seed
-        # The order of the epoch that was asked for last.
+        # Order of the epoch that was requested last.
         self._cached_order: _SentenceOrder | None = None
 
     def __call__(self, epoch: int, first: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Is an `EpochOrder`."""
+        """Maps pairs to positions in the text, as an `EpochOrder`."""
         order = self._order_of(epoch)
         position = first[..., None] + np.arange(length + 1)
-        # A search per token: np.searchsorted starts each search where the last one ended, and
-        # scanning on from one search per run of positions took as long (0.5 ms for 224 x 33
+        # One search per token: np.searchsorted starts each search where the last one ended. One
+        # search per run of positions, followed by a scan, took as long (0.5 ms for 224 x 33
         # positions among 30 million sentences).
         rank = np.searchsorted(order.begin, position, side="right") - 1
         in_text = self._starts[order.sentence[rank]] + (position - order.begin[rank])
@@ -132,7 +132,7 @@ def random_words(seed: int, epoch: int, count: int) -> np.ndarray:
 
     They are the first words of the stream seeded by (seed, epoch).
     """
-    # SeedSequence accepts no negative seeds.
+    # SeedSequence does not accept negative seeds.
     sequence = np.random.SeedSequence(seed % 2**64, spawn_key=(epoch,))
     return np.random.PCG64(sequence).random_raw(count)
 
@@ -141,8 +141,8 @@ def random_permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     """Returns int32 [n], a permutation of 0 .. n - 1 seeded by (seed, epoch).
 
     Each number is in the low bits of a word whose high bits are random, and the words are sorted.
-    No two are equal, so every sorting algorithm gives the same order, in a tenth of an argsort's
-    time (0.2 s for 30 million, AVX-512).
+    All words are different, so every sorting algorithm gives the same order. This takes a tenth of
+    the time of argsort (0.2 s for 30 million, AVX-512).
     """
     bits = np.uint64(n.bit_length())
     words = random_words(seed, epoch, n)

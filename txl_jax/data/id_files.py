@@ -1,7 +1,7 @@
 """Files of ready-made token ids, read as a text.
 
-Files are memory-mapped where they are: they are read once for their digest and largest id, and
-nothing is copied.
+Files are memory-mapped in place: they are read once for their digest and largest id, and are not
+copied.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from txl_jax.data.text import BLOCK_BYTES, SPLITS, digest_of, expanded, file_par
 from txl_jax.data.vocabulary import Vocabulary
 from txl_jax.errors import UserError, rephrased
 
-# First bytes of files that are not plain ids. All have at least three, as two may be an id.
+# First bytes of files that are not plain ids. All have at least three, because two may be an id.
 _HEADERS = {
     b"\x93NUMPY": "the header of a .npy file. Rename it to .npy.",
     (20240520).to_bytes(
@@ -36,14 +36,14 @@ _HEADERS = {
     b"\xfd7zXZ": "the header of an xz file. Unpack it.",
     b"(\xb5/\xfd": "the header of a zstd file. Unpack it.",
 }
-# Ids of 32 bits below 2^18, as in the largest vocabularies in use, have an upper half of at most 3.
+# 32-bit ids below 2^18, as in the largest vocabularies in use, have an upper half of at most 3.
 _LARGEST_UPPER_HALF = 3
-# With fewer ids every other one may be small by chance.
+# With fewer ids, every other one may be small by chance.
 _FEWEST_HALVES = 32
-# With fewer ids their upper and lower bytes may be alike by chance.
+# With fewer ids, their upper and lower bytes may be equal by chance.
 _FEWEST_BYTES = 1024
-# Share of their distributions that upper and lower bytes have in common. It is 1 for ids of one
-# byte, and below a half for uint16 ids of text, whose frequent ids are small.
+# Overlap of the distributions of upper and lower bytes. It is 1 for one-byte ids, and below 1/2 for
+# uint16 ids of text, whose frequent ids are small.
 _ALIKE = 0.8
 _FORMATS = (
     "A file of ids must be .npy (numpy.save) with integers along one axis, or .bin with uint16."
@@ -158,23 +158,21 @@ def _open(name: str, paths: Sequence[str]) -> np.memmap:
 def _check_plain(path: str, ids: np.ndarray) -> None:
     """Raises `UserError` if the first ids [T] of a .bin file are not plain uint16 ids.
 
-    The ids were read as uint16, but may be a header or ids of another width. They would be trained
-    on without a sign that they are not the user's ids.
+    The ids were read as uint16, but may be a header or ids of another width. Training on them would
+    not show that they are not the user's ids.
     """
     content = ids.tobytes()
     for header, meaning in _HEADERS.items():
         if content.startswith(header):
-            raise UserError(
-                f"{path} must have ids of uint16 and nothing else, but it begins with {meaning}"
-            )
+            raise UserError(f"{path} must contain only uint16 ids, but it begins with {meaning}")
     other_width = _other_width(ids)
     if other_width is not None:
         anomaly, dtype = other_width
         raise UserError(
-            f"{path} must have ids of uint16, but {anomaly}, as in ids of {dtype}. "
-            "Save them as .npy, which records their type: "
+            f"{path} must contain uint16 ids, but {anomaly}, as in ids of {dtype}. "
+            "Save them as .npy, which records their dtype: "
             f"numpy.save('ids.npy', numpy.fromfile({path!r}, {dtype!r})), with 'uint16' if they "
-            "are uint16 all the same."
+            "are uint16 after all."
         )
 
 
@@ -188,7 +186,7 @@ def _other_width(ids: np.ndarray) -> tuple[str, str] | None:
     if len(ids) >= _FEWEST_HALVES:
         even = ids[0::2]
         odd = ids[1::2]
-        # Little-endian ids have their upper half behind the lower one, big-endian ids before it.
+        # Little-endian ids have their upper half after the lower one, big-endian ids before it.
         for upper, lower, order in ((odd, even, "<"), (even, odd, ">")):
             if upper.max() <= _LARGEST_UPPER_HALF < lower.max():
                 is_64_bit = not upper.any() and not lower[1::2].any()
@@ -204,7 +202,7 @@ def _other_width(ids: np.ndarray) -> tuple[str, str] | None:
             return f"the first {len(ids):,} are multiples of 256", ">u2"
 
         alike = np.minimum(lower_counts, upper_counts).sum() / len(ids)
-        # With all values of a byte they may be random ids. One value is a single id, repeated.
+        # If all byte values occur, the ids may be random. If one does, a single id is repeated.
         if alike > _ALIKE and 1 < np.count_nonzero(lower_counts) < 256:
             anomaly = f"the two bytes of the first {len(ids):,} have the same values equally often"
             return anomaly, "u1"
@@ -230,7 +228,7 @@ def _scan(array: np.memmap, name: str) -> tuple[str, int]:
         for block in file.blocks():
             digest.update(block)
             ids = np.frombuffer(block, array.dtype)
-            # Ids are int32 on a device, where larger ones would silently become others.
+            # Ids are int32 on a device, where larger ids would silently change.
             foreign = np.flatnonzero((ids < 0) | (ids >= LARGEST_SIZE))
             if foreign.size:
                 raise UserError(

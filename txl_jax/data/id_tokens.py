@@ -11,9 +11,9 @@ from txl_jax.errors import UserError
 
 # Largest size of a vocabulary: ids are int32 on a device.
 LARGEST_SIZE = 2**31 - 1
-# Digits of a number in a text that may be an id. An int64 has room for it.
+# Maximum number of digits of an id in a text. Such a number fits in an int64.
 _MOST_DIGITS = 9
-# Characters of a text that an error shows.
+# Maximum number of characters of a text that an error shows.
 _SHOWN_CHARACTERS = 40
 
 
@@ -36,7 +36,7 @@ class IdVocabulary(Vocabulary):
     join: ClassVar[Any] = tuple
 
     def __post_init__(self) -> None:
-        # A saved vocabulary may have any JSON value here. `True` is an `int` too.
+        # In a saved vocabulary this may be any JSON value. `True` is also an `int`.
         is_size = type(self.size) is int and 1 <= self.size <= LARGEST_SIZE
         require(
             is_size,

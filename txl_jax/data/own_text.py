@@ -48,19 +48,20 @@ STDLIB_SKIPPED_DIRS = {
     "dist-packages",
     "__pycache__",
 }
-# Least and most bytes of the standard library's test split, and of its validation split. A split is
-# complete with the module or package that reaches the least. No module or package that is held out
-# has more bytes than the difference, so a split cannot exceed the most (`split_by_name`).
+# Minimum and maximum bytes of the standard library's test split, and of its validation split. A
+# split is complete with the module or package that reaches the minimum. No held-out module or
+# package has more bytes than the difference, so a split cannot exceed the maximum
+# (`split_by_name`).
 STDLIB_LEAST_HELDOUT = 600_000
 STDLIB_MOST_HELDOUT = 680_000
 # Fewer training files by themselves are split by position. Others are split between files.
 _FEWEST_FILES = 3
 # One file in this number is held out for the validation split, and as many for the test split.
 _FILES_PER_HELDOUT_FILE = 20
-# How a .npy file begins.
+# First bytes of a .npy file.
 _NPY_MAGIC = b"\x93NUMPY"
-# Bytes in which ends of lines are searched: a border between splits may move on by as many, and the
-# empty lines at the end of a file are among its last ones.
+# Number of bytes in which line ends are searched: a border between splits moves by at most this
+# many, and the empty lines at the end of a file are in its last bytes.
 _WINDOW_BYTES = 1 << 16
 
 
@@ -70,16 +71,16 @@ def read_own_text(
     """Reads one file, or the user's own files, a list per split.
 
     The files of a list are concatenated in the order of the list, and a pattern in it matches files
-    in the order of their names. One file is split 90/5/5, as is a training list by itself: by
-    position or, from three files on, between files. With a published corpus the file is a part of
-    it.
+    in the order of their names. A single file is split 90/5/5, and so is a training list without
+    others: by position or, if it has three or more files, between files. For a published corpus the
+    file is a part of it.
 
     Args:
       cache: Directory of this machine for the text of JSON lines.
-      document_end: What follows each document of JSON lines in their text.
+      document_end: Text that follows each document of JSON lines.
 
     Raises:
-      UserError: If a name has no file, or a file is a directory, empty, a NumPy array, or ends in
+      UserError: If a file does not exist, is a directory, is empty, is a NumPy array, or ends in
         empty lines, each of which would be a token.
     """
     lists = {}
@@ -115,7 +116,7 @@ def read_own_text(
     if is_one_list and len(first_paths) < _FEWEST_FILES:
         names = " and ".join(Path(path).name for path in first_paths)
         if config.file:
-            # Not the name of the text of JSON lines.
+            # These are the user's names, not the names of the texts of JSON lines.
             names = Path(config.file).name
         description = f"own text, {n_bytes:,} bytes of {names}"
         text = _split_text("text", description, first_paths, config)
@@ -130,8 +131,8 @@ def read_own_text(
         }
     splits = {split: tuple(map(file_part, paths)) for split, paths in lists.items()}
 
-    # A line ends with its file, and splits are not alike. So the digest is of the splits' digests,
-    # and theirs is of the files' digests.
+    # A line ends with its file, and splits differ. The digest is therefore computed from the
+    # splits' digests, which are computed from the files' digests.
     sizes = []
     digests = []
     for split, files in splits.items():
@@ -190,7 +191,7 @@ def read_python_stdlib(config: DataConfig) -> Text:
         f"standard library of Python {platform.python_version()}, {len(paths)} "
         f"files, {total:,} bytes, split by names"
     )
-    # Digests of digests: it matters which split a file is in.
+    # A digest of digests, because it matters which split a file is in.
     digest = digest_of(_digest(with_bar(f"reading {name}", splits[name])) for name in SPLITS)
     return Text("python_stdlib", description, digest, splits)
 
@@ -198,19 +199,19 @@ def read_python_stdlib(config: DataConfig) -> Text:
 def split_by_name(root: str, paths: Sequence[str]) -> dict[str, tuple[File, ...]]:
     """Splits the standard library between its top-level modules and packages.
 
-    A split by position tests on other subjects than it trains on: the last files in path order are
-    about XML, URLs and zip files. So the names are sorted by a hash instead. The first are the test
-    split, up to the name with which it has 600,000 bytes. The next are the validation split, and
-    the rest is the training split. The files of a package stay together, because they repeat one
-    another. In each split, files are in the order of `paths`.
+    A split by position would test on other subjects than it trains on: the last files in path order
+    are about XML, URLs and zip files. The names are therefore sorted by a hash. The first names are
+    the test split, up to the name with which it reaches 600,000 bytes. The next names are the
+    validation split, and the rest is the training split. The files of a package stay together,
+    because they repeat one another. In each split, files are in the order of `paths`.
 
-    Two versions of Python differ in few names, each of which moves a border by no more than its
-    size. Names of more than 80,000 bytes always train. Otherwise a held-out split would be about
-    few subjects, and another text where one of its packages is not installed. By this rule
-    `encodings` trains, 1.4 MB of files that are almost copies of each other.
+    Two versions of Python differ in few names, each of which moves a border by at most its size.
+    Names with more than 80,000 bytes are always in the training split. Otherwise a held-out split
+    would cover few subjects, and would differ if one of its packages is not installed. By this rule
+    `encodings`, 1.4 MB of files that are almost copies of each other, is in the training split.
 
     Raises:
-      UserError: If the names do not suffice for a test and a validation split.
+      UserError: If the names are not sufficient for a test and a validation split.
     """
     files: dict[str, list[str]] = {}
     for path in paths:
@@ -258,8 +259,8 @@ def split_by_position(paths: Sequence[str], *, at_lines: bool) -> dict[str, tupl
 
     Borders are rounded down.
 
-    With `at_lines` a border moves on to the next beginning of a line, or, where lines are very
-    long, of a word.
+    With `at_lines` a border moves forward to the next beginning of a line, or of a word if lines
+    are very long.
     """
     total = sum(map(os.path.getsize, paths))
     valid_start = total * 90 // 100
@@ -291,7 +292,7 @@ def _line_start(paths: Sequence[str], border: int) -> int:
 
     If no line begins nearby, a word begins at the position, or at least a character.
     """
-    # The byte before the border decides whether a line begins there already.
+    # The byte before the border shows whether a line begins at the border itself.
     first = max(border - 1, 0)
     files = _between(paths, first, first + _WINDOW_BYTES)
     window = b"".join(itertools.chain.from_iterable(file.blocks() for file in files))
@@ -318,7 +319,7 @@ def _check_text(config: DataConfig, paths: Sequence[str]) -> None:
             file.seek(max(os.path.getsize(path) - _WINDOW_BYTES, 0))
             end = file.read()
 
-        # Its bytes would be trained on as if they were text.
+        # The model would be trained on its bytes as if they were text.
         if is_array:
             raise UserError(
                 f"{path} is a NumPy array, but data.tokenizer.kind is {kind}. "
@@ -344,11 +345,11 @@ def _text_of_json(path: str, config: DataConfig, end: str, cache: Path) -> str:
     Each document is written with its end.
 
     Raises:
-      UserError: If a line is not a document. The error has the file and the line.
+      UserError: If a line is not a document. The error contains the file and the line.
     """
     field = config.json_field
     assert field is not None
-    # Everything that the text depends on. A file that was changed has another size or time.
+    # Everything that the text depends on. A changed file has another size or time.
     status = os.stat(path)
     facts = repr((os.path.abspath(path), status.st_size, status.st_mtime_ns, field, end))
     text_path = _copy_of(facts, cache) / f"{Path(path).stem}.txt"
@@ -371,7 +372,7 @@ def _with_ends(numbered: Iterable[tuple[int, str]], end: str) -> Iterator[str]:
     for _, document in numbered:
         if not document.strip():
             continue
-        # Newlines at its end would make empty lines of the one that follows.
+        # Newlines at its end would become empty lines before the newline in `end`.
         if end[0] == "\n":
             document = document.rstrip("\n")
         yield document + end
@@ -435,11 +436,11 @@ def _copy_of_pipe(path: str, cache: Path) -> str:
     """Writes the content of a pipe to a file that is named after it, and returns its path.
 
     Raises:
-      UserError: If the pipe has no content, or several processes would each read a part of it.
+      UserError: If the pipe has no content, or multiple processes would each read a part of it.
     """
     if distributed.is_multiprocess():
         raise UserError(
-            f"a text must be a file if several processes read it, got {path}, which is a pipe. "
+            f"a text must be a file if multiple processes read it, got {path}, which is a pipe. "
             "Write it to a file first."
         )
     folder = cache / "fetched" / "pipes"
@@ -469,7 +470,7 @@ def _copy_of_pipe(path: str, cache: Path) -> str:
 def _listed(config: DataConfig) -> DataConfig:
     """Returns a config with a list of training files instead of a directory or pattern.
 
-    Only `data.file` of one's own text may be one.
+    Only `data.file` of the user's own text may be a directory or pattern.
     """
     path = config.file
     if not path or config.corpus is not CorpusName.TEXT or config.tokenizer.kind is Tokenizer.ID:
@@ -557,7 +558,8 @@ def _copy(url: str, cache: Path, root: str | None = None) -> str:
     """
     root = root or os.path.dirname(url)
     local = _copy_of(root, cache) / os.path.relpath(url, root)
-    # The time from before the download: an object that is replaced meanwhile is copied again.
+    # The time is read before the download, so that an object that is replaced meanwhile is copied
+    # again.
     time = storage.modified(url)
     if local.exists():
         status = local.stat()
@@ -565,7 +567,7 @@ def _copy(url: str, cache: Path, root: str | None = None) -> str:
             return str(local)
 
     local.parent.mkdir(parents=True, exist_ok=True)
-    # Under another name first, so that no interrupted download passes for a copy.
+    # The copy has a temporary name first, so that an interrupted download is not used.
     partial = local.with_name(f".{local.name}.{os.getpid()}.tmp")
     try:
         remote.download(url, partial)

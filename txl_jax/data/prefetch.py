@@ -9,25 +9,25 @@ from collections.abc import Callable
 
 from txl_jax.recurrence import Segments
 
-# Number of blocks to prefetch beyond the one that is asked for.
+# Number of blocks to prefetch beyond the requested one.
 DEPTH = 2
 
 
 class Prefetcher(contextlib.AbstractContextManager["Prefetcher"]):
     """A context manager that prefetches blocks of S segments by their first step.
 
-    `prefetcher(step)` returns what `segments(step, S)` returns, and raises what it raises, in the
-    caller and only for a step that was asked for. Ask for steps in order, S apart.
+    `prefetcher(step)` returns the result of `segments(step, S)`, or raises its error in the caller,
+    but only for requested steps. Request steps in order, S apart.
     """
 
     def __init__(
         self, segments: Callable[[int, int], Segments], *, segments_per_call: int, steps: int
     ):
-        """Starts no work yet.
+        """Creates the prefetcher, without starting work.
 
         Args:
-          segments: Returns the block of segments from a first step on, by this step and a count. It
-            is called on a background thread only, so it may also put the block on the devices, but
+          segments: Returns a block of segments for its first step and the number of steps. It is
+            called only on a background thread, so it may also put the block on the devices, but
             must enter its own jax context, such as a mesh.
           segments_per_call: S.
           steps: The run's last step. A block that ends after it is never prefetched.
@@ -35,7 +35,7 @@ class Prefetcher(contextlib.AbstractContextManager["Prefetcher"]):
         self._segments = segments
         self._segments_per_call = segments_per_call
         self._steps = steps
-        # The blocks that are read or will be, by their first step.
+        # Blocks that are read, or will be, by their first step.
         self._pending: dict[int, concurrent.futures.Future[Segments]] = {}
         self._thread = concurrent.futures.ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="segments"

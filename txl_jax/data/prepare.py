@@ -1,10 +1,10 @@
-"""Published corpora, stored as tensorflow-datasets records.
+"""Prepares published corpora as tensorflow-datasets records.
 
-Their files are found or downloaded, checked, and kept as records.
+Their files are found or downloaded, checked, and stored as records.
 
 A record is a block of a file's bytes (reading a million lines one by one takes seconds). Next to
-the records, metadata.json stores the sha256 of each part, and for each split the name, bytes and
-records of its files in their order.
+the records, metadata.json stores the sha256 of each part and, for each split, the name, bytes and
+records of its files in order.
 """
 
 import codecs
@@ -33,7 +33,7 @@ from txl_jax.runtime.output import say
 
 # Bytes of a record. The last record of a file may have fewer.
 RECORD_BYTES = 1 << 16
-# Records per file: tensorflow-datasets holds a file's records in memory while it writes.
+# Records per file: tensorflow-datasets keeps a file's records in memory while it writes.
 SHARD_RECORDS = 1 << 10
 # Records that are read at a time, together a megabyte.
 _RECORDS_PER_BLOCK = 16
@@ -68,7 +68,7 @@ def read(
 
 
 def has_records(name: CorpusName, cache: Path) -> bool:
-    """Returns whether the records of a corpus are in a directory of prepared text."""
+    """Returns whether a directory of prepared text contains the records of a corpus."""
     return (_records_folder(name, cache / "tfds") / _DONE).is_file()
 
 
@@ -79,7 +79,7 @@ def _records_folder(name: CorpusName, folder: Path) -> Path:
 def _prepare(name: CorpusName, folder: Path, data_dir: str) -> None:
     """Writes the records of a corpus into a directory, of which the caller holds the lock."""
     say(f"preparing {CORPORA[name].title} in {folder} (once)")
-    # Incomplete records and downloads are left over from a killed process, as nobody else writes.
+    # Incomplete records and downloads are from a killed process, because no other process writes.
     shutil.rmtree(folder / f"txl_{name}", ignore_errors=True)
     downloads = folder / f"txl_{name}_downloads"
     for leftover in downloads.rglob("*.tmp.*"):
@@ -179,7 +179,7 @@ def _files(
 
 
 def _reading_records(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """Turns any error of the block into a `UserError` that says how to prepare the text again."""
+    """Turns any error of the block into a `UserError` that tells how to prepare the text again."""
     return refusing_damage(
         f"the prepared text in {folder} is corrupted", "Remove this directory to prepare it again."
     )
@@ -188,7 +188,7 @@ def _reading_records(folder: Path) -> contextlib.AbstractContextManager[None]:
 class StoredFile(NamedTuple):
     """A file of a split, as metadata.json lists it."""
 
-    name: str  # Without its directory.
+    name: str  # Name without its directory.
     size: int  # Bytes.
     n_records: int
 
@@ -202,7 +202,7 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
     which it needs TensorFlow above 1 GB.
     """
 
-    # Raise it whenever the same corpus would give other records or metadata.
+    # Raise this version whenever the same corpus would give other records or metadata.
     VERSION = tfds.core.Version("1.0.0")
 
     def __init__(self, name: CorpusName, *, data_dir: Path, files_in: str = ""):
@@ -290,7 +290,7 @@ class PublishedText(tfds.core.ShardBasedBuilder, skip_registration=True):  # typ
             n_lines += tally.lines
             n_words += tally.words
 
-        # In the order of the names, as an archive may have the files in any order.
+        # In the order of the names, because an archive may have the files in any order.
         digests.sort()
         if len(digests) == 1:
             [(_, digest)] = digests

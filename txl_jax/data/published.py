@@ -1,11 +1,11 @@
 """The published corpora: URLs of their files, metadata to check them by, and default settings.
 
-Each corpus has a row, and no other code knows a corpus by its name. CONTRIBUTING.md lists the steps
-of adding a corpus.
+Each corpus has an entry, and no other code depends on a corpus's name. CONTRIBUTING.md lists the
+steps for adding a corpus.
 
 A corpus consists of *parts*: the files of one split, or, for enwik8 and text8, one file that all
-splits are cut from. Sizes and checksums come from public code. One that could not be confirmed is
-None, and then the content decides.
+splits are cut from. Sizes and checksums come from public code. A value that could not be confirmed
+is None, and only the content is checked.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class Facts:
 
     # Number of bytes.
     size: int | None = None
-    # Only for a part that is one file. Where the number of tokens is known too, another sha256 is
+    # Only for a part that is one file. If the number of tokens is also known, another sha256 is
     # only noted.
     sha256: str | None = None
     # Number of lines.
@@ -76,23 +76,23 @@ class PublishedCorpus:
 
     # Name in errors and lists.
     title: str
-    # What the title stands for, such as "words" or "bytes of Wikipedia", in the list of programs.
+    # Content of the corpus, such as "words" or "bytes of Wikipedia", in the list of commands.
     contents: str
     # Possible names of its own directory in the data directory, and of archives.
     folders: tuple[str, ...]
     # Paths of its files below a directory or in an archive. The first layout that fits counts.
     layouts: tuple[Layout, ...]
-    # What is known of each part.
+    # Known facts about each part.
     facts: Mapping[str, Facts]
     # Alternatives to download, each complete: an archive, or all files.
     sources: tuple[tuple[Remote, ...], ...]
-    # Settings of its tokens and their order, with which its program begins.
+    # Settings of its tokens and their order: the defaults of its command.
     defaults: DataConfig
     # V of the whole corpus with these settings, <eos> and <unk> included, as `prepare` prints it.
     vocab_size: int
-    # Program in experiments/ that trains on it. Empty means the program of the corpus's name.
+    # Command in experiments/ that trains on it. If empty, it has the name of the corpus.
     program: str = ""
-    # Layouts with names so common that they count only in its own directory.
+    # Layouts with such common names that they count only in the corpus's own directory.
     own_layouts: tuple[Layout, ...] = ()
     # Bytes of each split in the whole, in order. Empty if each split has files.
     cuts: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -128,7 +128,7 @@ class PublishedCorpus:
 
         The result is empty unless the corpus is one file.
         """
-        return ", or pass part of it as --data.file=PATH, which is not checked" if self.cuts else ""
+        return ", or pass part of it as --data.file=PATH (without checks)" if self.cuts else ""
 
     def url_of(self, path: str) -> str:
         """Returns the URL to name in errors for a file.
@@ -253,8 +253,8 @@ _PTB = PublishedCorpus(
         ),
         (Remote("http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz", size=34_869_662),),
     ),
-    # The text is lower-case already (but for N, any number), so the original's lower-casing changes
-    # no count.
+    # The text is already lower-case (except for N, which stands for numbers), so the original's
+    # lower-casing does not change counts.
     defaults=DataConfig(
         corpus=CorpusName.PTB,
         tokenizer=TokenizerConfig(kind=Tokenizer.WORD, line_mark=LineMark.EOS),
@@ -292,7 +292,7 @@ _LM1B = PublishedCorpus(
     layouts=(_below(_R13, _SHARDS), _SHARDS),
     facts={
         "train": Facts(lines=30_301_028),
-        # From the configuration of lingvo's authors, one of whom made the benchmark; the test
+        # From the configuration of lingvo's authors, one of whom made the benchmark. The test
         # shard's 6,075 sentences with 153,583 words are stated elsewhere too.
         "valid": Facts(lines=6_206),
         "test": Facts(lines=6_075),
@@ -348,7 +348,7 @@ CORPORA = {row.defaults.corpus: row for row in _ROWS}
 
 
 def default_data(name: CorpusName) -> DataConfig:
-    """Returns the data settings with which the programs of a corpus begin."""
+    """Returns the default data settings of a corpus's commands."""
     return CORPORA[name].defaults if name in CORPORA else DataConfig(corpus=name)
 
 
@@ -369,7 +369,7 @@ def check_file(data: DataConfig) -> None:
 
 
 def program_of(name: CorpusName) -> str:
-    """Returns the name of the program in experiments/ that trains on a corpus."""
+    """Returns the name of the command in experiments/ that trains on a corpus."""
     if name is CorpusName.PYTHON_STDLIB:
         return "quickstart"
     if name in CORPORA and CORPORA[name].program:

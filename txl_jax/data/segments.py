@@ -1,4 +1,4 @@
-"""Batching: cuts a token stream into rows and segments, as a pure function of (seed, epoch, step).
+"""Cuts a token stream into rows and segments, as a pure function of (seed, epoch, step).
 
 A text of T tokens has T - 1 targets, the tokens 1 .. T - 1. The input of a target is the token
 before it. Row b of the B rows reads the n targets from 1 + b * n on, L of them per step. With T =
@@ -18,7 +18,7 @@ In these variants, targets in brackets have weight 0:
     training, `Roll.ROWS` by 3 and 1  row 0:   4 5 1       of 4 5 1 2 3
                                       row 1:   7 8 9       of 7 8 9 10 11 6
 
-All processes draw the same random numbers, and each reads its `own` rows.
+All processes sample the same random numbers, and each reads its `own` rows.
 """
 
 import dataclasses
@@ -52,13 +52,13 @@ class RowRanges(NamedTuple):
 class SegmentReader:
     """Segments of a text by step, built by `training_segments` or `evaluation_segments`."""
 
-    # Integer ids [T]. They may be memory-mapped, as only the positions asked for are read.
+    # Integer ids [T]. They may be memory-mapped, because only the requested positions are read.
     tokens: np.ndarray
     # B, rows over all processes.
     batch_size: int
     # L, positions of a row in a segment.
     segment_len: int
-    # New positions of each segment after a row's first. Those before were read already.
+    # New positions of each segment after a row's first. Earlier positions have already been read.
     stride: int
     # The pairs of all B rows, also of the rows of other processes.
     rows: RowRanges
@@ -90,9 +90,9 @@ class SegmentReader:
 
         The segments have this process's rows: [S, own rows, L].
 
-        Training steps continue through epochs of `n_segments` steps, and rows are reset where an
-        epoch begins. In evaluation, steps from `n_segments` on are padding, so all blocks have one
-        shape.
+        Training steps continue through epochs of `n_segments` steps, and rows are reset at the
+        beginning of an epoch. In evaluation, steps from `n_segments` on are padding, so that all
+        blocks have the same shape.
 
         Raises:
           ValueError: If a step is negative or a count below 1.
@@ -149,7 +149,7 @@ class SegmentReader:
         )
         counts_SxBxL = real_SxBxL & (pair_SxBxL >= scored_B[:, None]) & ~again_SxL[:, None]
 
-        # Where in the text the inputs and the targets of the L pairs from each segment's first are.
+        # Positions in the text of the inputs and targets of each segment's L pairs.
         input_SxBxL, target_SxBxL = self.order(epoch, pair_SxBxL[..., 0], self.segment_len)
         return Segments(
             inputs=take(self.tokens, input_SxBxL, real_SxBxL),
@@ -179,7 +179,7 @@ def training_segments(
     sentence_starts: np.ndarray | None = None,
     own: Rows = None,
 ) -> SegmentReader:
-    """Builds the training segments: whole ones only, so targets that fill none are skipped.
+    """Builds the training segments. All are whole, so remaining targets are skipped.
 
     >>> reader = training_segments(np.arange(12), batch_size=2, segment_len=3)
     >>> reader.n_segments, reader.tokens_per_epoch, reader.skipped_tokens
@@ -188,8 +188,8 @@ def training_segments(
     Args:
       tokens: Integer ids [T], may be memory-mapped.
       batch_size: B, over all processes.
-      stride: Positions by which a row advances from segment to segment, or None for L. In all but
-        its first segment of an epoch, only the last `stride` positions are scored.
+      stride: Positions by which a row advances from segment to segment, or None for L. In all
+        segments of an epoch except the first, only the last `stride` positions are scored.
       roll: Rotates the stream, or each row, by a random number in each epoch. NONE skips the same
         targets in each.
       sentence_starts: Signed integers [n + 1], may be memory-mapped: sentence i is
@@ -228,7 +228,7 @@ def training_segments(
     elif roll is Roll.STREAM:
         order = random_roll(np.array([0, n_pairs]), seed)
     elif roll is Roll.ROWS:
-        # Each row rotates a range of its own, of which it reads as much as without a roll.
+        # Each row rotates its own range, of which it reads as much as without a roll.
         edges = np.arange(batch_size + 1) * n_pairs // batch_size
         first_B = edges[:-1]
         order = random_roll(edges, seed)

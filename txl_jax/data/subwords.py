@@ -1,4 +1,4 @@
-"""Subword tokens of the optional package tokenizers.
+"""Subword tokens, with the optional package tokenizers.
 
 The tokens come from a Hugging Face tokenizer.json, which is loaded or trained on a text.
 
@@ -24,17 +24,17 @@ from txl_jax.data.vocabulary import Vocabulary, escape, id_type
 from txl_jax.errors import MissingPackageError, UserError, rephrased
 from txl_jax.runtime import storage
 
-# The tokens that end a document in the usual tokenizers. An unprompted text follows the first of
-# them that the file has.
+# Tokens that end a document in common tokenizers. An unprompted text follows the first of them that
+# the file contains.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 # Largest size of a vocabulary. A file of a few bytes can claim any id, and tables have a row for
 # each id.
 _MOST_TOKENS = 1 << 22
-# Characters of the longest text that is cut only between lines. Longer ones are cut between words.
+# Characters of the longest text that is cut only between lines. Longer texts are cut between words.
 _LONGEST_PARAGRAPH = 1 << 20
-# Characters of the longest word for training. Merging the letters of a word takes time with the
-# square of its length, and text without white space (Chinese, DNA, base64) is one word. The parts
-# of 4 MB take as long as words of 80 letters.
+# Characters of the longest word for training. Merging the letters of a word takes time quadratic in
+# its length, and text without white space (Chinese, DNA, base64) is a single word. The parts of
+# 4 MB take as long as words of 80 letters.
 _LONGEST_TRAINED_WORD = 1024
 # The classes of characters that the words of byte-level BPE consist of: letters, digits, other
 # characters, and white space.
@@ -80,7 +80,7 @@ class SubwordVocabulary(Vocabulary):
     kind: ClassVar[str] = "subword"
 
     def __post_init__(self) -> None:
-        # A stranger's file can give a token any id, and would fill the memory with empty rows.
+        # A stranger's file can give a token any id, which would fill the memory with empty rows.
         require(
             0 < self.size <= _MOST_TOKENS,
             f"it must have ids below {_MOST_TOKENS:,}, got {self.size - 1:,}",
@@ -93,7 +93,7 @@ class SubwordVocabulary(Vocabulary):
 
     @property
     def start(self) -> np.ndarray:
-        """Returns the token that ends documents, else the newline's, else the id 0."""
+        """Returns the id of the token that ends documents, otherwise of the newline, or 0."""
         for name in _ENDS:
             token = self._tokenizer.token_to_id(name)
             if token is not None:
@@ -117,7 +117,7 @@ class SubwordVocabulary(Vocabulary):
         """Yields the ids of a split, in blocks.
 
         Raises:
-          UserError: If a character cannot be encoded. The error has the file's name.
+          UserError: If a character cannot be encoded. The error contains the file's name.
         """
         for file in files:
             for text in _paragraphs(text_blocks([file], close_lines=False)):
@@ -135,7 +135,7 @@ class SubwordVocabulary(Vocabulary):
         return np.array(self._ids(text), id_type(self.size))
 
     def _ids(self, text: str) -> list[int]:
-        # The package raises nothing narrower.
+        # The package does not raise a narrower type.
         with rephrased("the tokenizer cannot encode the text (%s)", Exception):
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -155,7 +155,7 @@ class SubwordVocabulary(Vocabulary):
             if normalizer is not None:
                 normalized = normalizer.normalize_str(character)
             ids = self._ids(character)
-            # Tokenizers may drop white space, and what they normalize to nothing.
+            # Tokenizers may drop white space, and characters that they normalize to nothing.
             if not normalized or normalized.isspace():
                 continue
             # Byte tokens spell all bytes of a character or lose some of it.
@@ -174,7 +174,7 @@ class SubwordVocabulary(Vocabulary):
     def _settings(self) -> dict[str, Any]:
         """The file's settings without truncation, padding and dropout."""
         settings = json.loads(self.content)
-        # Any JSON may stand in the file. What is read below must be there.
+        # The file may contain any JSON, so check the entries that are read below.
         require(
             isinstance(settings, dict) and isinstance(settings.get("model"), dict),
             "it contains no model",
@@ -189,7 +189,7 @@ class SubwordVocabulary(Vocabulary):
             has_text = isinstance(token, dict) and token.get("content")
             require(has_text, "its added tokens must each have a text, got one without")
 
-        # Dropout would make other tokens of the same text each time.
+        # Dropout would tokenize the same text differently each time.
         model = dict(settings["model"])
         if "dropout" in model:
             model["dropout"] = None
@@ -275,7 +275,7 @@ def train(files: Iterable[File], *, size: int) -> SubwordVocabulary:
 
 
 def _cut_words(text: str) -> Iterator[str]:
-    """Yields a text in parts without longer words than training can merge in time."""
+    """Yields a text in parts without words that are too long to merge in time."""
     first = 0
     for word in _LONG_WORDS.finditer(text):
         yield text[first : word.end()]
@@ -322,7 +322,7 @@ def given_tokenizer(path: str) -> SubwordVocabulary:
     """Reads a tokenizer.json.
 
     Raises:
-      UserError: If the file is not one.
+      UserError: If the file is not a tokenizer.json.
     """
     checked(path, flag="--data.tokenizer.hf_file")
     with rephrased(

@@ -1,6 +1,7 @@
 """Text before it becomes tokens: three splits, each a sequence of files that are read in blocks.
 
-Nothing is held in memory: a block is at most a few megabytes, and a split may be read many times.
+Texts are not kept in memory: a block is at most a few megabytes, and a split can be read many
+times.
 """
 
 import dataclasses
@@ -19,9 +20,9 @@ from txl_jax.runtime import storage
 # Large enough that the cost per block is negligible, small compared with any model.
 BLOCK_BYTES = 1 << 20
 SPLITS = ("train", "valid", "test")
-# Windows writes it before a file's first word.
+# The byte-order mark that Windows writes at the beginning of a file.
 BYTE_ORDER_MARK = "\ufeff"
-# First bytes of files that are seldom meant to be read as they are.
+# First bytes of files that are seldom meant to be read directly.
 _PACKED = {
     b"\x1f\x8b": "gzip",
     b"PK\3\4": "zip",
@@ -31,9 +32,9 @@ _PACKED = {
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
-# Bytes. Longer ranges without white space are cut between characters.
+# Number of bytes. Longer ranges without white space are cut between characters.
 _LONGEST_WORD = 1 << 16
-# Bytes of a line that an error shows.
+# Number of bytes of a line that an error shows.
 _SHOWN_BYTES = 60
 
 
@@ -78,7 +79,7 @@ def bar(description: str, size: int) -> tqdm.tqdm:
 
 
 def with_bar(description: str, files: Iterable[File]) -> Iterator[File]:
-    """Yields the files, with a bar that shows how far their bytes are read."""
+    """Yields the files, with a progress bar of the bytes read."""
     files = list(files)
     with bar(description, sum(file.size for file in files)) as progress:
         for file in files:
@@ -160,19 +161,19 @@ def json_texts(
     """Yields the line number, from 1 on, and the text of each JSON line that is not empty.
 
     Args:
-      field: The field of a line's object that has the text.
+      field: The field of a line's object that contains the text.
       name: Name of the file, for errors.
       zeros_allowed: Whether a text may have zero characters, which only bytes may contain.
 
     Raises:
-      UserError: If a line has no text in the field, or a zero character that is not allowed. The
-        error has the number of the line.
+      UserError: If a line does not have a text in the field, or has a zero character that is not
+        allowed. The error contains the line number.
     """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         kind = packed_as(line) if number == 1 else ""
-        # What follows would be an error about JSON, which is no help.
+        # Otherwise the error would be about JSON, which would not help.
         if kind:
             raise UserError(
                 f"{name} must be JSON lines in UTF-8, got {kind}. Unpack or convert it first, or "
@@ -181,8 +182,8 @@ def json_texts(
 
         try:
             text = json.loads(line)[field]
-            # A number has no such method, and half a surrogate pair, which JSON can spell, has no
-            # UTF-8: it would be an error much later, when the text is written.
+            # A number does not have this method. Half a surrogate pair, which JSON can contain,
+            # cannot be encoded in UTF-8: it would fail much later, when the text is written.
             text.encode()
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             # RecursionError: a line of a hundred thousand brackets.
@@ -227,7 +228,7 @@ def text_blocks(files: Iterable[File], *, close_lines: bool) -> Iterator[str]:
             offset += cut
 
         last_text = _decode(rest, file.name, offset)
-        # A text leaves a rest exactly if it does not end in a newline (see `_last_border`).
+        # A remainder is left exactly if the text does not end in a newline (see `_last_border`).
         if close_lines and last_text:
             last_text += "\n"
         yield last_text
@@ -240,8 +241,8 @@ def _last_border(block: bytes) -> int:
     or, in a very long word, before a character.
     """
     border = block.rfind(b"\n") + 1
-    # A space at the very end stays with the next block. So a line without its newline leaves a
-    # rest, by which `text_blocks` knows that it is not closed.
+    # A space at the very end stays with the next block. A line without a newline therefore leaves a
+    # remainder, from which `text_blocks` knows that the line is not closed.
     for white in (b" ", b"\t", b"\r"):
         border = max(border, block.rfind(white, 0, -1) + 1)
     if border or len(block) < _LONGEST_WORD:
@@ -259,7 +260,7 @@ def is_inside_character(byte: int) -> bool:
 
 
 def packed_as(head: bytes) -> str:
-    """Returns the format of a file that begins like a compressed or UTF-16 file, or else ""."""
+    """Returns the format of a file that begins like a compressed or UTF-16 file, otherwise ""."""
     for start, kind in _PACKED.items():
         if head.startswith(start):
             return kind
@@ -269,7 +270,7 @@ def packed_as(head: bytes) -> str:
 def _decode(block: bytes, name: str, offset: int) -> str:
     """Returns the text of a block that is at a position `offset` of the file `name`."""
     try:
-        # Valid UTF-8, but a sign of a binary file, of which words would be made.
+        # Valid UTF-8, but a sign of a binary file, whose content would become words.
         zero = block.find(b"\0")
         if zero >= 0:
             raise UnicodeDecodeError("utf-8", block, zero, zero + 1, "no text has a zero byte")

@@ -7,9 +7,9 @@ sentences.npy                   int64 [n + 1]: where each training line starts, 
 vocabulary.txt                  the vocabulary
 store.json                      sizes and sha256 of the others, written last
 
-Its name has the fingerprint of the text, of the tokens' settings and of `VERSION`, so another text
-or setting never finds an old store. Every byte is checked when a store is opened, since a flipped
-bit would be learned unnoticed.
+Its name contains the fingerprint of the text, of the tokens' settings and of `VERSION`, so another
+text or setting never finds an old store. Every byte is checked when a store is opened, because a
+flipped bit would be learned unnoticed.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ _SENTENCES = "sentences.npy"
 _VOCABULARY = "vocabulary.txt"
 # Hexadecimal digits of a fingerprint in the name of a store.
 _FINGERPRINT_DIGITS = 16
-# Ids that are searched for marks at a time.
+# Number of ids that are searched for marks at a time.
 _BLOCK_IDS = 1 << 16
 
 
@@ -59,7 +59,7 @@ def open_store(
     """Opens the store of a text in `folder`, writing it first if needed.
 
     Args:
-      settings: Everything but the text that the ids depend on, as JSON.
+      settings: Everything that the ids depend on, except the text, as JSON.
       make_vocabulary: Returns the vocabulary with which a new store is written.
 
     Raises:
@@ -83,10 +83,10 @@ def open_store(
 
 
 def find_store(text: Text, settings: dict[str, Any], folder: Path) -> TokenStore | None:
-    """Returns the store that `open_store` would open, or None if it is yet to be written.
+    """Returns the store that `open_store` would open, or None if it has not been written.
 
-    The directory may be a stranger's, whose digests match, but whose arrays are not ids. Then it is
-    None too.
+    Also returns None if the arrays are not ids although their digests match, because the directory
+    may come from a stranger.
     """
     path = _path(text, settings, folder)
     if not _is_whole(path):
@@ -99,7 +99,7 @@ def find_store(text: Text, settings: dict[str, Any], folder: Path) -> TokenStore
     arrays = list(store.splits.values())
     if store.sentences is not None:
         arrays.append(store.sentences)
-    # Another type or number of axes would end in an error in the middle of a run.
+    # Another dtype or number of axes would cause an error in the middle of a run.
     are_ids = all(array.ndim == 1 and np.issubdtype(array.dtype, np.integer) for array in arrays)
     return store if are_ids else None
 
@@ -111,14 +111,14 @@ def _path(text: Text, settings: dict[str, Any], folder: Path) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Returns whether the directory is a store whose every byte is as it was written."""
+    """Returns whether the directory is a store in which no byte has changed."""
     try:
         summary = storage.read_json(path / _SUMMARY)
         sizes = summary["bytes"]
         # A file that is not listed would not be checked, such as a stranger's sentences.npy.
         if sizes.keys() != set(storage.names(path)) - {_SUMMARY}:
             return False
-        # Sizes come first, as the digests read the whole files.
+        # Sizes come first, because the digests read the whole files.
         for name, size in sizes.items():
             if (path / name).stat().st_size != size:
                 return False
@@ -138,7 +138,7 @@ def _load(path: Path) -> TokenStore:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Removes what killed processes left of a store. The caller holds its lock."""
+    """Removes incomplete stores of killed processes. The caller holds the store's lock."""
     for leftover in path.parent.glob(f"{path.name}.*"):
         shutil.rmtree(leftover)
 
@@ -181,7 +181,7 @@ def _write(path: Path, text: Text, vocabulary: Vocabulary) -> None:
 def _write_array(path: Path, dtype: np.dtype, blocks: Iterable[np.ndarray]) -> int:
     """Writes blocks as one .npy array of one axis. Returns its length."""
     with open(path, "wb") as file:
-        # The length is known at the end. The header is written again then, in the same place.
+        # The length is known only at the end. The header is then rewritten in the same place.
         length = 0
         _write_header(file, dtype, length)
         for block in blocks:
@@ -201,7 +201,7 @@ def _write_header(file: BinaryIO, dtype: np.dtype, length: int) -> None:
         "fortran_order": False,
         "shape": (length,),
     }
-    # NumPy leaves room in it for any length, so its size is fixed.
+    # NumPy leaves room in the header for any length, so its size is fixed.
     np.lib.format.write_array_header_1_0(file, header)
 
 

@@ -1,9 +1,9 @@
-"""Refuses a tokenizer.json whose steps let a text grow without bound.
+"""Rejects a tokenizer.json whose steps let a text grow without bound.
 
-A file of 2 kB can ask for k normalizers that each replace "a" by "aa", which make 2^k characters of
-one, in a library that Ctrl-C does not reach. So each step is first applied to short texts, one step
-after the other, before the package sees all of them. `txl_jax.data.subwords` calls `check` for
-every tokenizer, wherever it comes from.
+A 2 kB file can specify k normalizers that each replace "a" with "aa", which turn one character into
+2^k, in a library that Ctrl-C does not reach. Each step is therefore first applied to short texts,
+one step after the other, before the package gets all of them. `txl_jax.data.subwords` calls `check`
+for every tokenizer, wherever it comes from.
 """
 
 import base64
@@ -42,22 +42,22 @@ _PARTS = {
     "pre_tokenizer": _TokenizerPart("pretokenizers", _split),
     "decoder": _TokenizerPart("decoders", _decode),
 }
-# Steps of a part. Published tokenizers have up to ten.
+# Maximum number of steps of a part. Published tokenizers have up to ten.
 _MOST_STEPS = 32
-# Characters that may be made of one. Unicode's NFKC makes up to 18 of one, and bytes as characters
-# up to 4.
+# Maximum number of characters that one character may become. Unicode's NFKC makes up to 18, and
+# bytes as characters up to 4.
 _MOST_GROWTH = 32
-# Characters that steps may add to a text of any length, such as a space before it.
+# Maximum number of characters that steps may add to a text of any length, such as a space.
 _MOST_ADDED = 256
-# Each text is tried in so many copies, one after the other, that growth of each copy outweighs
+# Number of copies of each text, one after the other, so that growth of each copy outweighs
 # characters that are added once.
 _REPEATS = 16
-# Characters of a replacement. Published ones have up to ten.
+# Maximum number of characters of a replacement. Published ones have up to ten.
 _LONGEST_TEXT = 256
-# Distinct characters in the steps, each of which is tried.
+# Maximum number of distinct characters in the steps, each of which is tried.
 _MOST_CHARACTERS = 4096
-# Texts that are always tried: ASCII, a composed letter, one that is two in upper case, a wide one,
-# one of four bytes, one that NFKC makes 18, SentencePiece's space, and two words.
+# Texts that are always tried: ASCII, a composed letter, a letter that is two in upper case, a wide
+# letter, a letter of four bytes, one that NFKC turns into 18, SentencePiece's space, and two words.
 _USUAL_TEXTS = (
     *string.printable,
     "\u00e9",
@@ -109,7 +109,7 @@ def check(settings: dict[str, Any], lib: ModuleType) -> None:
 def _check_growth(part_name: str, original: str, text: str) -> None:
     """Raises `UserError` if a text after some steps is too long compared with the original one.
 
-    It is called after each step, so that no text is ever much longer than is allowed.
+    It is called after each step, so that a text is never much longer than allowed.
     """
     require(
         len(text) <= _MOST_GROWTH * len(original) + _MOST_ADDED,
@@ -170,7 +170,7 @@ def _steps(step: Any, steps_name: str) -> Iterator[Any]:
 def _texts_to_try(part_name: str, steps: list[Any]) -> list[str]:
     """Returns the texts to try, short ones first.
 
-    They are the texts in the steps, the characters of these texts, and some usual texts.
+    They are the texts in the steps, the characters of these texts, and some common texts.
 
     Raises:
       UserError: If they are too many.

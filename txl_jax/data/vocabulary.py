@@ -1,7 +1,8 @@
 """Vocabularies: the interface of all kinds of tokens, their saved form, and their text in pieces.
 
-Ids of characters and words are ranked by their counts in the training split, which the adaptive
-softmax needs, and equally frequent ones by first occurrence, as in the original release.
+Ids of characters and words are ranked by their counts in the training split, as the adaptive
+softmax requires. Tokens with equal counts are ranked by first occurrence, as in the original
+release.
 """
 
 import codecs
@@ -21,13 +22,14 @@ from txl_jax.metrics import Measure
 MARKS = {LineMark.EOS: "<eos>", LineMark.S: "<S>", LineMark.DOUBLE_S: "<S>"}
 # The first words of a saved vocabulary.
 TITLE = "txl_jax vocabulary"
-# What ends a generated text and is part of it: a token, or a string of more than one.
+# The end of a generated text, which is part of it: a token, or a string of more than one token.
 Ending = int | bytes | None
-# Ids that are counted at a time.
+# Number of ids that are counted at a time.
 _IDS_PER_BLOCK = 1 << 20
-# Largest share of unknown tokens in a text whose bytes are counted, as theirs are not known.
+# Largest fraction of unknown tokens with which a text's bytes are counted. The bytes of unknown
+# tokens are not known.
 MOST_UNKNOWN = 0.001
-# Characters of a text that an error shows.
+# Maximum number of characters of a text that an error shows.
 _SHOWN_CHARACTERS = 60
 # Settings of the saved form that are not plain JSON.
 _ENUMS = {"newlines": Newlines, "line_mark": LineMark}
@@ -41,7 +43,7 @@ class Vocabulary(Protocol):
 
     # Kind of tokens, as in the saved form's title.
     kind: ClassVar[str]
-    # Usual measure of a loss per token.
+    # Usual measure of a per-token loss.
     measure: ClassVar[Measure] = Measure.PPL
     # Name of a loss per byte of text in records.
     per_byte: ClassVar[str] = "bits_per_byte"
@@ -151,7 +153,7 @@ class Vocabulary(Protocol):
         return int(counts @ lengths)
 
     def count_unknown(self, *arrays: np.ndarray) -> int:
-        """Returns how many ids of arrays [T] are of tokens that the vocabulary lacks.
+        """Returns the number of ids in arrays [T] that stand for unknown tokens.
 
         The arrays may be memory-mapped.
         """
@@ -198,11 +200,11 @@ def loads(text: str, kinds: Iterable[type[Vocabulary]]) -> Vocabulary:
     """Parses the saved form of a vocabulary of one of `kinds`.
 
     Raises:
-      UserError: If `text` is not one.
+      UserError: If `text` is not a saved vocabulary.
     """
     title, *lines = text.removesuffix("\n").split("\n")
-    # The text may be a stranger's: an unknown kind or setting, and tokens that are no numbers where
-    # bytes should be, are errors of the classes below.
+    # The text may come from a stranger: an unknown kind or setting, or a byte that is not a number,
+    # raises one of the errors below.
     with rephrased(
         f"a saved vocabulary must have a line '{TITLE} KIND SETTINGS' and a line per token, "
         f"got {title[:_SHOWN_CHARACTERS]!r} as the first line (%s)",
@@ -260,9 +262,9 @@ def unescape(line: str) -> str:
 class TextStream:
     r"""The text of one sequence of tokens, piece by piece, up to the first stop string.
 
-    A stop string is found in the text, whatever tokens it is made of. The string that is complete
-    first counts. A piece that may be the beginning of a stop string is held back, and so are the
-    bytes of a character that is not complete.
+    A stop string is found in the text, independent of its tokens. The string that is complete first
+    counts. Text that may be the beginning of a stop string is held back, and so are the bytes of an
+    incomplete character.
 
     >>> stream = TextStream(bytes, ["\n\n", "end"])
     >>> [stream.add(piece) for piece in (b"one\n", b"two\ne", b"n", b"ough end.")]
@@ -283,21 +285,21 @@ class TextStream:
         Args:
           decode: Returns the text of ids, as `Vocabulary.decode`.
           stop: Non-empty stop strings.
-          ending: A token or string that ends the text too, but is part of it. None means none.
+          ending: A token or string that also ends the text, but is part of it, or None.
           errors: Treatment of bytes that are not UTF-8, as in `open`.
         """
         self._decode = decode
         self._ending = ending
         # Bytes that are not returned yet.
         self._held = b""
-        # For each string that ends the text, how many of its bytes the text keeps: all of the
-        # ending, none of a stop string.
+        # Number of bytes that the text keeps, for each string that ends it: all bytes of the
+        # ending, and none of a stop string.
         self._stop: dict[bytes, int] = {}
         if isinstance(ending, bytes):
             self._stop[ending] = len(ending)
         for string in stop:
             self._stop[string.encode()] = 0
-        # Keeps the bytes of a character that is not complete.
+        # Keeps the bytes of an incomplete character.
         self._characters = codecs.getincrementaldecoder("utf-8")(errors=errors)
         # Whether a stop string or the ending was found.
         self.ended = False
@@ -316,7 +318,7 @@ class TextStream:
                 ids = ids[: endings[0] + 1]
         self._held += self._decode(ids)
 
-        # For each string in the text: where it is complete, and where the text would be cut.
+        # For each string in the text: its end, and the position at which to cut the text.
         completions: list[tuple[int, int]] = []
         for string, n_kept in self._stop.items():
             first = self._held.find(string)
@@ -336,7 +338,7 @@ class TextStream:
         return self._characters.decode(piece)
 
     def _count_certain(self) -> int:
-        """Returns how many of the held bytes come before the longest end that begins a stop string.
+        """Returns the number of held bytes before the longest suffix that begins a stop string.
 
         Without stop strings these are all bytes.
         """
@@ -349,7 +351,7 @@ class TextStream:
     def finish(self) -> str:
         """Returns the text that was held back, when no more tokens come.
 
-        Bytes that are not UTF-8 become U+FFFD, or what `errors` says.
+        Bytes that are not UTF-8 become U+FFFD, or are treated as `errors` specifies.
         """
         piece = self._held
         self._held = b""

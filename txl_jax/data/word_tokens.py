@@ -1,4 +1,4 @@
-"""Words, and characters: tokens that are ranked by how often they occur."""
+"""Words and characters: tokens that are ranked by frequency."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ class WordVocabulary(Vocabulary):
     line_mark: LineMark = LineMark.EOS
     # Whether texts are changed to lower case before they become tokens.
     lower_case: bool = False
-    # The one of `words` that encodes all words that are not among them.
+    # The word in `words` that encodes all words that are not among them.
     unknown: str = UNKNOWN_WORD
 
     kind: ClassVar[str] = "word"
@@ -46,7 +46,7 @@ class WordVocabulary(Vocabulary):
 
     @property
     def start(self) -> np.ndarray:
-        """Returns the line mark, or without one the most frequent word."""
+        """Returns the line mark, or the most frequent word if lines are not marked."""
         return np.array([self.mark or 0])
 
     @property
@@ -69,7 +69,7 @@ class WordVocabulary(Vocabulary):
     def byte_lengths(self) -> np.ndarray:
         """Returns the bytes of each word [V] and of the one space or newline after it."""
         lengths = np.array([len(word.encode()) + 1 for word in self.words])
-        # A line's last word has counted its newline already.
+        # The newline is already counted for a line's last word.
         if self.mark is not None:
             lengths[self.mark] = 0
         return lengths
@@ -139,7 +139,7 @@ class CharacterVocabulary(Vocabulary):
 
     @property
     def start(self) -> np.ndarray:
-        """Returns a newline, else a space, else the first character."""
+        """Returns the id of a newline if present, otherwise of a space or the first character."""
         for character in ("\n", " "):
             if character in self.characters:
                 return self._encode(character)
@@ -170,8 +170,8 @@ class CharacterVocabulary(Vocabulary):
 def _check_distinct(tokens: Sequence[str], unknown: str, kind: str) -> None:
     """Raises `UserError` unless tokens are distinct and include the unknown one.
 
-    A saved vocabulary may be a stranger's. Of two ids for one token only one would ever be encoded,
-    and without the unknown token no text could be.
+    A saved vocabulary may come from a stranger. If two ids had the same token, only one could be
+    encoded. Without the unknown token, no text could be encoded.
     """
     n_distinct = len(set(tokens))
     if n_distinct < len(tokens) or unknown not in tokens:
