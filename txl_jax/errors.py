@@ -1,6 +1,6 @@
 """Errors that the user can fix.
 
-The message says what was expected, what was found, and how to fix it. Commands print it without a
+The message states what was expected, what was found, and how to fix it. Commands print it without a
 traceback. Any other exception is a bug, or comes from the system, and keeps its traceback.
 """
 
@@ -8,16 +8,16 @@ import contextlib
 import re
 from collections.abc import Iterator
 
-# Enough for every sentence of this project with a path in it. A stranger's file may put megabytes
-# into an error, such as a list of 300,000 numbers, and the end of a message has the advice.
+# Enough for every message of this project with a path in it. A stranger's file may put megabytes
+# into an error, such as a list of 300,000 numbers. The end of a message contains the advice.
 _MAX_CHARACTERS = 4_000
 _MAX_CHARACTERS_AT_END = 1_000
-# Characters that act on a terminal, end a line, or change the direction in which a line is shown.
+# Characters that control a terminal, end a line, or change the direction of a line.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def escape_control(text: str) -> str:
-    r"""Returns a text that stays in one line and does not act on a terminal, whoever wrote it.
+    r"""Returns a text that stays on one line and cannot control a terminal.
 
     >>> escape_control("a name\n\x1b[2J")
     'a name\\n\\x1b[2J'
@@ -28,7 +28,7 @@ def escape_control(text: str) -> str:
 def one_line(text: str) -> str:
     """Returns a text in a form that is safe to print.
 
-    This applies `escape_control`, and omits the middle of a long text.
+    Applies `escape_control`, and omits the middle of a long text.
     """
     if len(text) > _MAX_CHARACTERS:
         left_out = len(text) - _MAX_CHARACTERS
@@ -85,9 +85,9 @@ class RequestError(Exception):
 def rephrased(
     sentence: str, *errors: type[Exception], to: type[UserError] = UserError
 ) -> Iterator[None]:
-    """Turns errors of the block into the message, with the reason as its "%s".
+    """Turns errors in the block into a `UserError` with this message, whose "%s" is the reason.
 
-    A missing package keeps its own.
+    The error for a missing package keeps its own message.
     """
     try:
         yield
@@ -106,10 +106,10 @@ def rephrased(
 
 @contextlib.contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Turns whatever goes wrong while a file is read into one message that names the file.
+    """Turns any error while a file is read into one message that names the file.
 
-    Files come from anywhere, and libraries raise nearly any exception for one that they cannot
-    read. A `UserError` says more and is kept, and so is an interruption.
+    Files come from anywhere, and libraries raise nearly any exception for a file that they cannot
+    read. A `UserError` is more specific and is kept, and so is an interruption.
     """
     try:
         yield
@@ -125,7 +125,7 @@ def reading(name: str) -> Iterator[None]:
 
 def describe_system_error(error: OSError) -> str:
     """Returns a system error as a sentence with a remedy, instead of "[Errno 30] ...: '...'"."""
-    if error.strerror is None:  # A library's own sentence.
+    if error.strerror is None:  # A library's own message.
         return str(error)
     path = error.filename or "the disk"
     return (

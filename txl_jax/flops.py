@@ -4,12 +4,12 @@ Counts the model's matmuls, at two FLOPs per multiply-add: not the softmax, the 
 `remat` computes again. tests/test_flops.py compares them with the matmuls of the traced program,
 which differ as follows:
 
-- Attention counts by visible pairs of query and key, also where an implementation computes hidden
+- Attention counts the visible pairs of query and key, even if an implementation computes hidden
   pairs and masks them. Query i of a segment attends to M + i + 1 keys, on average M + (L + 1) / 2.
-  With `same_length` it is M, or M + 1 by `model.compat`. Position scores saved by a clamp or a
-  short table are counted.
-- Of an adaptive embedding and softmax only the head counts. How often a token needs a tail depends
-  on the text.
+  With `same_length` it attends to M keys, or M + 1, depending on `model.compat`. Position scores
+  that a clamp or a short table saves are counted.
+- For an adaptive embedding and softmax, only the head counts. How often a token needs a tail
+  depends on the text.
 
 Letters: L segment length, M memory length, D model size.
 """
@@ -29,8 +29,8 @@ from txl_jax.config import (
 )
 from txl_jax.modules.positions import encoding_of
 
-# Peak of dense matmuls, TFLOP/s per device, from the makers' data sheets: in bfloat16, of the older
-# GPUs in float16.
+# Peak of dense matmuls in TFLOP/s per device, from the manufacturers' data sheets, in bfloat16 (the
+# older GPUs in float16).
 _TPUS = {"v2": 22.5, "v3": 61.5, "v4": 275, "v5 lite": 197, "v5": 459, "v5p": 459, "v6 lite": 918}
 _GPUS = {
     "A100": 312,
@@ -47,15 +47,15 @@ _PEAKS = {f"TPU {name}": peak for name, peak in _TPUS.items()} | _GPUS | _OLDER_
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """The work of one training step, of one ensemble member."""
+    """The work of one training step for one ensemble member."""
 
-    # Tokens that are read for the first time.
+    # Number of tokens that are read for the first time.
     tokens: int
     # None if they are not counted.
     flops: float | None = None
     # FLOP/s of all devices together, or None if it is unknown.
     peak_flops: float | None = None
-    # What `model.remat=full` adds: all layers forward once more, not embedding and softmax.
+    # FLOPs that `model.remat=full` adds: all layers forward again, without embedding and softmax.
     recomputed_flops: float = 0.0
 
 
@@ -63,18 +63,18 @@ def of_step(config: ExperimentConfig, *, vocab_size: int, n_device: int) -> Step
     """Returns the work of one training step on `n_device` devices of this machine's kind."""
     model = config.model
     train = config.train
-    # All positions of the segments, including what `train.stride` reads again.
+    # All positions of the segments, including the tokens that `train.stride` reads again.
     n_position = train.batch_size * train.segment_len
     forward = n_position * of_inference(model, train, vocab_size=vocab_size)
 
-    # Inference projects neither the memory nor position codes, but training has to, in every step,
+    # Inference projects neither the memory nor positional encodings. Training must, in every step,
     # because the weights have changed.
     memory = _of_memory(model, train)
     position_keys = _of_position_keys(model, train)
 
-    # The backward pass of a matmul is two matmuls, the gradients of both operands. Position codes
-    # have no gradient, so that only the gradient of the weights is left. Neither has the memory,
-    # unless a layer norm comes before the projections, whose scale and bias have one.
+    # The backward pass of a matmul is two matmuls, for the gradients of both operands. Positional
+    # encodings have no gradient, which leaves only the gradient of the weights. The memory has none
+    # either, unless the projections follow a layer norm, whose scale and bias have gradients.
     is_pre_norm = model.layer_norm is NormPlace.PRE
     memory_passes = 3 if is_pre_norm else 2
     flops = 3 * forward + memory_passes * memory + 2 * position_keys
@@ -149,11 +149,11 @@ def _of_memory(config: ModelConfig, train: TrainConfig) -> float:
 
 
 def _of_position_keys(config: ModelConfig, train: TrainConfig) -> float:
-    """Returns the FLOPs of projecting position codes, in all layers.
+    """Returns the FLOPs of projecting positional encodings, in all layers.
 
-    All rows share the position keys, so that a forward pass computes them once, and a step once for
-    each of its microbatches. A mesh may compute them once on each of its devices, which counts as
-    overhead and not as work of the model.
+    All rows share the position keys. A forward pass therefore computes them once, and a training
+    step once per microbatch. A mesh may compute them once on each of its devices, which counts as
+    overhead, not as work of the model.
     """
     if config.network is not Network.TRANSFORMER_XL:
         return 0
@@ -164,9 +164,9 @@ def _of_position_keys(config: ModelConfig, train: TrainConfig) -> float:
 
 
 def _of_vocabulary(config: ModelConfig, vocab_size: int) -> float:
-    """Returns the FLOPs per token of the embedding and the softmax, of the head without the tails.
+    """Returns the FLOPs per token of embedding and softmax, for the head without the tails.
 
-    Looking up a token is not a matmul, but its vector may be projected.
+    A lookup is not a matmul, but the token's vector may be projected.
     """
     n_logit = vocab_size
     if config.cutoffs:

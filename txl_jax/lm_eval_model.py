@@ -2,17 +2,17 @@
 
     python -m experiments.lm_eval --model_path=runs/mine --tasks=lambada_openai
 
-The harness (the extra `lm-eval`) asks for three things, each for documents that start from an empty
-memory:
+The harness (the extra `lm-eval`) sends three kinds of requests, for documents that each start from
+an empty memory:
 
   loglikelihood          nats of a continuation given its context, and whether it is the greedy one
   loglikelihood_rolling  nats of all T tokens of a document. One token (`first`) is read before them
                          and not scored, by default the token that unprompted generation continues:
                          the mark of a line's end, or a newline
-  generate_until         greedy text, or a sample, up to the first of some strings
+  generate_until         greedy text, or a sample, up to the first stop string
 
-A memory has no maximum context, so nothing is cut into windows. Distances above `eval.clamp_len`
-share one encoding.
+The memory does not limit the context, so documents are not cut into windows. Distances above
+`eval.clamp_len` share one encoding.
 """
 
 from collections.abc import Sequence
@@ -28,15 +28,15 @@ from txl_jax.errors import UserError
 from txl_jax.runtime import distributed
 from txl_jax.trained_model import load
 
-# Settings of a task's request for text that have a meaning here.
+# Supported generation settings of a task.
 _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "seed"}
 _DEFAULT_BATCH_SIZE = 8
-# Characters at the end of a context in an error.
+# Number of characters that an error shows from the end of a context.
 _SHOWN_CONTEXT = 40
 
 
 class _Generation(NamedTuple):
-    """How the text of a request is generated. Requests with equal ones are generated together."""
+    """Generation settings of a request. Requests with equal settings are generated together."""
 
     settings: GenerateConfig
     stop: tuple[str, ...]  # Strings that end the text.
@@ -100,7 +100,7 @@ class HarnessModel(LM):
         """Returns (log-likelihood in nats, is greedy) of each continuation after its context.
 
         Raises:
-          UserError: If a continuation is empty. It is certain, and so would win every comparison.
+          UserError: If a continuation is empty. Its probability of 1 would win every comparison.
         """
         pairs = [request.args for request in requests]
         for context, continuation in pairs:
@@ -144,15 +144,15 @@ class HarnessModel(LM):
         return results
 
     def _generation(self, options: dict[str, Any]) -> _Generation:
-        """Returns how a request's text is generated. Without do_sample it is greedy.
+        """Returns the generation settings of a request. Without do_sample it is greedy.
 
         Args:
           options: The task's settings, by the harness's names.
 
         Raises:
-          UserError: If a setting is unknown, or has a value that is not possible.
+          UserError: If a setting is unknown, or its value is not valid.
         """
-        # A setting that is ignored would give other scores than the task's authors mean.
+        # Ignoring a setting would give scores that differ from the task's definition.
         unknown = sorted(set(options) - _GENERATION)
         if unknown:
             raise UserError(
@@ -166,7 +166,7 @@ class HarnessModel(LM):
         temperature = float(options.get("temperature") or 0)
         length = int(options.get("max_gen_toks", self._max_gen_toks))
         seed = int(options.get("seed", 0))
-        # Tasks that only set a temperature mean to sample.
+        # Tasks that only set a temperature expect sampling.
         if options.get("do_sample", temperature > 0):
             settings = GenerateConfig(
                 length=length,

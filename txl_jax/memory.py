@@ -1,8 +1,8 @@
 """The memory that a Transformer-XL carries from segment to segment.
 
-Layer l reads the inputs that it had at the M positions before the segment (Dai et al., 2019,
-section 3.2). Shapes are fixed, and `valid` is the number of filled slots of each row. The only
-`stop_gradient` of the recurrence is in `update`.
+Layer l attends to its inputs at the M positions before the segment (Dai et al., 2019, section 3.2).
+Shapes are fixed, and `valid` is the number of filled slots of each row. The only `stop_gradient` of
+the recurrence is in `update`.
 
 Inference keeps the keys and values of those inputs instead: `inference.cache.KVCache`.
 """
@@ -19,24 +19,24 @@ from txl_jax.errors import UserError
 
 @flax.struct.dataclass
 class Memory:
-    """States of the last M positions. Rows are independent: a microbatch takes its own."""
+    """States of the last M positions. Rows are independent: a microbatch uses its own rows."""
 
     hidden: jax.Array  # [N, B, M, D], inputs of the layers, oldest position first.
     valid: jax.Array  # int32 [B], number of filled slots of each row, which are the last ones.
 
     @property
     def mem_len(self) -> int:
-        """M, the number of positions that the memory holds."""
+        """M, the number of positions in the memory."""
         return self.hidden.shape[2]
 
     def check(self, tokens: jax.Array, n_layer: int) -> None:
-        """Checks that the memory fits a model of `n_layer` layers and a segment.
+        """Checks that the memory matches a model of `n_layer` layers and a segment.
 
         The segment is tokens [B, L], or embeddings [B, L, D].
 
         Raises:
-          UserError: If the memory has another number of layers or rows, or the segment is not an
-            array of such a shape.
+          UserError: If the memory has another number of layers or rows, or the segment does not
+            have one of these shapes.
         """
         n_memory_layer, n_memory_row = self.hidden.shape[:2]
         width = self.hidden.shape[-1]
@@ -53,7 +53,7 @@ class Memory:
             raise UserError(
                 f"the memory must have {n_layer} layers of {batch_size} rows, like the model "
                 f"and the segment, got {n_memory_layer} layers of {n_memory_row} rows. "
-                f"Make it with init_memory(batch_size={batch_size}, ...)"
+                f"Create it with init_memory(batch_size={batch_size}, ...)"
             )
 
 
@@ -88,7 +88,7 @@ def update(memory: Memory, layer_inputs: jax.Array, lengths: jax.Array | None = 
     mem_len = memory.mem_len
     segment_len = layer_inputs.shape[2]
 
-    # The last M positions: all of a longer segment's are new.
+    # The last M positions. If the segment is longer, all of them are new.
     kept = memory.hidden[:, :, min(segment_len, mem_len) :]
     new = jax.lax.stop_gradient(layer_inputs[:, :, max(segment_len - mem_len, 0) :])
     return Memory(
@@ -135,14 +135,14 @@ def token_counts(lengths: jax.Array | None, tokens: jax.Array) -> jax.Array | No
 
 
 class Documents(NamedTuple):
-    """Where documents begin in a segment, from the tokens that end them.
+    """Positions in a segment where documents begin, from the tokens that end them.
 
     With the end token e, `a e b c e d` has the starts 0 0 2 2 2 5: an end token belongs to the
     document that it ends.
     """
 
-    # int32 [B, L], where each position's document begins, or 0 if it begins with the segment or in
-    # the memory.
+    # int32 [B, L], position where each position's document begins, or 0 if it begins with the
+    # segment or in the memory.
     start: jax.Array
     # int32 [B], position after the last end token, or 0 if the segment has none.
     last: jax.Array
@@ -185,12 +185,12 @@ def documents(
 def reset(memory: Memory, rows: jax.Array, start: MemoryStart = MemoryStart.MASKED) -> Memory:
     """Sets the rows marked in `rows` (bool [B]) back to the state of `init`."""
     hidden = memory.hidden
-    if start is MemoryStart.ZEROS:  # Masked slots need no clearing, and a memory can be gigabytes.
+    if start is MemoryStart.ZEROS:  # Masked slots need not be cleared. Memories can be gigabytes.
         hidden = jnp.where(rows[None, :, None, None], 0, hidden)
     valid = jnp.where(rows, start_valid(memory.mem_len, start), memory.valid)
     return Memory(hidden=hidden, valid=valid)
 
 
 def start_valid(mem_len: int, start: MemoryStart) -> int:
-    """Returns how many slots count before the first segment."""
+    """Returns the number of slots that count as filled before the first segment."""
     return mem_len if start is MemoryStart.ZEROS else 0

@@ -6,20 +6,20 @@ import math
 
 import numpy as np
 
-_MOST_PERPLEXITY = 1e9  # A larger perplexity only says that the run diverged.
+_MOST_PERPLEXITY = 1e9  # A larger perplexity only shows that the run diverged.
 _LARGEST_EXPONENT = 700  # exp overflows just above 709.
 
 
 class Measure(enum.StrEnum):
-    """The measure in which a loss per token is usually reported."""
+    """The measure in which a per-token loss is usually reported."""
 
     BPC = "bpc"  # Bits per character.
-    BPB = "bits per byte"  # The same number, where the tokens are bytes.
+    BPB = "bits per byte"  # The same number, for byte tokens.
     PPL = "ppl"  # Perplexity.
 
     @property
     def is_bits(self) -> bool:
-        """Whether it is bits per token, which records call "bpc", for characters and for bytes."""
+        """Whether it is bits per token, for characters or bytes. Records call both "bpc"."""
         return self is not Measure.PPL
 
 
@@ -40,7 +40,7 @@ class Totals:
 
     @classmethod
     def of(cls, nats: np.ndarray) -> "Totals":
-        """Sums the nats of tokens, in double precision."""
+        """Sums the nats of tokens in double precision."""
         return cls(nats.sum(dtype=np.float64).item(), float(nats.size))
 
     def __add__(self, other: "Totals") -> "Totals":
@@ -67,7 +67,7 @@ class Totals:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits per byte of the text, whatever its tokens are, or nan if its bytes are unknown."""
+        """Bits per byte of the text, for any kind of tokens, or nan if its bytes are unknown."""
         if self.bytes == 0:
             return math.nan
         return self.bits_per_token * (self.tokens / self.bytes)
@@ -75,8 +75,7 @@ class Totals:
     def per_token(self, measure: Measure) -> dict[str, float]:
         """Returns the loss in nats, bits and perplexity by their names in records.
 
-        The bits of characters and bytes are also called bpc, and the bits of bytes bits_per_byte as
-        well.
+        Bits of characters and bytes are recorded as bpc, and bits of bytes also as bits_per_byte.
         """
         values = {"loss": self.nll}
         if measure.is_bits:

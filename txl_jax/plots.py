@@ -1,7 +1,7 @@
 """Learning curves as PNG files, and the style of all figures.
 
-matplotlib is an extra (`plots`), which is imported only when a figure is drawn. Without it, every
-function except `can_draw` raises ModuleNotFoundError.
+matplotlib is optional (extra `plots`), and is imported only when a figure is drawn. Without it,
+every function except `can_draw` raises ModuleNotFoundError.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ _COLORS = (
     "#2c3e50",
 )
 _MARKERS = "os^Dv"
-_MOST_MARKERS = 40  # Markers per line, about. With one at each point, a long line would be hidden.
+_MOST_MARKERS = 40  # Approximate markers per line. A marker at each point would hide a long line.
 
 # Colors that people with any kind of color blindness can tell apart (Okabe and Ito, 2008).
 _SKY_BLUE = "#56b4e9"
@@ -47,13 +47,13 @@ _KIND_STYLES: dict[str, dict[str, Any]] = {
 _LEVEL_COLORS = ("#2c3e50", "#2980b9", "#27ae60", "#8e44ad")
 _READING_COLORS = (_GREY, _BLUE, _VERMILION)
 _LEVEL_DASHES = ((0, (6, 3)), (0, (2, 2)))
-_TOP_BPC = 5.5  # Where the learning curve is cut off: the first updates are above.
-# Part of the text after which the axis of its curves begins. The means before are of few tokens.
+_TOP_BPC = 5.5  # Upper limit of the learning curve's axis. The first training steps are above it.
+# Fraction of the text at which the x axis begins. Earlier means are over few tokens.
 _NOT_SHOWN = 0.02
 
 
 def can_draw() -> bool:
-    """Returns whether matplotlib is installed, or prints a line that nothing is drawn."""
+    """Returns whether matplotlib is installed. If not, prints a line that nothing is drawn."""
     is_installed = importlib.util.find_spec("matplotlib") is not None
     if not is_installed:
         say("no figure: matplotlib is not installed (pip install matplotlib)")
@@ -70,7 +70,7 @@ def learning_curve(
     """Plots bpc against training steps.
 
     Args:
-      records: Records of metrics.jsonl, of which those of the kinds "train" and "valid" are drawn.
+      records: Records of metrics.jsonl. Records of the kinds "train" and "valid" are drawn.
       path: File or object to write.
       title: Title of the figure.
       levels: Names and bpc of horizontal lines to compare with.
@@ -100,12 +100,12 @@ def training_and_reading(
     """Plots bits per byte twice: against training steps, and along a text that is read.
 
     Args:
-      records: Records of metrics.jsonl, of which those of the kinds "train" and "valid" are drawn.
+      records: Records of metrics.jsonl. Records of the kinds "train" and "valid" are drawn.
       path: File or object to write.
       title: Title of the figure.
       bytes_read: Floats [S], bytes of the text that were read at each point of the curves.
-      curves: By name, floats [S]: the bits per byte of everything read so far, at each point.
-      levels: By name, the bits per byte in which a compressor stores the whole text.
+      curves: Bits per byte of the text so far at each point, floats [S], by name.
+      levels: Bits per byte of a compressor for the whole text, by name.
     """
     drawing = figure(5, width=12)
     drawing.suptitle(title)
@@ -119,7 +119,7 @@ def training_and_reading(
         "Training reads its text in order and learns as it goes.\n"
         "Validation does not learn, so it needs more bits.",
         ylabel="bits per byte (fewer are better)",
-        # A little more, for the last marker.
+        # Slightly more, to leave room for the last marker.
         xlim=(0, 1.01 * last_step),
     )
     training.legend(frameon=False)
@@ -168,7 +168,7 @@ def _draw_compressors(panel: Any, levels: Mapping[str, float]) -> dict[str, tupl
 
 
 def _name_ends(panel: Any, ends: Mapping[str, tuple[float, str]], *, least_distance: float) -> None:
-    """Writes name and last value of each line to the right of it, so that none overlaps another."""
+    """Writes the name and last value of each line to the right of it, without overlaps."""
     heights = spread([end for end, _ in ends.values()], least_distance)
     for height, (name, (end, color)) in zip(heights, ends.items(), strict=True):
         # x is a fraction of the panel's width, y a number of its axis.
@@ -183,7 +183,7 @@ def _name_ends(panel: Any, ends: Mapping[str, tuple[float, str]], *, least_dista
 
 
 def spread(values: Sequence[float], least_distance: float) -> list[float]:
-    """Moves values apart, in their order, until each is so far from the next.
+    """Moves values apart, keeping their order, until all distances are at least `least_distance`.
 
     >>> spread([2.0, 1.0, 1.5], 0.25)
     [2.0, 1.0, 1.5]
@@ -238,7 +238,7 @@ def _draw_levels(curve: Any, levels: Mapping[str, float]) -> None:
     """Draws a horizontal line for each level, with its name."""
     for color, (name, level) in zip(_LEVEL_COLORS, levels.items(), strict=False):
         curve.axhline(level, linestyle="--", linewidth=1, color=color)
-        # At the left edge, where the curves are still far above.
+        # Labels are at the left edge, where the curves are far above the level.
         curve.annotate(
             f" {name} {level:.2f}", (0, level), ha="left", va="bottom", fontsize=9, color=color
         )
@@ -258,12 +258,12 @@ def curves(
     """Draws one line per name: y at each x.
 
     Args:
-      values: For each name, y by x.
+      values: y by x, for each name.
       path: File or object to write.
       title: Title of the figure.
       xlabel: Label of the x axis.
       ylabel: Label of the y axis.
-      deviations: For some names, half the height of a band around the line, by x.
+      deviations: Half the height of a band around the line by x, for some of the names.
       log: Whether y is logarithmic.
       log_x: Whether x is logarithmic, with a tick at each x.
     """
@@ -307,7 +307,7 @@ def curves(
 
 
 def figure(height: float = 4.5, *, width: float = 8) -> Any:
-    """Returns an empty figure that needs no display. The sizes are inches."""
+    """Returns an empty figure that does not need a display. Sizes are in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

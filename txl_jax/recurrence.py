@@ -1,6 +1,6 @@
 """Segments of a text, the `lax.scan` over them that carries the memory, and their summed losses.
 
-Training scans by itself (`training.step`), as its memory is a part of the training state.
+Training has its own scan (`training.step`), because its memory is part of the training state.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import numpy as np
 class Segments(NamedTuple):
     """S consecutive segments of L tokens for B rows of a batch (one process's rows).
 
-    Without the axis S, one of these segments.
+    Without the axis S, this is one of the segments.
     """
 
     # int32 [S, B, L]. 0 in padding.
@@ -23,7 +23,7 @@ class Segments(NamedTuple):
     targets: np.ndarray
     # float32 [S, B, L]. 1 for a scored target, 0 for padding, warm-up and tokens read twice.
     weights: np.ndarray
-    # bool [S, B]. Whether the row restarts with this segment, so that its memory is emptied first.
+    # bool [S, B]. Whether the row restarts with this segment. If so, its memory is emptied first.
     reset: np.ndarray
 
 
@@ -44,7 +44,8 @@ def scan_segments(
     Rows whose reset bit is set start from an empty memory.
 
     Args:
-      body: Takes one segment (arrays [B, L], reset [B]) and must return the memory updated with it.
+      body: Receives one segment (arrays [B, L], reset [B]) and must return the memory updated with
+        it.
       state: Any pytree carried along, e.g. the parameters that are being trained.
       memory: The memory before the first segment, a `Memory` or a `KVCache`.
       segments: The S segments.

@@ -38,8 +38,8 @@ from txl_jax.runs.trained import TrainedModel, open_weights
 from txl_jax.runtime import distributed
 
 Documents = Iterable[Document]
-_BATCH_SIZE = 8  # Documents read side by side.
-# What `log_probabilities` says inside a jax transformation.
+_BATCH_SIZE = 8  # Number of documents that are read in parallel.
+# Error of `log_probabilities` inside a jax transformation.
 _INSIDE_JAX = (
     "log_probabilities cannot be called inside a jax transformation such as jit or grad, because "
     "it checks ids on the host. Inside, use the module: net = "
@@ -93,12 +93,12 @@ class Continuation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LanguageModel:
-    """A trained model, made by `load`. Memory and segment lengths are the ones in `config.eval`.
+    """A trained model, created by `load`. `config.eval` contains its memory and segment lengths.
 
     A document is a text (str, or bytes of UTF-8, or any bytes for a byte model) or a sequence of
     token ids. Each starts from an empty memory, and its results do not depend on the others.
-    `batch_size` documents are read side by side, in one compiled function for any number and
-    lengths. Each needs a KV cache of `config.eval.mem_len` slots.
+    `batch_size` documents are read in parallel, by one compiled function for any number and
+    lengths of documents. Each needs a KV cache of `config.eval.mem_len` slots.
     """
 
     # The config, the Flax module and the mesh.
@@ -109,9 +109,9 @@ class LanguageModel:
     params: Any
     # Training step at which the parameters were saved.
     step: int
-    # The directory that the parameters were loaded from, and what they were trained on, or empty.
+    # Directory that the parameters were loaded from, and their training data, or empty.
     source: str = ""
-    # The run or portable checkpoint that it was loaded from, or None if it was made in memory.
+    # Run or portable checkpoint that the model was loaded from, or None if created in memory.
     trained: TrainedModel | None = None
 
     def __repr__(self) -> str:
@@ -162,40 +162,41 @@ class LanguageModel:
         batch_size: int = _BATCH_SIZE,
         dynamic: DynamicConfig | None = None,
     ) -> list[Totals] | list[np.ndarray]:
-        """Computes the loss in nats, minus the logprob, of each document.
+        """Computes the loss (negative log-likelihood) of each document, in nats.
 
         With `dynamic` the model learns while it reads: each segment of a document is scored first,
-        and then one gradient step changes the parameters (`txl_jax.evaluation.dynamic`). A document
-        begins with the trained parameters or, with `DynamicConfig(shared=True)`, with those that
-        the document before it left, and always with an empty memory. `params` stay the same.
+        and then one gradient step changes the parameters (`txl_jax.evaluation.dynamic`). Each
+        document starts from an empty memory and the trained parameters. With
+        `DynamicConfig(shared=True)` it starts from the parameters that the previous document left.
+        `params` is not changed.
 
         Args:
           documents: Texts or token ids, of any lengths. They may be empty.
           per_token: Whether to return the losses of single tokens instead of sums.
           first: The token before each document, an id or the text of one token, so that all T
-            tokens are scored, or None to score T - 1 tokens, all but the first.
-          batch_size: Number of documents that are read side by side. With `dynamic` it has no
+            tokens are scored, or None to score T - 1 tokens, all except the first.
+          batch_size: Number of documents that are read in parallel. With `dynamic` it has no
             effect, because documents are read one after the other.
           dynamic: The rule to learn by, such as `DynamicConfig(rule="rmsprop",
-            learning_rate=1e-3)`, or None for fixed parameters, also if `config.eval.dynamic` has a
-            rule. One function is compiled for each rule with its numbers.
+            learning_rate=1e-3)`, or None for fixed parameters, even if `config.eval.dynamic` has a
+            rule. One function is compiled for each `DynamicConfig`.
 
         Returns:
-          Per document the summed nats and the number of scored tokens and of their bytes, if the
-          vocabulary knows them, or the nats, floats [T - 1] or [T].
+          For each document, the summed nats and the number of scored tokens and of their bytes (if
+          the vocabulary knows them). With `per_token`, the nats, floats [T - 1] or [T].
 
         Raises:
-          UserError: If a text cannot be encoded, ids are outside the vocabulary (also negative
-            ones, which are no padding: documents may have any lengths), or `documents` is a single
-            text. Also if `dynamic` is not valid, or if the model has `eval.stride`, or a dtype of
-            weights or cache, with which it cannot learn.
+          UserError: If a text cannot be encoded, ids are outside the vocabulary (negative ids are
+            not padding: documents may have any lengths), or `documents` is a single text. Also if
+            `dynamic` is not valid, or if the model cannot learn because it has `eval.stride`, or
+            quantized weights or caches.
           NonFiniteError: If a loss is nan or infinite with `dynamic`.
         """
         ids = self._with_first(documents, first)
         read = self._score_function(batch_size, per_token=per_token, dynamic=dynamic)
         if dynamic is not None:
-            # In their own order, as each may begin with what the one before left. All are encoded
-            # before the first is read, so that a mistake is found at once.
+            # In their own order, because each may start from the parameters that the previous one
+            # left. All are encoded before the first is read, to find mistakes immediately.
             return list(read(iter(list(ids))))
         return read_all(ids, read)
 
@@ -208,10 +209,11 @@ class LanguageModel:
         batch_size: int = _BATCH_SIZE,
         dynamic: DynamicConfig | None = None,
     ) -> Iterator[Totals | np.ndarray]:
-        """Yields what `score` returns, in the order of the documents, which may never end.
+        """Yields the results of `score` in the order of the documents, which may be endless.
 
-        At most 16 documents per row are held. If one cannot be encoded, the results before it come
-        first. With `dynamic` a result comes before the next document is asked for.
+        At most 16 documents per row are buffered. If a document cannot be encoded, the results
+        before it come first. With `dynamic`, each result is yielded before the next document is
+        read.
         """
         read = self._score_function(batch_size, per_token=per_token, dynamic=dynamic)
         return read(self._with_first(documents, first))
@@ -265,16 +267,16 @@ class LanguageModel:
 
         Args:
           pairs: (context, continuation). Two texts are encoded together, so that a word may begin
-            in the context. The continuation's tokens are the ones from the first that differs from
-            the tokens of the context by itself. If that is a token across the border, its logprob
-            includes the end of the context.
+            in the context. The continuation starts at the first token that differs from the tokens
+            of the context itself. If this token spans the border, its logprob includes the end of
+            the context.
           first: The token before a continuation without context, an id or the text of one token, or
             None for the token that generation without a prompt continues. It also precedes a
             context that ends inside its first token.
 
         Raises:
-          UserError: If a text cannot be encoded, ids are outside the vocabulary, or a continuation
-            that is not empty adds no token to its context, such as a space in a model of words.
+          UserError: If a text cannot be encoded, ids are outside the vocabulary, or a non-empty
+            continuation does not add a token to its context, such as a space for a word model.
         """
         if first is None:
             before = self.vocabulary.start
@@ -324,11 +326,11 @@ class LanguageModel:
         Args:
           documents: Texts or token ids [T].
           embeddings: Floats [T, D] instead of documents, as `embed` returns.
-          batch_size: Number of documents that are read side by side.
+          batch_size: Number of documents that are read in parallel.
 
         Raises:
-          UserError: If both or neither are passed, or embeddings are not floats [T, D], or as in
-            `score`.
+          UserError: If both or neither are passed, if embeddings are not floats [T, D], or for the
+            reasons of `score`.
         """
         if (documents is None) == (embeddings is None):
             raise UserError(
@@ -374,22 +376,23 @@ class LanguageModel:
     ) -> list[str]:
         """Generates one continuation of each prompt, without the prompt.
 
-        It does not depend on the other prompts.
+        A continuation does not depend on the other prompts.
 
         Args:
           prompts: Texts or token ids to continue, of any lengths. An empty prompt starts from an
             empty memory.
           settings: Length, temperature, top_k, top_p, stop and seed, or None for the run's
-            `generate`.
-          stop: Strings, whatever their tokens are. The first one generated ends a text, which does
-            not include it.
-          seeds: A seed for each prompt, or None for the settings' seed, so that equal prompts give
-            equal texts.
-          batch_size: Number of prompts that are continued side by side.
+            `generate` settings.
+          stop: Strings, which need not be single tokens. The first one generated ends a text, which
+            does not include it.
+          seeds: A seed for each prompt, or None for the settings' seed, with which equal prompts
+            give equal texts.
+          batch_size: Number of prompts that are continued in parallel.
 
         Raises:
           UserError: If the model cannot generate, the vocabulary lacks characters of a prompt or of
-            the settings' stop, a stop string is empty, or the seeds are not as many as the prompts.
+            the settings' stop, a stop string is empty, or the number of seeds differs from the
+            number of prompts.
         """
         refuse_single_text(prompts)
         prompts = list(prompts)
@@ -466,11 +469,11 @@ class LanguageModel:
     def log_probabilities(self, tokens: Any, memory: Memory) -> tuple[jax.Array, Memory]:
         """Computes the log probabilities of each next token, and the new memory.
 
-        Clamp and same_length are as in `config.eval`.
+        `clamp_len` and `same_length` come from `config.eval`.
 
         Args:
           tokens: int [B, L].
-          memory: The memory before these tokens, of B rows (`init_memory`).
+          memory: Memory before these tokens, with B rows (`init_memory`).
 
         Returns:
           The log probabilities [B, L, V], and the memory after these tokens.
@@ -503,7 +506,7 @@ class LanguageModel:
 
         It maps (parameters, ids [B, L], memory) to log probabilities [B, L, V] and the new memory.
         """
-        model: Any = self.components.model  # `apply` returns what its method does.
+        model: Any = self.components.model  # `apply` returns the result of its method.
         eval_config = self.config.eval
 
         def log_probabilities(
@@ -544,7 +547,7 @@ class LanguageModel:
         """Returns the model that learns from documents by a rule.
 
         Raises:
-          UserError: If these settings are not valid, or the model's others do not allow them.
+          UserError: If these settings are not valid, or the model's other settings rule them out.
         """
         require(
             dynamic.rule is not None,
@@ -582,7 +585,7 @@ class LanguageModel:
 def _nats_before_learning(
     model: DynamicModel, documents: Iterable[np.ndarray]
 ) -> Iterator[np.ndarray]:
-    """Yields the nats [T - 1] of each document, ids [T], each segment's before it is learned."""
+    """Yields each document's nats [T - 1], with each segment scored before it is learned from."""
     named_documents = (
         NamedDocument(f"documents[{number}]", ids) for number, ids in enumerate(documents)
     )

@@ -12,7 +12,7 @@ OLDEST_JAX = "0.7.2"  # As in setup.cfg. With 0.7.0 Orbax cannot save the arrays
 def check_jax() -> None:
     """Raises `UserError` on Windows, or if jax is missing or too old.
 
-    It does not import jax: with an old one the import of what this package needs would fail.
+    It does not import jax, because this package's imports would fail with an old version.
     """
     if sys.platform == "win32":
         raise UserError("txl_jax does not support native Windows. Use WSL, Linux or macOS")
