@@ -208,7 +208,7 @@ def test_a_file_of_other_settings_is_refused_or_made_again(name, text, evaluated
 
     before = config_tree.format_value(config_tree.get(text[0], name))
     now = config_tree.format_value(OTHERS[name])
-    with pytest.raises(UserError, match=rf"{NAME}.*: {name} is {before} instead of {now}\. Make"):
+    with pytest.raises(UserError, match=rf"{NAME}.*: {name} is {before} instead of {now}\. Create"):
         model_of(trained)
 
     sums = model_of(trained, corpus=corpus, folder=str(evaluated)).statistics

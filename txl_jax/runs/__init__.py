@@ -1,4 +1,4 @@
-"""One run, with its directory, its record and the tasks on it.
+"""A run: its directory, its record, and its tasks.
 
 The tasks are training, scoring, generation and conversion.
 """

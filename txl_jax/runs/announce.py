@@ -1,4 +1,4 @@
-"""What a run's log says at the start: a summary before training, and a report of what was built."""
+"""The beginning of a run's log: a startup summary, and a report of the built model."""
 
 import jax
 
@@ -21,7 +21,7 @@ def startup_summary(
     Args:
       built: The model and the devices.
       corpus: The text.
-      reader: The training segments, in an ensemble the first member's.
+      reader: The training segments (for an ensemble, the first member's).
       pretrained: The model whose parameters a warm start begins with, or None.
     """
     config = built.config
@@ -110,7 +110,7 @@ def report_build(
     """Logs attention, remat, the estimated memory per device, and the compilation time.
 
     Args:
-      built: What was built.
+      built: The built model.
       compilation: The compiled training step.
       log: The run's open log.
       show_details: Whether details are printed too. Otherwise only log.txt has them.

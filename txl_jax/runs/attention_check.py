@@ -1,13 +1,13 @@
-"""The check of attention on a device, which compares a path with the reference.
+"""Checks attention on a device: compares a path with the reference implementation.
 
-The comparison is made before a run uses the path there (first contact).
+The comparison is made before a run first uses the path on this device.
 
-Kernels are compiled for each kind of device by each version of jax and the compiler, and nobody may
-have tried these together. So `runs.attention_choice` compares its choice, forward and backward,
-with the run's dtype, head size, memory and tile, and with few rows, heads and queries. A finding
-holds for the process. A later process compares again, with programs from JAX's compilation cache,
-whose keys have device and versions. CPUs compare only kernels that are interpreted: the tests
-compare the others.
+Kernels are compiled for each kind of device by each version of jax and the compiler, and this
+combination may be untested. `runs.attention_choice` therefore compares its choice, forward and
+backward, with the run's dtype, head size, memory and tile, and with few rows, heads and queries. A
+finding is valid for the process. A later process compares again, with programs from JAX's
+compilation cache, whose keys include the device and versions. On CPUs only interpreted kernels are
+compared, because the tests compare the other paths.
 
 `experiments.bench.device` compares and times all paths with the same functions.
 """
@@ -39,12 +39,12 @@ T = TypeVar("T")
 # Arrays by name.
 Arrays = dict[str, jax.Array]
 
-# Relative differences above which an implementation is wrong, not rounded: in float32, and in 16
-# bits, where tiles differ from the reference in float32 by 0.7 % at the sizes of enwik8_24l.
+# Relative differences above which an implementation counts as wrong: in float32, and in 16 bits,
+# where tiles differ from the reference in float32 by 0.7 % at the sizes of enwik8_24l.
 _TOLERANCE = 1e-3
 _TOLERANCE_OF_16_BITS = 2e-2
-# Differences are relative to an array's largest element, or to this if that is larger: an array of
-# small elements, such as the gradient of queries with one key, is rounding.
+# Differences are relative to an array's largest element, but at least to this: an array of small
+# elements, such as the gradient of queries with one key, is only rounding.
 _LEAST_ELEMENT = 0.1
 
 # Sizes of a comparison. Queries: odd, no smaller than the largest tile, and enough for the kernels
@@ -62,7 +62,7 @@ class Finding(NamedTuple):
 
     # Whether the path is wrong, or does not compile or run.
     failed: bool
-    # For the log. Empty if nothing was compared.
+    # Text for the log. Empty if nothing was compared.
     sentence: str
 
 
@@ -77,7 +77,7 @@ def compare(implementation: Implementation, call: AttentionCall) -> Finding:
 
     Each comparison is made once in a process. The function never raises.
     """
-    # Estimates compile for devices that are not here.
+    # Estimates compile for devices that this machine does not have.
     device = default_device()
     is_here = (call.platform, call.device_kind) == (device.platform, device.device_kind)
     is_on_accelerator = is_here and device.platform != "cpu"
@@ -120,8 +120,8 @@ def build_on_all(build: Callable[[], T]) -> T:
         if len(set(texts)) == 1:
             return built
 
-        # Build again with the failures of all processes. Backwards, so that the sentence of the
-        # first process stays.
+        # Build again with the failures of all processes, in reverse order, so that the message of
+        # the first process remains.
         for text in reversed(texts):
             for key, sentence in json.loads(text).items():
                 _findings[key] = Finding(failed=True, sentence=sentence)
@@ -133,7 +133,7 @@ def _compare(implementation: Implementation, call: AttentionCall) -> Finding:
     if distributed.is_multiprocess():
         place += f" of process {jax.process_index()}"
 
-    # The memory of one row is full, of the other only a third.
+    # The memory of one row is full, and the other row's memory only to a third.
     slots = call.n_keys - call.segment_len
     try:
         inputs = make_inputs(call, [slots, slots // 3])
@@ -174,8 +174,8 @@ def largest_difference(
       inputs: The inputs by name (`make_inputs`).
 
     Returns:
-      (name of the array that differs most, how much it differs). An array's difference is its
-      elements' largest, divided by the reference's largest element, or infinity for nan.
+      (name of the array that differs most, its difference). An array's difference is the largest
+        difference of its elements, divided by the reference's largest element, or infinity for nan.
     """
     wide_inputs = {
         name: array.astype(jnp.promote_types(array.dtype, jnp.float32))
@@ -184,8 +184,8 @@ def largest_difference(
     # Numbers of slots stay integers.
     wide_inputs["valid"] = inputs["valid"]
 
-    # By default TPUs round float32 to bfloat16, and GPUs to TF32. For 16 bits that will do, and
-    # compiles in a third of the time (TPU v5e, 511 x 1023 pairs: 12 s, not 34).
+    # By default TPUs round float32 to bfloat16, and GPUs to TF32. For 16 bits this is sufficient,
+    # and compiles in a third of the time (TPU v5e, 511 x 1023 pairs: 12 s instead of 34 s).
     precision = "default" if _has_16_bits(call) else "highest"
     with jax.default_matmul_precision(precision):
         reference = jax.jit(make_function(REFERENCE, call))
@@ -219,7 +219,7 @@ def make_inputs(call: AttentionCall, valid: Sequence[int]) -> Arrays:
         "k": call.n_keys,
         "e": call.d_head,
         "r": call.capacity or 0,
-        # Scores by distance need no position keys.
+        # Scores by distance do not need position keys.
         "p": call.n_positions or call.n_keys,
     }
     rng = np.random.default_rng(0)
@@ -325,7 +325,7 @@ def _cached_results(implementation: Implementation, call: AttentionCall, inputs:
         inputs["valid"], write_index, call.segment_len, call.capacity, call.window
     )
 
-    # With scores alone, no queries of position keys are read. The query takes their place.
+    # With only scores, queries for position keys are not read. The query replaces them.
     position = None
     if call.n_positions or call.has_position_score:
         position = (

@@ -1,9 +1,9 @@
-"""The choice of the implementations of attention for a run, with the reasons for it.
+"""Chooses the attention implementations for a run, and records the reasons.
 
-It is made once, for the run's lengths and the devices of its mesh. `ops.attention.choose` decides
-which implementation is the fastest that can serve a call. Here the calls of a run are described,
-what an earlier start chose is kept, and a path that fails on this device (`runs.attention_check`)
-is replaced.
+The choice is made once, for the run's lengths and the devices of its mesh. `ops.attention.choose`
+finds the fastest implementation that supports a call. This module describes the calls of a run,
+keeps the choice of an earlier start, and replaces a path that fails on this device
+(`runs.attention_check`).
 """
 
 from collections.abc import Collection, Mapping
@@ -26,7 +26,7 @@ class ChosenPath(NamedTuple):
     """An implementation of attention and the reason for it."""
 
     implementation: Implementation
-    # For the log. It includes what failed before, and how the path compares with the reference.
+    # Text for the log, with the paths that failed before, and the comparison with the reference.
     reason: str
     # Whether a path that "auto" prefers, or an earlier start chose, failed on this device.
     replaces_failed: bool = False
@@ -44,13 +44,13 @@ def choose_attention(
     Args:
       config: The run's settings. `model.attention` is the path, or "auto".
       mesh: The run's mesh. An abstract mesh has no devices, and counts as CPUs.
-      recorded: The choice of an earlier start, which stays where it can serve and is still asked
-        for, or None.
-      uses: Where attention will run, "training" or "evaluation". Only there is it compared with the
-        reference first.
+      recorded: The choice of an earlier start, which is kept if it is supported and still
+        requested, or None.
+      uses: Where attention will run, "training" or "evaluation". Only these uses are compared with
+        the reference first.
 
     Raises:
-      UserError: If the path of `model.attention` cannot serve the run or fails on this device.
+      UserError: If the path of `model.attention` does not support the run or fails on this device.
     """
     path = str(config.model.attention)
     if recorded is None:
@@ -68,10 +68,10 @@ def choose_attention(
 def _choose_path(
     path: str, recorded: Implementation | str, call: AttentionCall, *, is_compared: bool
 ) -> ChosenPath:
-    """Chooses as `path` asks, until the choice does not fail on this device.
+    """Chooses according to `path`, until the choice does not fail on this device.
 
     Raises:
-      UserError: If a path that the user asked for cannot serve the call or fails.
+      UserError: If a path that the user requested does not support the call or fails.
     """
     # Why paths failed, in the order in which they were tried.
     failures: dict[str, str] = {}
@@ -87,10 +87,10 @@ def _choose_path(
                 reasons.append(finding.sentence)
             return ChosenPath(implementation, "; ".join(reasons), replaces_failed=len(failures) > 0)
 
-        # Only "auto" and what an earlier start chose by it are replaced.
+        # Only "auto" and its choices in earlier starts are replaced.
         if path == implementation.path:
             raise UserError(
-                f"{finding.sentence}; choose another --model.attention, or {choose.AUTO}"
+                f"{finding.sentence}. Choose another --model.attention, or {choose.AUTO}."
             )
         failures[implementation.path] = finding.sentence
 
@@ -147,7 +147,7 @@ def evaluation_call(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Atte
     lengths = config.eval
     platform, device_kind = _device_of(mesh)
 
-    # Each device has all rows if they cannot be split evenly.
+    # If rows cannot be split evenly, each device has all of them.
     batch = lengths.batch_size
     if batch_axes(mesh, batch) is not None:
         batch //= num_batch_shards(mesh)
@@ -192,7 +192,7 @@ def _device_of(mesh: Mesh | AbstractMesh) -> tuple[str, str]:
 
 
 def _has_position_keys(model: ModelConfig) -> bool:
-    """Returns whether queries are multiplied by a key of each distance."""
+    """Returns whether queries are multiplied by a key for each distance."""
     # Two products per key are its score by content and its weighted value.
     return encoding_of(model).products_per_key > 2
 

@@ -56,7 +56,7 @@ class Compilation(NamedTuple):
     # The step of one run, with state and S segments as arguments.
     program: TrainStep
     # The compiled program. It takes the run's values (`Built.step_values`) before the state, so
-    # that it also serves other runs.
+    # that other runs can use it too.
     executable: jax.stages.Compiled
     # The program's text before compilation.
     text: str
@@ -76,13 +76,13 @@ class Compilation(NamedTuple):
 
         Args:
           lowered: The step of `values`, state and segments.
-          values: Its first arguments, which the run's program has bound.
+          values: Its first arguments, which are bound in the run's step.
           earlier: Another compilation in this process, or None. Its executable is used if its
             program has the same text.
         """
         text = lowered.as_text()
         if earlier is not None and earlier.text == text:
-            # The values are arguments of the program, so those of this run may be others.
+            # The values are arguments of the program, so this run may have other values.
             return earlier._replace(program=functools.partial(earlier.executable, *values))
 
         began = time.monotonic()
@@ -110,8 +110,8 @@ class Built:
     mesh: Mesh
     # The implementations of attention and their reasons, or None for a network without attention.
     attention: AttentionPaths[ChosenPath] | None = None
-    # What the backward pass recomputes and why, or None for a model that is not trained here, or
-    # that has no attention. The model's config has it instead of `Remat.AUTO`.
+    # What the backward pass recomputes and why, or None for a model that is not trained by this
+    # command, or that has no attention. The model's config contains it instead of `Remat.AUTO`.
     remat: ChosenRemat | None = None
     # Configs of an ensemble's members by name. Empty for a single run.
     configs: Mapping[str, ExperimentConfig] = dataclasses.field(default_factory=dict)
@@ -137,7 +137,7 @@ class Built:
 
     @property
     def members(self) -> Members:
-        """Members of an ensemble. For a single run it has no names and leaves trees as they are."""
+        """Members of an ensemble. For a single run there are no names, and trees are unchanged."""
         return Members(tuple(self.configs))
 
     @functools.cached_property
@@ -177,9 +177,9 @@ class Built:
         return make_params()
 
     def init_state(self, warm_state: Callable[[Any], TrainState] | None = None) -> TrainState:
-        """Returns the state before the first update, made on the devices.
+        """Returns the state before the first update, created on the devices.
 
-        For a warm start `warm_state` makes it from the initialized parameters.
+        For a warm start `warm_state` creates it from the initialized parameters.
         """
         if warm_state is not None:
             return warm_state(self.init_params())
@@ -199,9 +199,9 @@ class Built:
         return init_params(self.model, jax.random.key(self.config.seed))
 
     def traced_state(self, params: Any) -> TrainState:
-        """Returns the state before the first update. It has boxes where `params` have them.
+        """Returns the state before the first update, with boxes where `params` have them.
 
-        To be called in a jitted function.
+        Must be called in a jitted function.
         """
         return init_state(self.model, self.optimizer, self.config, params)
 
@@ -210,7 +210,7 @@ class Built:
 
         Args:
           earlier: A step that this process has compiled, or None. If it is the same program, which
-            does not depend on the schedule's lengths, nothing is compiled.
+            does not depend on the schedule's lengths, it is used instead of compiling again.
         """
         return Compilation.of(self.lower_step(), self.step_values(), earlier)
 
@@ -225,8 +225,8 @@ class Built:
         def step(
             lengths: ScheduleLengths, state: TrainState, segments: Segments
         ) -> tuple[TrainState, UpdateMetrics]:
-            # As constants, the lengths would make another program, to be compiled again, when a
-            # run gets more steps, and after --minutes has set them.
+            # If the lengths were constants, the program would change and be compiled again when
+            # train.steps is raised, and after --minutes has set it.
             train_step = make_train_step(
                 self.model,
                 optimizer_lib.make_optimizer(self.config, lengths=lengths),
@@ -235,8 +235,8 @@ class Built:
             )
             return train_step(state, segments)
 
-        # The state must leave the step with the shardings it came with, or the next call would
-        # reject it. The metrics are replicated.
+        # The state must keep its shardings, otherwise the next call would reject it. The metrics
+        # are replicated.
         replicated = named_sharding(self.mesh)
         shardings = (shardings_of(self.abstract_state), replicated)
         jitted = self.jit(step, donate_argnums=1, out_shardings=shardings)
@@ -246,7 +246,7 @@ class Built:
         return jitted.lower(abstract_lengths, self.abstract_state, segments)
 
     def step_values(self) -> tuple[Any, ...]:
-        """Returns the values of this run that its step takes as data, on all devices.
+        """Returns the values that this run's step takes as data, on all devices.
 
         They are the lengths of the schedule.
         """
@@ -276,10 +276,10 @@ class Built:
     # Batches
 
     def own_rows(self, batch_size: int) -> np.ndarray:
-        """Returns the ascending numbers of the batch rows that this process must read.
+        """Returns the numbers of the batch rows that this process must read, in ascending order.
 
-        The process's devices hold these rows. They need not be contiguous: where a mesh is laid
-        over a torus, the chips of a host form a tile of it.
+        The process's devices hold these rows. They need not be contiguous: if a mesh is mapped to a
+        torus, the chips of a host form a tile of it.
 
         Raises:
           UserError: If no device of the process is in the mesh.
@@ -358,7 +358,7 @@ class Built:
     def _sharding(self, *logical_axes: str | None) -> Any:
         """Returns the sharding of an array by its logical axes.
 
-        Its type is `Any`, as it takes the place of an array in trees of shardings.
+        Its type is `Any`, because it replaces an array in trees of shardings.
         """
         return named_sharding(self.mesh, *logical_axes)
 
@@ -412,7 +412,7 @@ class Built:
 
     @functools.cached_property
     def init_memory(self) -> Callable[[Any], Any]:
-        """The jitted function that makes an empty evaluation memory from prepared parameters."""
+        """The jitted function that creates an empty evaluation memory from prepared parameters."""
         lengths = self.config.eval
         shardings: Any
         if isinstance(self.model, RecurrentModel):
@@ -467,12 +467,12 @@ def build(
       vocab_size: V.
       end_token: Id of the token that `data.reset_at` names, or None if it is not set.
       mesh: The devices. None means the config's mesh.
-      recorded: Implementations of attention of an earlier start, chosen again where they can serve,
-        or on a first start the path that is asked for, such as auto.
+      recorded: Attention implementations of an earlier start, chosen again if they are supported,
+        or the requested path on a first start, such as auto.
       remat: `Run.remat_for`, the choice of an earlier start. None means the config's `model.remat`.
       n_member: Members of the ensemble that is trained, or 1.
-      uses: Where attention will run, "training" or "evaluation". On an accelerator it is compared
-        with the reference there first.
+      uses: Where attention will run, "training" or "evaluation". On an accelerator, these uses are
+        compared with the reference first.
 
     Raises:
       UserError: If settings, V and the devices are incompatible.
@@ -489,7 +489,7 @@ def build(
     attention = None
     if config.model.network is Network.TRANSFORMER_XL:
         # In training, auto is fused on TPU, stored on GPU, and on CPU tiled or, for small sizes,
-        # the reference. Evaluation attends over a KV cache, with an implementation of its own.
+        # the reference. Evaluation attends over a KV cache, with a separate implementation.
         attention = choose_attention(config, mesh, recorded=recorded, uses=uses)
         model = TransformerXL(
             config.model,
@@ -514,7 +514,7 @@ def build(
 
 
 def _with_remat(built: Built, asked: Remat, *, n_member: int) -> Built:
-    """Returns the same with a choice of what the backward pass recomputes.
+    """Returns the model with a choice of what the backward pass recomputes.
 
     Args:
       built: Everything else.
@@ -559,10 +559,10 @@ def _check_mesh(mesh: Mesh, config: ExperimentConfig) -> None:
     dtype = config.model.dtype
     require(
         jax.dtypes.canonicalize_dtype(dtype) == dtype,
-        f"model.dtype is {dtype}, which JAX supports only if JAX_ENABLE_X64=1 is set",
+        f"model.dtype must be a dtype that JAX supports, got {dtype}. Set JAX_ENABLE_X64=1.",
     )
 
-    # Sizes that are divided over an axis of the mesh.
+    # Sizes that are sharded over an axis of the mesh.
     for name, axis in (("d_model", FSDP), ("n_head", TENSOR), ("d_inner", TENSOR)):
         size = getattr(config.model, name)
         devices = mesh.shape[axis]

@@ -1,8 +1,8 @@
 """The checkpoints of a run (`runs.run`): the latest ones and the best ones.
 
 The latest checkpoints contain everything. The best checkpoints contain each member's best
-parameters, and are written by `runs.validation`. Both writers share the rule of this file: a
-checkpoint counts on the best parameters of its evaluation, so these are on disk before it starts.
+parameters, and are written by `runs.validation`. Both follow one rule: a checkpoint relies on the
+best parameters of its evaluation, so these are on disk before it is written.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from txl_jax.training.step import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class TrainNotes:
-    """What a checkpoint notes besides the training state, as JSON with these keys."""
+    """Notes of a checkpoint in addition to the training state, as JSON with these keys."""
 
     # Sums since the last logged line, for `Progress`. An ensemble has one entry for each member.
     # None means that nothing was summed yet.
     running_totals: Any = None
-    # Whether the evaluation of this step is still to be made, because a stop cut it short.
+    # Whether the evaluation of this step is pending, because a stop interrupted it.
     evaluation_pending: bool = False
     # `train.steps` of the run when it saved. None in checkpoints of earlier versions, and before
     # the first save.
@@ -53,7 +53,7 @@ class RunCheckpoints(contextlib.ExitStack):
         super().__init__()
         # The last step whose saving began, or that was restored, or None.
         self.saved_step: int | None = None
-        # Raises if the lock of the run's directory is another run's by now.
+        # Raises if the lock of the run's directory now belongs to another run.
         self._confirm = run.confirm
         self._latest = Checkpointer(run.latest, keep=keep, log=log)
         # The best parameters of each member, in the order of the member axis.
@@ -65,7 +65,7 @@ class RunCheckpoints(contextlib.ExitStack):
     def __enter__(self) -> Self:
         for checkpointer in [self._latest, *self.best]:
             self.enter_context(checkpointer)
-            # Saving sweeps too, but a run that was killed after its last save will save no more.
+            # Saving also sweeps, but a run that was killed after its last save does not save again.
             checkpointer.sweep()
         return self
 
@@ -83,7 +83,7 @@ class RunCheckpoints(contextlib.ExitStack):
 
     def save(self, step: int, state: TrainState, notes: TrainNotes) -> None:
         """Starts writing a step, once the best parameters of its evaluation are on disk."""
-        # Else a kill could leave a checkpoint whose evaluation's best is lost.
+        # Otherwise a kill could leave a checkpoint without the best parameters of its evaluation.
         self.wait_for_best()
         distributed.run_on_all(self._confirm)
         self._latest.save(step, state, notes.to_json())

@@ -1,7 +1,7 @@
-"""Conversion of trained weights between the formats of this project and of other implementations.
+"""Converts trained weights between the formats of this project and other implementations.
 
-A conversion is verified: the written tensors equal the ones that were read, bit for bit, and so do
-the losses, up to rounding.
+A conversion is verified: the written tensors equal the original ones, bit for bit, and the losses
+are equal up to rounding.
 """
 
 import enum
@@ -67,9 +67,9 @@ def convert(
 ) -> None:
     """Converts weights and verifies the result: reads it back, and compares tensors and losses.
 
-    One array at a time is in memory while files are written, and the parameters once while losses
-    are computed. The directory gets its name once it is verified. After an error nothing of it
-    remains.
+    One array at a time is in memory while files are written, and one copy of the parameters while
+    losses are computed. The directory gets its name once it is verified. After an error it is
+    removed.
 
     Args:
       source: A run's workdir, a portable checkpoint, or a file or directory of another
@@ -77,11 +77,11 @@ def convert(
       target: A directory that is missing or empty.
       to_format: The format of `target`.
       member: The ensemble member, if `source` is an ensemble's workdir.
-      log: Takes one line.
+      log: Receives one line.
 
     Raises:
-      UserError: If the weights cannot be read or have parts that the format lacks, or `target`
-        cannot be written.
+      UserError: If the weights cannot be read, the format does not support all of their parts, or
+        `target` cannot be written.
     """
     began = time.monotonic()
     source = storage.as_path(source)
@@ -99,7 +99,7 @@ def convert(
 
     with storage.new_folder(target) as folder:
         if to_format is TargetFormat.NATIVE and statistics is not None:
-            # Before the other files, of which config.json is to be the last.
+            # Written before the other files, because config.json must be the last.
             line = dynamic_statistics.copy(statistics, folder, model.leaves)
             if line is not None:
                 log(line)
@@ -108,14 +108,14 @@ def convert(
         if other_format is not None:
             own_settings.write(folder, model.info, other_format)
             log(
-                f"settings  {own_settings.NAME} has those that the format lacks, so that we read "
-                "the same model back"
+                f"settings  {own_settings.NAME} contains the settings that the format lacks, so "
+                "that txl_jax reads the same model back"
             )
         megabytes = sum(map(storage.size, folder.iterdir())) / 1e6
         seconds = time.monotonic() - began
         log(
-            f"written   {megabytes:,.1f} MB after {seconds:.1f} s, reading it back to "
-            "compare all of it"
+            f"written   {megabytes:,.1f} MB after {seconds:.1f} s, reading it back to compare "
+            "everything"
         )
         difference = _verify(model, folder, to_format)
 
@@ -128,7 +128,7 @@ def convert(
 
 
 class _Source(NamedTuple):
-    """A model to convert, and what goes along with it."""
+    """A model to convert, with its metadata."""
 
     # The arrays of files are read later, one by one.
     model: Model
@@ -143,7 +143,7 @@ def _read(source: str, member: str | None, log: Callable[[str], None]) -> _Sourc
     Args:
       source: A run's workdir, a portable checkpoint, or another implementation's weights.
       member: The ensemble member, if `source` is an ensemble's workdir.
-      log: Takes one line.
+      log: Receives one line.
     """
     if holds_other_weights(source) and not portable.is_portable(source):
         require(
@@ -191,7 +191,7 @@ def _scores(run: Run, step: int) -> dict[str, Any]:
 
 
 def _describe(model: Model, log: Callable[[str], None]) -> None:
-    """Logs what was read: tokens, parameters, and settings that differ from the defaults."""
+    """Logs the source's tokens, parameters, and settings that differ from the defaults."""
     info = model.info
     n_parameter = sum(math.prod(leaf.shape) for leaf in model.leaves.values())
     log(f"from      {model.format}: {info.description}")
@@ -255,12 +255,12 @@ def _shapes(arrays: Leaves) -> dict[str, str]:
 def check_same_losses(expected: np.ndarray, actual: np.ndarray) -> float:
     """Returns the largest difference in nats.
 
-    Raises `CheckpointError` if it is more than rounding, or not finite.
+    Raises `CheckpointError` if it is larger than a rounding error, or not finite.
     """
     if not np.isfinite(expected).all():
         raise CheckpointError(
-            "the weights give losses that are not finite. They are corrupted, or "
-            "from another model."
+            "the weights give losses that are not finite. They are corrupted, or belong to another "
+            "model."
         )
     difference = float(np.abs(expected - actual).max())
     # A difference that is nan must not pass, so the condition is not written with >.

@@ -1,4 +1,4 @@
-"""Many documents read by one model, side by side: losses, likely tokens, hidden states."""
+"""Reads many documents in parallel with one model: losses, likely tokens, hidden states."""
 
 import collections
 import dataclasses
@@ -23,17 +23,17 @@ from txl_jax.runtime import distributed
 
 
 class Likeness(NamedTuple):
-    """Losses of a document's targets [T], and which of them greedy decoding would have written."""
+    """Losses of a document's targets [T], and whether greedy decoding would choose each target."""
 
     # Floats [T].
     nats: Any
-    # bool [T], whether the target is the most likely token. If tokens are equally likely, it is the
-    # one with the lowest id.
+    # bool [T], whether the target is the most likely token. If tokens are equally likely, the one
+    # with the lowest id counts.
     greedy: Any
 
 
 class _Kind(enum.Enum):
-    """What is computed at each position of a document."""
+    """Kind of result that is computed at each position of a document."""
 
     NATS = enum.auto()
     LIKENESS = enum.auto()
@@ -48,24 +48,24 @@ class _RunningCall(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What the reading of one segment hands to the next."""
+    """State that the reading of one segment passes to the next."""
 
     memory: Any
     results: Any  # Tree of arrays [S, B, L, ..], zero for segments that were not read.
 
 
 class DocumentReader:
-    """Reader that runs one model over documents, each from an empty memory.
+    """Runs one model over documents, each from an empty memory.
 
     It reads at the evaluation lengths, without stride or warm-up.
 
     One compiled function of fixed shape [S, B, L] reads any number of documents of any lengths, and
-    a document's results are the same as by itself. They come in order, also before an error of the
-    documents' iterator.
+    a document's results are the same as by itself. They come in order. If the documents' iterator
+    raises, the results before the error come first.
     """
 
     def __init__(self, built: Built, prepared: Any, *, batch_size: int):
-        """Takes prepared parameters and the number of documents to read side by side.
+        """Takes prepared parameters and the number of documents to read in parallel.
 
         `Built.prepare_params` prepares the parameters.
         """
@@ -78,11 +78,11 @@ class DocumentReader:
         self._prepared = prepared
 
     def nats(self, tokens: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """Yields the nats [T - 1] of all tokens but the first of each document, ids [T]."""
+        """Yields the nats [T - 1] of all tokens except the first of each document, ids [T]."""
         return self._read(map(_inputs_and_targets, tokens), _Kind.NATS)
 
     def likeness(self, tokens: Iterable[np.ndarray]) -> Iterator[Likeness]:
-        """Yields the `Likeness` [T - 1] of all tokens but the first of each document, ids [T]."""
+        """Yields the `Likeness` [T - 1] of all tokens except the first of each document [T]."""
         return self._read(map(_inputs_and_targets, tokens), _Kind.LIKENESS)
 
     def hidden_states(
@@ -94,7 +94,7 @@ class DocumentReader:
         """
         if vectors:
             takes_embeddings(self._built)
-        # Targets do not matter here, but a document needs as many as it has inputs.
+        # Targets do not matter for hidden states, but a document needs as many as it has inputs.
         documents = (Pairs(document, np.zeros(len(document), np.int32)) for document in inputs)
         return self._read(documents, _Kind.HIDDEN_STATES, vectors=vectors)
 
@@ -173,8 +173,7 @@ class DocumentReader:
                 lambda shape: jnp.zeros((n_segment, *shape.shape), shape.dtype), shapes
             )
 
-            # A loop instead of a `lax.scan`: few documents fill few of the S segments, and the
-            # others take no time.
+            # A loop instead of a `lax.scan`, so that segments without documents take no time.
             carry = jax.lax.fori_loop(0, count, read_segment, _Carry(memory, results))
             return carry.memory, carry.results
 
@@ -217,7 +216,7 @@ def _fetch(running: _RunningCall, pieces: dict[int, list[Any]], finished: dict[i
     results = jax.tree.map(distributed.to_host, running.results)
     for part in running.call.parts:
         place = (part.segment, part.row, slice(part.length))
-        # Copied, or a short document's result would keep the whole array.
+        # Copied, because otherwise a short document's result would keep the whole array in memory.
         piece = jax.tree.map(lambda array, place=place: array[place].copy(), results)
         pieces[part.number].append(piece)
         if part.ends:
@@ -232,7 +231,7 @@ def read_all(
 ) -> list[Any]:
     """Returns the results of documents in their order.
 
-    The longest are read first, so that rows end together.
+    The longest documents are read first, so that rows end together.
     """
     listed = list(documents)
     order = sorted(range(len(listed)), key=lambda number: -len(listed[number]))
@@ -256,6 +255,7 @@ def takes_embeddings(built: Built) -> TransformerXL:
     model = built.model
     if not isinstance(model, TransformerXL):
         raise UserError(
-            f"model.network is {model.config.network}, which takes only token ids, not embeddings"
+            f"embeddings require a Transformer-XL, got model.network={model.config.network}, which "
+            "takes only token ids."
         )
     return model

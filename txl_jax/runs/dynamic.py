@@ -1,8 +1,8 @@
-"""Dynamic evaluation of a trained model: scores of a text that it learns from while it reads.
+"""Dynamic evaluation of a trained model, which learns from a text while it scores it.
 
-`evaluation.dynamic` has the update. Here a trained model is built for it, and its parameters are
-copied for each text or document, so that each begins with the trained ones and nothing of the run
-changes.
+`evaluation.dynamic` defines the update. This module builds a trained model for it, and copies its
+parameters for each text or document, so that each starts from the trained parameters and the run
+does not change.
 """
 
 import dataclasses
@@ -44,14 +44,14 @@ class DynamicModel:
     # Built as a training at the lengths of evaluation (`dynamic.training_config`), whose optimizer
     # is the update rule.
     built: Built
-    # The trained parameters. Nothing changes them.
+    # The trained parameters. They are never changed.
     params: Any
     # The sum of squared gradients of training text, for the rule RMS, or None.
     statistics: Any = None
 
     @property
     def settings(self) -> DynamicConfig:
-        """The rule and its numbers."""
+        """The rule and its settings."""
         return self.built.config.eval.dynamic
 
     def start(self) -> TrainState:
@@ -62,17 +62,17 @@ class DynamicModel:
         """Raises `UserError` if the rule RMS has no statistics."""
         require(
             self.settings.rule is not DynamicRule.RMS or self.statistics is not None,
-            "eval.dynamic.rule=rms divides by squared gradients of training text, which this model "
+            "eval.dynamic.rule=rms requires squared gradients of training text, which this model "
             "lacks. Use eval.dynamic.rule=rmsprop, which takes them from the text that it reads.",
         )
 
     @functools.cached_property
     def _make_state(self) -> Callable[[Any, Any], TrainState]:
-        """The jitted function that makes a state of its own, from parameters and statistics."""
+        """The jitted function that creates a separate state from parameters and statistics."""
 
         def make_state(params: Any, statistics: Any) -> TrainState:
-            # Copies, because the step reuses the memory of the state that it is given. The rule
-            # makes a further one of the parameters that it pulls toward.
+            # Copies, because the step donates its state. The rule makes another copy of the
+            # parameters that it pulls toward.
             state = self.built.traced_state(jax.tree.map(jnp.copy, params))
             if statistics is None:
                 return state
@@ -98,23 +98,24 @@ class DynamicModel:
         stop_requested: Callable[[], Any] = lambda: False,
         token_nats: np.ndarray | None = None,
     ) -> Totals:
-        """Computes the losses of a text, each segment's before it is learned.
+        """Computes the losses of a text, and learns from each segment after it is scored.
 
-        It is called like `runs.score.score` after the parameters. The first token is not scored.
+        Its arguments are those of `runs.score.score` after the parameters. The first token is not
+        scored.
 
         Args:
           tokens: Ids [T] of the text.
           name: Name of the text, for progress and errors.
           measure: The measure in which progress is shown.
-          log: Takes a line of progress.
-          stop_requested: Is asked after each call.
+          log: Receives a line of progress.
+          stop_requested: Is called after each call.
           token_nats: Floats [T] that receive each token's loss in nats, or None.
 
         Returns:
           The sum of the losses, and the number of scored tokens.
 
         Raises:
-          Interrupted: If a stop was requested. What was scored until then is logged.
+          Interrupted: If a stop was requested. The scores so far are logged.
           NonFiniteError: If the loss of a segment is nan or infinite.
           UserError: If the rule RMS has no statistics.
         """
@@ -129,8 +130,8 @@ class DynamicModel:
             )
 
         def after_call(n_segment: int, totals: Totals) -> None:
-            # The bar is not given `stop_requested`: it would stop without a line about what was
-            # scored until then.
+            # `stop_requested` is not passed to the bar, which would stop without a line about the
+            # scores so far.
             if stop_requested():
                 log(
                     f"{name}: {totals.format(measure)} up to segment {n_segment:,} of "
@@ -154,15 +155,15 @@ class DynamicModel:
             )
 
     def score_documents(self, documents: Iterable[NamedDocument]) -> Iterator[np.ndarray]:
-        """Yields the losses of each document in nats [T - 1], each segment's before it is learned.
+        """Yields the losses of each document in nats [T - 1], scored before they are learned.
 
-        Each document begins with an empty memory. It also begins with the trained parameters or,
-        with `eval.dynamic.shared`, with the parameters and the rule's state that the document
-        before it left.
+        Each document starts from an empty memory and the trained parameters. With
+        `eval.dynamic.shared` it starts from the parameters and the rule's state that the previous
+        document left.
 
         The model must be built for the lengths of `document_config` below. One compiled function
         reads a segment of any document. A document's losses are yielded before the next document is
-        asked for.
+        requested.
 
         Raises:
           UserError: If the rule RMS has no statistics.
@@ -173,7 +174,7 @@ class DynamicModel:
         config = self.built.config
         # Losses of 16-bit models are float32.
         dtype = np.dtype(jnp.promote_types(jnp.float32, config.model.dtype))
-        # What the document before left, or None if the next one begins with trained parameters.
+        # The state after the previous document, or None to start from the trained parameters.
         left: TrainState | None = None
         for document in documents:
             # The first token is not scored, so there may be nothing to read.
@@ -188,11 +189,11 @@ class DynamicModel:
     def _read_document(
         self, state: TrainState, document: NamedDocument, nats: np.ndarray
     ) -> TrainState:
-        """Scores and learns a document. Returns the state after it.
+        """Scores a document and learns from it. Returns the state after it.
 
         Args:
-          state: The state to begin with, which is donated. The first segment's reset bit empties
-            its memory.
+          state: The state before the document, which is donated. The first segment's reset bit
+            empties its memory.
           document: At least two tokens.
           nats: Floats [T - 1], which receive the losses.
 
@@ -210,7 +211,7 @@ class DynamicModel:
             nll = distributed.to_host(losses.nll)
             nats[first : first + n_scored] = nll[0, 0, :n_scored]
 
-        # One segment per call, so that a short document costs no gradients of padding.
+        # One segment per call, so that short documents do not compute gradients of padding.
         running: SegmentLosses | None = None
         for number in range(reader.n_segments):
             segment = self.built.place(reader.segments(number, 1), batch_size=1)
@@ -233,7 +234,7 @@ class DynamicModel:
         """
         for number, segment_nats in enumerate(nats.tolist(), start=first_segment):
             if not math.isfinite(segment_nats):
-                # No learning rate changes the first loss, unless documents share what they learn.
+                # The learning rate does not affect the first loss, unless documents share state.
                 if number == 0 and not self.settings.shared:
                     raise NonFiniteError(
                         f"{name}: the loss of segment 0 is {segment_nats} before anything is "

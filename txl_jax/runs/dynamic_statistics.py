@@ -1,12 +1,12 @@
-"""Statistics of the rule RMS of dynamic evaluation: sums of squared gradients of training text.
+"""Statistics for the rule RMS of dynamic evaluation: sums of squared gradients of training text.
 
 For each parameter it is the sum over n segments of the squared gradient of the segment's mean loss,
 at the trained parameters. `DynamicModel.step` computes it: dynamic evaluation with an optimizer
-that changes no parameter and sums squares.
+that leaves parameters unchanged and sums squares.
 
-The sums are computed once, and kept in a file of a run's directory, or of --out. As metadata it has
-everything that they depend on (`_expected`), so that a file of other weights is never used. A
-portable checkpoint has a copy of the file.
+The sums are computed once, and stored in a file in the run's directory, or in --out. Its metadata
+contains everything that they depend on (`_expected`), so that a file for other weights is never
+used. A portable checkpoint contains a copy of the file.
 """
 
 import dataclasses
@@ -47,11 +47,11 @@ NAME = "dynamic_statistics.safetensors"
 
 # As published: the sums are over a five-thousandth of the segments of training text.
 _SHARE_OF_TEXT = 5000
-# With fewer segments a note is logged. Of the published rows, enwik8 has the fewest: 90 million
+# With fewer segments a note is logged. Of the published results, enwik8 has the fewest: 90 million
 # bytes are 140 times 5,000 segments of 128.
 _FEW_SEGMENTS = 100
-# Settings that the sums depend on, which the metadata has by these names. They also depend on
-# `eval.average_checkpoints`, but only by the weights, whose digest is in the metadata.
+# Settings that the sums depend on, with their names in the metadata. The sums also depend on
+# `eval.average_checkpoints`, but only through the weights, whose digest is in the metadata.
 _SETTINGS = (
     "eval.batch_size",
     "eval.segment_len",
@@ -67,12 +67,12 @@ _TEXT = "text_sha256"
 _SEGMENTS = "segments"
 _SUMS = "sums_sha256"
 _KEYS = (_WEIGHTS, _TEXT, *_SETTINGS, _SEGMENTS, _SUMS)
-# Characters of a digest, or of a stranger's value, that an error shows.
+# Number of characters of a digest, or of a stranger's value, that an error shows.
 _MOST_SHOWN = 20
 
 
 class _File(NamedTuple):
-    """A file of statistics, whose arrays were not read yet."""
+    """A file of statistics, whose arrays have not been read yet."""
 
     path: str
     # The sums by the path of their parameter, "stack/layers/attention/query".
@@ -96,11 +96,11 @@ def learning_model(
     Args:
       trained: The model, with `eval.dynamic.rule` set.
       params: Its parameters on the devices of its config's mesh.
-      corpus: The text that is scored, from which the statistics of the rule RMS are computed if it
-        is the run's own. None means that they must be in a file.
-      folder: The directory in which computed statistics are kept, or None to keep none.
-      stop_requested: Is asked while statistics are computed.
-      log: Takes a line about the statistics.
+      corpus: The text that is scored. If it is the run's own, the statistics of the rule RMS are
+        computed from its training split. None means that they must be in a file.
+      folder: The directory for computed statistics, or None to discard them.
+      stop_requested: Is called while statistics are computed.
+      log: Receives a line about the statistics.
 
     Raises:
       UserError: If settings do not match the devices, or statistics are missing.
@@ -127,15 +127,15 @@ def find_or_make(
 ) -> Any:
     """Returns the statistics of a model on its mesh, from a file or computed.
 
-    What is computed is kept in a file in `folder`. All processes call it.
+    Computed statistics are stored in a file in `folder`. All processes call it.
 
     Args:
       model: The model, built for the rule RMS.
       trained: The model's directory.
       corpus: The text that is scored. If it is the run's own, its training split is read.
       folder: The directory of the run's outputs, or None to write nothing.
-      stop_requested: Is asked after each call.
-      log: Takes a line of progress, or a note.
+      stop_requested: Is called after each call.
+      log: Receives a line of progress, or a note.
 
     Raises:
       UserError: If neither a file nor the training text is available.
@@ -156,7 +156,7 @@ def find_or_make(
     if own_text is None:
         raise UserError(_missing(trained, folder, mismatches))
     for mismatch in mismatches:
-        log(f"note      {mismatch}. It is made again.")
+        log(f"note      {mismatch}. It is computed again.")
     n_segment = _count_segments(model, own_text.train)
     sums = _sum_over_text(
         model, trained, own_text.train, n_segment, stop_requested=stop_requested, log=log
@@ -172,7 +172,7 @@ def find_or_make(
 
 
 def digest_of_weights(weights: Leaves) -> str:
-    """Returns the sha256 of parameters by path, which is the same for any width of their floats.
+    """Returns the sha256 of parameters by path, which does not depend on the width of floats.
 
     With JAX_ENABLE_X64 they are loaded as float64.
     """
@@ -200,7 +200,7 @@ def copy(path: str, folder: Path, weights: Leaves) -> str | None:
         return None
     file = _read(path)
     if file.metadata.get(_WEIGHTS) != digest_of_weights(weights):
-        return f"note      {path} was not copied, because it was made for other weights"
+        return f"note      {path} was not copied, because it belongs to other weights"
     shapes = {name: leaf.shape for name, leaf in weights.items()}
     _check(file, shapes)
     known = {key: file.metadata[key] for key in _KEYS if key in file.metadata}
@@ -211,7 +211,7 @@ def copy(path: str, folder: Path, weights: Leaves) -> str | None:
 
 
 def _own_text(trained: TrainedModel, corpus: Corpus | None) -> Corpus | None:
-    """Returns the corpus if the model was trained on it, else None.
+    """Returns the corpus if the model was trained on it, otherwise None.
 
     A portable checkpoint does not record the text that it was trained on.
     """
@@ -225,7 +225,7 @@ def _own_text(trained: TrainedModel, corpus: Corpus | None) -> Corpus | None:
 def _expected(model: DynamicModel, trained: TrainedModel) -> dict[str, str]:
     """Returns the metadata that a file must have to be used. All processes call it.
 
-    The text of a portable checkpoint is not known, so that it is not compared.
+    The text of a portable checkpoint is unknown, so it is not compared.
     """
     expected = {_WEIGHTS: digest_of_weights(leaves_lib.from_tree(model.params))}
     if isinstance(trained.source, Run):
@@ -277,12 +277,12 @@ def _write(path: str, sums: Any, metadata: Mapping[str, str]) -> None:
 
 
 def _stored(sums: Leaves) -> dict[str, Leaf]:
-    """Returns arrays by their names in the file, which are those of a portable checkpoint."""
+    """Returns arrays by their names in the file, like those in a portable checkpoint."""
     return {name.replace("/", "."): leaf for name, leaf in sums.items()}
 
 
 def _mismatch(file: _File, expected: Mapping[str, str]) -> str | None:
-    """Returns a clause about what a file was made for instead, or None if it can be used."""
+    """Returns a clause about a file's other weights or settings, or None if it can be used."""
     differences = []
     for name, value in expected.items():
         stored = file.metadata.get(name, "missing")
@@ -301,8 +301,8 @@ def _check(file: _File, shapes: Mapping[str, tuple[int, ...]]) -> None:
       shapes: The shapes of the parameters, by path.
 
     Raises:
-      CheckpointError: If there is not one array of sums of squares for each parameter, or the
-        arrays are not those that were written.
+      CheckpointError: If a parameter does not have an array of sums of squares, or the arrays have
+        changed since they were written.
     """
     floats = (np.dtype(np.float32), np.dtype(np.float64))
     described = {name: str(list(leaf.shape)) for name, leaf in file.sums.items()}
@@ -327,7 +327,7 @@ def _corrupted(file: _File, reason: str) -> CheckpointError:
 
 
 def _place(file: _File, abstract_params: Any) -> Any:
-    """Checks a file, and reads onto each device its part of each array. All processes call it."""
+    """Checks a file, and reads each device's part of each array. All processes call it."""
     named = flax.traverse_util.flatten_dict(abstract_params, sep="/")
     shapes = {name: tuple(leaf.shape) for name, leaf in named.items()}
     distributed.run_on_all(lambda: _check(file, shapes))
@@ -338,7 +338,7 @@ def _count_segments(model: DynamicModel, tokens: Any) -> int:
     """Returns n, the number of segments that are summed.
 
     Raises:
-      UserError: If the text has fewer.
+      UserError: If the text has fewer segments.
     """
     lengths = model.built.config.eval
     n_target = len(tokens) - 1
@@ -398,7 +398,7 @@ def _sum_over_text(
             nats = distributed.to_host(losses.nats).sum(dtype="float64").item()
             n_token = distributed.to_host(losses.tokens).sum(dtype="float64").item()
             totals += Totals(nats, n_token)
-            # Segments after the text's end are padding, which adds nothing.
+            # Segments after the end of the text are padding, which does not change the sums.
             show(min(first_segment + SEGMENTS_PER_CALL, n_segment), totals)
 
     sums = state.opt_state
@@ -424,15 +424,15 @@ def _sum_over_text(
 
 
 def _missing(trained: TrainedModel, folder: str | None, mismatches: list[str]) -> str:
-    """Returns the error for statistics that are needed and cannot be computed here."""
+    """Returns the error for statistics that are needed and cannot be computed."""
     reason = "; ".join(mismatches)
     if not mismatches:
         path = path_of(trained) if folder is None else os.path.join(folder, NAME)
         reason = f"{path} is missing"
     return (
-        f"eval.dynamic.rule={DynamicRule.RMS} divides by squared gradients of the training text, "
+        f"eval.dynamic.rule={DynamicRule.RMS} requires squared gradients of the training text, "
         f"which is not the text that is scored, and {reason}. "
-        f"Make the file with {_command(trained)}"
+        f"Create the file with {_command(trained)}"
     )
 
 

@@ -2,10 +2,10 @@
 
 The runs differ in seed, learning rate or dropout. `train_run` trains them.
 
-- There is one workdir, one compiled training step (`txl_jax.training.member_axis`) and one
+- They share one workdir, one compiled training step (`txl_jax.training.member_axis`) and one
   checkpoint, whose arrays have the member axis.
 - The best parameters are kept per member, and records name their member.
-- All members have made the same number of updates. If a loss of one is not finite, all stop.
+- All members have made the same number of updates. If the loss of a member is not finite, all stop.
 - Any member can be scored, sampled and exported by its name (`--ensemble_member=NAME`), and
   `split_off` makes it a separate run.
 """
@@ -44,7 +44,7 @@ class Ensemble(Built):
         """Returns the ensemble of these members.
 
         Raises:
-          UserError: If it cannot be trained as one.
+          UserError: If the members cannot be trained together.
         """
         configs = member_configs(base.config, members)
         n_device = base.mesh.size
@@ -62,14 +62,14 @@ class Ensemble(Built):
         )
 
     def init_state(self, warm_state: Callable[[Any], TrainState] | None = None) -> TrainState:
-        """Like `Built.init_state`, for all members. `warm_state` makes one member's state."""
+        """Like `Built.init_state`, for all members. `warm_state` creates one member's state."""
 
         @jax.jit
         def params_of(seed: jax.Array) -> Any:
             return init_params(self.model, jax.random.key(seed))
 
-        # Members are initialized one after the other, so that each has, bit for bit, the parameters
-        # of a run of its own.
+        # Members are initialized one after the other, so that each has the parameters of a separate
+        # run, bit for bit.
         states = []
         state_from_params = warm_state or self.state_from_params
         for config in self.configs.values():
@@ -85,13 +85,13 @@ class Ensemble(Built):
         abstract_segments = self.members.abstract(self.abstract_segments(self.config.train))
         step = member_axis.make_ensemble_step(self.model, self.config)
 
-        # The state must come out as it went in, or the next call would not take it.
+        # The state must keep its shardings, otherwise the next call would reject it.
         out_shardings = (shardings_of(abstract_state), None)
         jitted = jax.jit(step, donate_argnums=2, out_shardings=out_shardings)
         return jitted.lower(*self.step_values(), abstract_state, abstract_segments)
 
     def step_values(self) -> tuple[Any, ...]:
-        """Returns the lengths of the schedule, which members share, and what members differ in."""
+        """Returns the lengths of the schedule, which members share, and their different values."""
         variation = member_axis.Variation.of(self.config, list(self.configs.values()))
         return (*super().step_values(), variation)
 
@@ -157,7 +157,7 @@ def split_off(workdir: str, member: str, target: str) -> None:
         if results:
             storage.write_json(os.path.join(run.path, RESULTS), results)
 
-        # Last, because without config.json the directory contains no run.
+        # Written last, because a directory without config.json is not a run.
         run.warm_start = source.warm_start
         run.dropout_masks = source.dropout_masks
         run.record(source.config, source.text, attention=source.attention, remat=source.remat)
@@ -171,7 +171,7 @@ def _copy_latest(source: Run, member: str, target: Run) -> int:
     if restored is None:
         raise UserError(f"{source.path} has no checkpoint yet. Train it first.")
     step, state, notes = restored
-    # All other notes (`TrainNotes`) are the same, also those that only a later version knows.
+    # All other notes (`TrainNotes`) are the same, even those that only a later version knows.
     notes["running_totals"] = notes["running_totals"][member]
     with Checkpointer(target.latest, keep=1, log=say) as latest:
         latest.save(step, state, notes)

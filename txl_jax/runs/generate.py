@@ -1,6 +1,6 @@
-"""Generation with a trained run, which samples texts after a prompt.
+"""Generates samples after a prompt with a trained run.
 
-The first text is streamed as it is written.
+The first text is streamed while it is generated.
 """
 
 import codecs
@@ -38,11 +38,11 @@ def generate_text(
 ) -> list[bytes]:
     """Prints and saves `generate.samples` texts of a trained model.
 
-    The first text is printed as it is written. All texts are saved in the model's directory.
+    The first text is printed while it is generated. All texts are saved in the model's directory.
 
     Returns the texts, each with the prompt and the stop that ended it. Raises `UserError` if the
     model has no checkpoint or cannot generate, or the prompt or the stop cannot be read.
-    `stop_requested` is asked between segments of the prompt and between blocks of tokens.
+    `stop_requested` is called between segments of the prompt and between blocks of tokens.
     """
     trained = TrainedModel.of(model, config)
     check_same_settings(config)
@@ -94,8 +94,8 @@ def continue_prompts(
 
     n_unknown = 0
     n_token = 0
-    # Prompts are read as they are needed, so an error in one comes after the records of the batches
-    # before it.
+    # Prompts are read when they are needed, so an error in a prompt comes after the records of
+    # earlier batches.
     requests = _requests(prompts, vocabulary, samples=config.samples, name=name)
     while batch := list(itertools.islice(requests, batch_size)):
         for request in batch:
@@ -127,7 +127,7 @@ def continue_prompts(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Request:
-    """One sample that is to be generated after one prompt."""
+    """One sample to generate after one prompt."""
 
     index: int  # Number of the prompt, from 0.
     sample: int  # Number of the sample among those of this prompt, from 0.
@@ -138,7 +138,7 @@ class _Request:
 def _requests(
     prompts: Iterable[tuple[int, bytes]], vocabulary: Vocabulary, *, samples: int, name: str
 ) -> Iterator[_Request]:
-    """Yields the requests for each prompt, which is read and encoded when its first one is due."""
+    """Yields the requests for each prompt, which is read and encoded when it is needed."""
     for index, (line, prompt) in enumerate(prompts):
         ids = encode.token_ids(vocabulary, prompt, name=f"line {line} of {name}")
         for sample in range(samples):
@@ -148,7 +148,7 @@ def _requests(
 def or_start(ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
     """Returns the ids that a model continues: a prompt's, or the start token for an empty one.
 
-    The start token is what a text could begin after, such as a newline.
+    The start token is a token that could precede a text, such as a newline.
     """
     return ids if len(ids) else vocabulary.start
 
@@ -163,7 +163,7 @@ def make_sampler(config: ExperimentConfig, vocabulary: Vocabulary) -> "Sampler":
     """
     check_can_generate(config)
     settings = config.generate
-    # What ends a sample: a token, a string of multiple tokens as bytes, or None for nothing.
+    # The end of a sample: a token, a string of multiple tokens as bytes, or None.
     ending = read_stop(settings, vocabulary)
 
     # A broadcast takes text, and the prompt may be bytes that are not valid UTF-8.
@@ -182,7 +182,7 @@ def make_sampler(config: ExperimentConfig, vocabulary: Vocabulary) -> "Sampler":
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sampler:
-    """Generates texts after one prompt, with any parameters of a model, which compiles once."""
+    """Generates texts after one prompt, with any parameters of a model. It is compiled once."""
 
     settings: GenerateConfig
     vocabulary: Vocabulary
@@ -190,7 +190,7 @@ class Sampler:
     ending: Ending
     # Tokens of the prompt, int32 [T]. T may be 0.
     ids: np.ndarray
-    # The prompt as the model reads it. For example, its words have single spaces between them.
+    # The prompt as the model reads it, for example with single spaces between words.
     prompt: bytes
 
     def __call__(
@@ -205,8 +205,8 @@ class Sampler:
         Args:
           built: The model.
           params: Its parameters, as in training.
-          stop_requested: Is asked between segments of the prompt and between blocks of tokens.
-          write: Takes the first text in pieces, as its tokens come.
+          stop_requested: Is called between segments of the prompt and between blocks of tokens.
+          write: Receives the first text in pieces, as its tokens are generated.
 
         Returns:
           The prompt with each sample after it, or an empty list if a stop was requested while the
@@ -217,7 +217,7 @@ class Sampler:
         blocks = generator.tokens(
             or_start(self.ids, self.vocabulary),
             self.settings,
-            # A token ends a sample already here. A string is found only in the text, by the stream.
+            # A token ends a sample in the generator. The stream finds strings in the text.
             stop_token=self.ending,
             stop_requested=stop_requested,
         )
@@ -236,7 +236,7 @@ class Sampler:
             has_begun = True
             for number, stream in enumerate(streams):
                 texts.add(number, stream.add(block[number]))
-            # The generator itself stops at a token, but does not see a text that ends a sample.
+            # The generator itself stops at a token, but does not detect a text that ends a sample.
             if all(stream.ended for stream in streams):
                 break
         for number, stream in enumerate(streams):
@@ -253,7 +253,7 @@ class _GrowingTexts:
     def __init__(self, prompt: bytes, n_text: int, write: Callable[[str], Any]):
         self.contents = [prompt] * n_text
         self._write = write
-        # What is written is for people: invalid bytes become replacement characters.
+        # Human-readable output: invalid bytes become replacement characters.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         write(self._decoder.decode(prompt))
 
@@ -284,7 +284,7 @@ def check_can_generate(config: ExperimentConfig) -> None:
     config.expect(
         encoding_of(config.model).generates_by_token,
         "model.encoding",
-        "its positions count within a segment. Only models with relative positions generate text",
+        "its positions restart in each segment. Only models with relative positions generate text",
     )
     config.expect(
         config.eval.mem_len,
@@ -301,7 +301,7 @@ def read_prompt(config: GenerateConfig, *, as_bytes: bool = False) -> bytes:
     A file's byte-order mark is dropped unless it is read `as_bytes`, for a model of bytes.
     """
     if not config.prompt_file:
-        # The bytes that are typed need not be valid UTF-8.
+        # Typed bytes need not be valid UTF-8.
         return os.fsencode(unescape(config.prompt or ""))
     sentence = (
         f"cannot read the prompt file {config.prompt_file} (%s). Check --generate.prompt_file."

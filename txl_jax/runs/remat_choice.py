@@ -1,4 +1,4 @@
-"""The choice of what the backward pass recomputes (`model.remat=auto`), with the reason for it.
+"""Chooses what the backward pass recomputes (`model.remat=auto`), and records the reason.
 
 The choice is made once, when a run begins, by this table:
 
@@ -9,8 +9,8 @@ The choice is made once, when a run begins, by this table:
 | tpu, gpu | less than `estimate_bytes` of `dots`  | full   |
 
 Accelerators are bound by memory, and `dots` moves fewer bytes than `none`, not more: it recomputes
-layer norms, ReLU and dropout masks instead of writing and reading them, and no matmul and no
-attention. As the compilers' programs for a training step show (bfloat16; bytes of HBM and peak):
+layer norms, ReLU and dropout masks instead of writing and reading them, but neither matmuls nor
+attention. The compiled programs of a training step show this (bfloat16, HBM traffic and peak):
 
 | step                           | none           | dots            |
 |--------------------------------|----------------|-----------------|
@@ -19,7 +19,7 @@ attention. As the compilers' programs for a training step show (bfloat16; bytes 
 
 `full` runs each layer forward once more, about a third more work, and needs the least memory.
 
-Later starts of a run take the recorded choice (`Run.remat_for`), wherever they are.
+Later starts of a run use the recorded choice (`Run.remat_for`), even on other devices.
 """
 
 import math
@@ -50,10 +50,10 @@ class ChosenRemat(NamedTuple):
 
 
 class _KeptArrays(NamedTuple):
-    """How many arrays of each kind a layer keeps for its backward pass.
+    """Number of arrays of each kind that a layer keeps for its backward pass.
 
-    Arrays have the compute dtype if nothing else is said. tests/modules/test_remat.py counts them
-    in the jaxpr of a training step.
+    Arrays have the compute dtype unless noted. tests/modules/test_remat.py counts them in the jaxpr
+    of a training step.
     """
 
     model: int  # [B, L, D]: the inputs of the layer and of matmuls, and outputs of matmuls.
@@ -70,8 +70,8 @@ _KEPT = {
     Remat.FULL: _KeptArrays(model=1, norms=0, inner=0, masks=0, queries=0, keys=0),
 }
 
-# Arrays of the scores' size that the reference keeps if nothing is recomputed, in the compute
-# dtype: probabilities in float32 and once more rounded.
+# Number of arrays of the scores' size that the reference keeps if nothing is recomputed, in units
+# of the compute dtype: probabilities in float32, and rounded ones.
 _SCORES_OF_REFERENCE = 3
 
 
@@ -159,20 +159,21 @@ def estimate_bytes(
       config: The run's settings.
       call: A call of attention in training on one device.
       implementation: The implementation of attention in training.
-      device_bytes: Bytes per device of what lasts from step to step (`Built.device_bytes`).
+      device_bytes: Bytes per device of the arrays that persist between steps
+        (`Built.device_bytes`).
       vocab_size: V.
       n_tensor: Devices along the mesh's axis `tensor`.
     """
     model = config.model
     n_position = call.batch * call.segment_len
 
-    # What lasts, and gradients, which have the parameters' shapes. The next memory is what the
-    # layers keep of their inputs, unless it has another length.
+    # Persistent arrays, and gradients, which have the parameters' shapes. The next memory consists
+    # of the inputs that the layers keep anyway, unless it has another length.
     total = sum(device_bytes.values()) + device_bytes["parameters"]
     if config.train.mem_len != config.train.segment_len:
         total += device_bytes["segment memory"]
 
-    # The scan stacks what each layer keeps.
+    # The scan stacks the arrays that each layer keeps.
     total += model.n_layer * _kept_by_layer(remat, model, call, implementation, n_tensor)
 
     # While the stacks are complete, either the logits are in memory (those of the head, if the
@@ -216,7 +217,7 @@ def _kept_by_layer(
 
 
 def _kept_scores(remat: Remat, call: AttentionCall, implementation: Implementation) -> int:
-    """Returns the numbers that a layer keeps for all pairs of queries and keys."""
+    """Returns the number of values that a layer keeps for all pairs of queries and keys."""
     n_pair = call.batch * call.n_head * call.segment_len * _padded(call.n_keys, call)
     if implementation.path == "stored":
         return n_pair
@@ -226,7 +227,7 @@ def _kept_scores(remat: Remat, call: AttentionCall, implementation: Implementati
 
 
 def _padded(width: int, call: AttentionCall) -> int:
-    """Returns the numbers that the last axis of an array takes in memory."""
+    """Returns the length of an array's last axis in memory, with padding."""
     if call.platform != "tpu":
         return width
     return math.ceil(width / _TPU_LANES) * _TPU_LANES

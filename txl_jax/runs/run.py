@@ -37,15 +37,15 @@ from txl_jax.runtime.log import METRICS
 from txl_jax.runtime.storage import access_error
 
 RESULTS = "results.json"
-# Number of config.json's format. It is raised if settings, parameters or draws other than dropout
-# masks change meaning.
+# Version of config.json's format. It is raised if settings, parameters or random numbers other than
+# dropout masks change meaning.
 FORMAT = 3
 # The settings in which each member of an ensemble differs. Empty for a single run.
 MemberSettings = Sequence[Mapping[str, float]]
 
 _CONFIG = "config.json"
 _VOCABULARY = "vocabulary.txt"
-# Runs that an error names: they fit on a few lines, and show what to pass.
+# Maximum number of runs that an error names, as examples of valid paths.
 _MOST_NAMED = 5
 # Network file systems show a new file to other hosts once their caches expire.
 _SECONDS_TO_APPEAR = 30
@@ -53,7 +53,7 @@ _SECONDS_TO_APPEAR = 30
 _TEXT_FACTS = ("name", "description", "digest", "data_dir", "cache_dir")
 # Settings that the choice of attention for evaluation depends on.
 _EVALUATION = ("batch_size", "segment_len", "mem_len", "clamp_len", "same_length", "cache_dtype")
-# Hosts may keep their files in different places; the contents are compared.
+# Hosts may keep their files in different places, so only the contents are compared.
 _PLACES = {f"data.{leaf.name}" for leaf in config_tree.leaves(DataConfig) if leaf.setting.path}
 
 
@@ -80,7 +80,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
     changes nothing in the directory. A command that trains makes these calls, in this order:
 
     1. `open` reads the record, if any, and locks the directory of a recorded run. If the run has
-       dropout masks of another version, `compare` locks it, once training is known to be allowed.
+       dropout masks of another version, `compare` locks it after checking that it may be trained.
     2. `compare` checks the settings against the record, before a text is read.
     3. `record_start` locks the directory of a new run, and writes the record.
     4. `check` between updates, and `confirm` before a checkpoint, stop a run that has lost its
@@ -88,7 +88,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
     5. `close` releases the lock.
 
     `claim` (lock a new directory) and `record` (write the files) are the two parts of
-    `record_start` for process 0. They are public for a run that is copied instead of trained.
+    `record_start` for process 0. They are public because `ensemble.split_off` copies a run.
     """
 
     # Absolute.
@@ -180,8 +180,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
         The record of a locked run cannot change. A run with dropout masks of another version is not
         locked yet: `compare` may have to reject it, and then nothing in its directory has changed.
-        For a new run nothing is made before `record_start`, so that mistakes in settings leave no
-        directory.
+        For a new run nothing is created before `record_start`, so that mistakes in settings do not
+        leave a directory behind.
         """
         run = cls(os.fspath(path), is_open=True)
         try:
@@ -237,9 +237,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
         These are the recorded implementations, or the config's own choice, such as "auto". `cached`
         is for attention over a KV cache, in evaluation and generation.
 
-        Another device or version may choose others, whose numbers agree up to rounding only, and a
-        resumed run must stay equal bit for bit. If `model.attention`, or for evaluation a length,
-        was changed, the config chooses again.
+        Another device or version may choose other implementations, whose numbers agree only up to
+        rounding, and a resumed run must stay identical bit for bit. If `model.attention` has
+        changed, or a length for evaluation, the choice is made again.
         """
         choice = str(config.model.attention)
         if self.is_new or self.config.model.attention is not config.model.attention:
@@ -259,13 +259,13 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def remat_for(self, config: ExperimentConfig) -> Remat:
         """Returns what the backward pass recomputes in a start with `config`.
 
-        `Remat.AUTO` of a recorded run means what its last start did, also on another machine:
-        another choice rounds differently, and a resumed run must stay equal bit for bit. Any other
-        value changes the choice. The result is `AUTO` only if nothing was chosen yet.
+        `Remat.AUTO` of a recorded run means the choice of its last start, even on another machine:
+        another choice rounds differently, and a resumed run must stay identical bit for bit. Any
+        other value changes the choice. The result is `AUTO` only if nothing was chosen yet.
         """
         if self.is_new or config.model.remat is not Remat.AUTO:
             return config.model.remat
-        # Runs that began before there was a choice have recorded their setting.
+        # Runs from versions without this choice have recorded their setting.
         return self.remat or self.config.model.remat
 
     def compare(self, config: ExperimentConfig, members: MemberSettings = ()) -> None:
@@ -281,7 +281,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
         changes = self._changes(config, allowed=False)
 
-        # A run may be shortened, but not below the steps that it has done.
+        # train.steps may be lowered, but not below the steps that are done.
         steps = config.train.steps
         recorded_steps = self.config.train.steps
         if steps < recorded_steps:
@@ -299,7 +299,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if changes:
             raise self._changed_error(changes)
 
-        # A run that is only read, such as for the table of a sweep, needs no masks.
+        # A run that is only read, such as for the table of a sweep, does not need masks.
         if self.is_open and self.dropout_masks != MASKS_VERSION:
             self._compare_masks(config, members)
             distributed.broadcast_from_primary(self._lock_if_unlocked)
@@ -316,7 +316,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if not has_dropout or not done:
             self.dropout_masks = MASKS_VERSION
         elif self._updates_remain(config, done):
-            # All processes end here together, and one of them prints the error.
+            # All processes raise together, and one of them prints the error.
             distributed.run_on_all(self.check_masks)
 
     def check_masks(self) -> None:
@@ -337,21 +337,21 @@ class Run(contextlib.AbstractContextManager["Run"]):
             )
         raise UserError(
             f"the dropout masks of the run in {self.path} must be of version {MASKS_VERSION} to "
-            f"resume its training, got version {self.dropout_masks}, which another version of "
-            f"txl_jax draws. {advice} To score it as it is, pass --mode=eval."
+            f"resume its training, got version {self.dropout_masks} from another version of "
+            f"txl_jax. {advice} To only score it, pass --mode=eval."
         )
 
     def _updates_remain(self, config: ExperimentConfig, done: int) -> bool:
         """Returns whether training would continue after `done` updates. All processes call it."""
         if done >= config.train.steps:
             return False
-        # The run has ended by its steps, which are more now.
+        # The run has done all of its steps, but train.steps was raised.
         if done >= self.config.train.steps:
             return True
 
-        # With patience, training may have ended before. It ends there again, unless another
-        # patience or other evaluations decide. results.json has the updates that were made and the
-        # settings of evaluation. Members of an ensemble share all of these.
+        # With patience, training may have ended early. It ends at the same step again, unless
+        # patience or the evaluations have changed. results.json contains the number of steps and
+        # the evaluation settings. Members of an ensemble share all of these.
         patience = config.train.patience
         if patience is None or patience != self.config.train.patience:
             return True
@@ -409,7 +409,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if self.remat is not None and remat_record is not None and remat_record != self.remat:
             self.notes.append(f"remat: was {self.remat} and is now {remat_record}")
 
-        # What the lock has to say comes first in the log.
+        # Notes of the lock come first in the log.
         self.notes[:0] = distributed.broadcast_from_primary(
             lambda: self._claim_and_record(config, text, attention_record, remat_record, members)
         )
@@ -449,7 +449,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             return []
         lines = []
         for leaf, before, after in config_tree.differences(self.config, config):
-            # `auto` keeps what the last start did (`remat_for`), so it changes nothing.
+            # `auto` keeps the choice of the last start (`remat_for`), so it is not a change.
             if leaf.name == "model.remat" and after is Remat.AUTO:
                 continue
             may_differ = leaf.setting.free_on_resume or leaf.setting.may_grow
@@ -488,7 +488,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         )
 
     def claim(self) -> None:
-        """Makes and locks the directory. The first part of `record_start`, for process 0 only.
+        """Creates and locks the directory. The first part of `record_start`, for process 0 only.
 
         Also removes the temporary files that killed runs have left.
 
@@ -503,7 +503,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._acquire_lock()
 
     def _acquire_lock(self) -> None:
-        """Makes and locks the directory, and removes the temporary files of killed runs."""
+        """Creates and locks the directory, and removes the temporary files of killed runs."""
         try:
             storage.probe(self.path)
         except OSError as error:
@@ -553,7 +553,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if members:
             record["members"] = members
 
-        # Callers may pass any mappings. JSON takes only dicts, so the others become dicts.
+        # Callers may pass any mappings. JSON supports only dicts, so they are converted.
         config_file = json.dumps(record, indent=2, allow_nan=False, default=dict) + "\n"
         vocabulary_file = dumps(text.vocabulary)
         if [config_file, vocabulary_file] != self._recorded:
@@ -571,7 +571,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def confirm(self) -> None:
         """Reads the lock again, and raises `UserError` if another run has taken it.
 
-        It is called before a checkpoint is written. Only in a bucket can a lock be taken over.
+        It is called before a checkpoint is written. A lock can be taken over only in a bucket.
         """
         if self._lock is not None:
             self._lock.confirm()
@@ -634,7 +634,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self._corrupted(_CONFIG), ValueError, LookupError, TypeError, AttributeError
         ):
             record = json.loads(config_file)
-            # The format comes first, because other fields mean something else in other formats.
+            # The format is checked first, because fields have other meanings in other formats.
             _check_format(record)
             self.config = from_dict(ExperimentConfig, record["config"])
             text = record["text"]
@@ -671,10 +671,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
 
 def _check_warm_start(record: Any) -> None:
-    """Raises `UserError` unless a record says from which weights a run began, or is None."""
+    """Raises `UserError` unless a record describes the weights of a warm start, or is None."""
     if record is None:
         return
-    # What a later start with a warm start compares, and its error shows.
+    # The values that a later start compares, and that its error shows.
     is_complete = (
         isinstance(record, dict) and isinstance(record.get("sha256"), str) and "step" in record
     )
@@ -685,7 +685,7 @@ def _check_format(record: Mapping[str, Any]) -> None:
     """Raises `UserError` if config.json does not belong to a run, or has another format."""
     require(
         "txl_jax_model" not in record,
-        "it belongs to a portable checkpoint: pass that to --init_from",
+        "it belongs to a portable checkpoint: pass the directory to --init_from",
     )
     number = record.get("format", 1)  # Format 1 has no number.
     if number in (1, 2):
@@ -704,7 +704,7 @@ def _masks_version(record: Mapping[str, Any]) -> int:
 
 
 def _has_other_masks(config_file: str) -> bool:
-    """Returns whether config.json has dropout masks of another version than this one's.
+    """Returns whether config.json has dropout masks of another version.
 
     A file that cannot be parsed does not count. `Run` raises its errors.
     """
@@ -719,7 +719,7 @@ def _check_members(members: MemberSettings, config: Mapping[str, Any]) -> None:
         # A text such as "../.." in a member's name would lead out of the run's directory.
         require(
             all(isinstance(value, int | float) for value in differences.values()),
-            "the settings of ensemble members must be numbers, as they name directories",
+            "the settings of ensemble members must be numbers, because they name directories",
         )
         from_dict(ExperimentConfig, {**config, **differences})
 
@@ -752,8 +752,7 @@ def recorded_folders(path: str | os.PathLike[str]) -> dict[str, str]:
 
     A record that cannot be read counts as none. `Run` raises its errors.
 
-    They are of use where the run is trained on: the record of a stranger's run may name any
-    directory.
+    Use them only to continue training: the record of a stranger's run may name any directory.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         text = storage.read_json(os.path.join(storage.as_path(path), _CONFIG))["text"]
@@ -770,9 +769,9 @@ def recorded_folders(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def _is_absolute(folder: str) -> bool:
-    """Returns whether a recorded directory is the same wherever the command is run.
+    """Returns whether a recorded directory does not depend on the current directory.
 
-    This is true of all directories that are written.
+    This is true for all directories that this version records.
     """
     return storage.is_remote(folder) or os.path.isabs(folder)
 
@@ -820,7 +819,7 @@ def short_name(setting: str) -> str:
 def check_same_settings(config: ExperimentConfig) -> None:
     """Raises `UserError` in all processes if one has other settings than process 0.
 
-    The places of files may differ.
+    Locations of files may differ.
     """
     values = config_tree.to_dict(config)
     settings = {name: value for name, value in values.items() if name not in _PLACES}
@@ -840,7 +839,7 @@ def check_same_text(text: Corpus) -> None:
 
 
 def check_same_remat(choice: ChosenRemat | None) -> None:
-    """Raises `UserError` in all processes if one of them recomputes other arrays."""
+    """Raises `UserError` in all processes if one of them has chosen another rematerialization."""
     facts: dict[str, str] = {}
     if choice is not None:
         facts = {"model.remat": str(choice.remat)}

@@ -1,6 +1,6 @@
 """Reads runs as rows of a table.
 
-The table has scores, speed, the settings in which runs differ, and means over seeds.
+The table shows scores, speed, the settings in which runs differ, and means over seeds.
 
 A row is a dict by column name: "run", the settings that differ, "best_valid", "test", "measure",
 "steps", "seconds", "state". Columns whose values are not known yet are missing.
@@ -27,12 +27,12 @@ from txl_jax.runtime.storage import as_path, is_dir, names
 Row = Mapping[str, Any]
 Point = tuple[int, float]  # A training step, and the value recorded there.
 
-# Losses per byte of the test text. The second one is for tokens that are words.
+# Losses per byte of the test split. The second one is for word tokens.
 PER_BYTE = ("bits_per_byte", "approximate_bits_per_byte")
 MEASURED = ("best_valid", "test", "measure", *PER_BYTE, "steps", "seconds")
 SEED = "seed"
 _SCORES = ("best_valid", "test")
-# Headings of the columns that are not headed by their own name.
+# Headings of columns whose heading differs from their name.
 _HEADINGS = {
     "best_valid": "best valid",
     "tokens_per_second": "tokens/s",
@@ -40,13 +40,13 @@ _HEADINGS = {
     "bits_per_byte": "bits per byte",
     "approximate_bits_per_byte": "approximate bits per byte",
 }
-# Larger values count as not finite. `math.isfinite` fails for integers above the largest float.
+# Larger values count as not finite. `math.isfinite` raises for integers above the largest float.
 _LARGEST = 1e300
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRecords:
-    """One run, or one member of an ensemble, as its directory describes it."""
+    """One run, or one member of an ensemble, with the records in its directory."""
 
     # Names of the directory and the member, or the path if two directories have the same name.
     name: str
@@ -94,7 +94,7 @@ class RunRecords:
 
     @property
     def training_seconds(self) -> float:
-        """Time of all training steps in seconds, by their recorded rates.
+        """Time of all training steps in seconds, from their recorded rates.
 
         Startup, evaluation and checkpoints are not included.
         """
@@ -147,7 +147,7 @@ class RunRecords:
 
 
 def _totals(results: Mapping[str, Any]) -> dict[str, Totals]:
-    """Returns the scores in results.json as totals of one token, which have the mean loss."""
+    """Returns the scores in results.json as totals of one token, with the mean loss."""
     return {name: Totals(float(results[name]["loss"]), 1) for name in _SCORES if results.get(name)}
 
 
@@ -160,7 +160,7 @@ def state_of(results: Mapping[str, Any]) -> str:
 def read_runs(paths: Sequence[str]) -> list[RunRecords]:
     """Reads workdirs, or directories of workdirs such as a sweep's --out.
 
-    Raises `UserError` if it cannot.
+    Raises `UserError` if a path cannot be read or contains no run.
     """
     # A directory that is passed twice is read once.
     folders: dict[str, None] = {}
@@ -212,8 +212,8 @@ def _read(folder: str, name: str) -> Iterator[RunRecords]:
     members: Mapping[Any, Mapping[str, float]] = by_name(run.members) or {None: {}}
     for member, differences in members.items():
         results = read_results(folder, member)
-        # Results of an earlier end stay until a run that got more steps ends. With patience a run
-        # may end before.
+        # If train.steps was raised, the results of the earlier end remain until the run ends again.
+        # With patience a run may end early.
         train = run.config.train
         final_results: dict[str, Any] | None = None
         if results and (
@@ -313,7 +313,7 @@ def markdown(names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
     """
     columns = ["run", *names, *_SCORES]
     for name in PER_BYTE:
-        # If every run's bpc is the same number, the column would only repeat it.
+        # If bpc is the same number for every run, the column would only repeat it.
         if any(name in row and row[name] != row["test"] for row in rows):
             columns.append(name)
     columns.append("steps")

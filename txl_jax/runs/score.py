@@ -1,4 +1,4 @@
-"""The score of a text: its summed losses, the line about them, and the record of them."""
+"""The score of a text: its summed losses, their log line, and their record."""
 
 import dataclasses
 import functools
@@ -40,8 +40,8 @@ def score(
       tokens: Ids [T] of the text.
       name: Name of the text, for progress and errors.
       measure: The measure in which progress is shown.
-      log: Takes a line of progress.
-      stop_requested: Is asked after each call.
+      log: Receives a line of progress.
+      stop_requested: Is called after each call.
       token_nats: Floats [T] that receive each token's loss in nats, or None.
 
     Returns:
@@ -96,7 +96,7 @@ def score_with_line(
     vocabulary: Vocabulary,
     **options: Any,
 ) -> tuple[Totals, str]:
-    """Scores a text like `score`. Returns the totals, and a line about them and the time they took.
+    """Scores a text like `score`. Returns the totals, and a line with the totals and the time.
 
     The totals include the number of bytes of the text if the vocabulary knows it.
     """
@@ -112,7 +112,7 @@ def score_text_with_line(
     vocabulary: Vocabulary,
     **options: Any,
 ) -> tuple[Totals, str]:
-    """Scores a text by `score_text`, and else does what `score_with_line` does.
+    """Scores a text with `score_text`, otherwise like `score_with_line`.
 
     `score_text` takes tokens and options as `score` does after the parameters.
     """

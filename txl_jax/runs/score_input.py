@@ -1,4 +1,4 @@
-"""Scores of the documents of an input: its lines, or its paragraphs, as JSON records."""
+"""Scores the documents of an input, which are lines or paragraphs, as JSON records."""
 
 import enum
 import itertools
@@ -29,8 +29,8 @@ from txl_jax.runtime.storage import as_path, is_remote
 class InputFormat(enum.StrEnum):
     """How an input is split into documents."""
 
-    LINES = "lines"  # Each line.
-    DOCUMENTS = "documents"  # The lines between empty ones.
+    LINES = "lines"  # Each line is a document.
+    DOCUMENTS = "documents"  # Documents are separated by empty lines.
 
 
 def open_input(path: str) -> BinaryIO:
@@ -38,7 +38,7 @@ def open_input(path: str) -> BinaryIO:
     hint = "For standard input, pass /dev/stdin." if path == "-" else "Check --input."
     with rephrased(f"cannot read the input {path} (%s). {hint}", OSError):
         if is_remote(path):
-            # The copy loses its name here, and its bytes when the returned file is closed.
+            # The copy is unlinked now, and its bytes are freed when the returned file is closed.
             with tempfile.NamedTemporaryFile() as copy:
                 remote.download(as_path(path), copy.name)
                 return open(copy.name, "rb")
@@ -67,7 +67,7 @@ def documents(
             yield number, line.removesuffix(newline).removesuffix(b"\n")
         return
 
-    # Lines in succession that are not blank are one document.
+    # Successive lines that are not blank form one document.
     for has_text, group in itertools.groupby(numbered, lambda pair: bool(pair[1].strip())):
         if has_text:
             numbers, texts = zip(*group, strict=True)
@@ -99,11 +99,11 @@ def score_documents(
 
         {"index": 0, "position": 1, "token": "h", "nats": 2.3841858}
 
-    `index` counts the documents, which are read as by `DocumentReader`. With `eval.dynamic.rule`
-    they are read one after the other as by `DynamicModel.score_documents`, and each loss is the one
-    before it was learned. The first token of each is not scored. `bytes` is missing if the
+    `index` counts the documents, which `DocumentReader` reads. With `eval.dynamic.rule`,
+    `DynamicModel.score_documents` reads them one after the other, and each loss is computed before
+    it is learned. The first token of each document is not scored. `bytes` is missing if the
     vocabulary does not know the bytes of its tokens. `token` is its name in the vocabulary, with
-    \xNN for a byte that is not a whole character. `nats` is minus the logprob, and reads back as
+    \xNN for a byte that is not a whole character. `nats` is the negative logprob, and reads back as
     exactly the number that was computed. At the end a note is printed if more than one in a
     thousand tokens are unknown.
 
@@ -112,8 +112,8 @@ def score_documents(
       texts: The documents, each after the number of its line.
       name: Name of the input. Errors name it and the number of the line.
       per_token: Whether to write a record per token instead of one per document.
-      write: Takes a document's records, lines with their newlines. It gets the records before an
-        error too.
+      write: Receives a document's records, lines with their newlines. It also gets the records
+        before an error.
 
     Raises:
       UserError: If the model has no checkpoint, or a document cannot be encoded.
@@ -144,7 +144,7 @@ def score_documents(
     note_unknown(
         n_unknown,
         n_token,
-        "which makes them look likely. Check that the text is of the model's kind.",
+        "which makes them look likely. Check that the text suits the model.",
     )
 
 
@@ -198,7 +198,7 @@ class _Document(NamedTuple):
 def _encoded(
     texts: Iterable[tuple[int, bytes]], vocabulary: Vocabulary, *, name: str
 ) -> Iterator[_Document]:
-    """Encodes each document when it is asked for. Errors name the input `name` and the line."""
+    """Encodes each document when it is needed. Errors name the input `name` and the line."""
     for line, text in texts:
         yield _Document(line, encode.token_ids(vocabulary, text, name=f"line {line} of {name}"))
 
@@ -215,7 +215,7 @@ def _token_records(
     index: int, targets: np.ndarray, nats: np.ndarray, token_names: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """Yields the records of a document's targets [T] and their nats [T]."""
-    # numpy writes the fewest digits that give the number back.
+    # numpy writes the fewest digits that reproduce the number.
     values = map(float, nats.astype(str).tolist())
     for position, (token, value) in enumerate(zip(targets.tolist(), values, strict=True), start=1):
         yield {"index": index, "position": position, "token": token_names[token], "nats": value}

@@ -24,8 +24,8 @@ from txl_jax.runtime.output import say
 from txl_jax.runtime.storage import write_json, write_lines
 
 _TOKENS_PER_BLOCK = 1 << 16
-# Control characters and line separators. A reader may end a line there, and a terminal may obey
-# control characters.
+# Control characters and line separators. A reader may end a line at them, and a terminal may
+# interpret control characters.
 _CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}]")
 
 
@@ -37,9 +37,9 @@ class Split(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """How a split is scored, where both ways are reported side by side."""
+    """How a split is scored, if both ways are reported together."""
 
-    STATIC = "static"  # With the parameters as they were trained.
+    STATIC = "static"  # With the trained parameters, unchanged.
     DYNAMIC = "dynamic"  # Learning from each segment after it was scored (`runs.dynamic`).
 
 
@@ -52,8 +52,8 @@ def evaluate_splits(
 ) -> dict[str, Any]:
     """Scores both splits at the evaluation lengths of `config`. Returns and writes evaluation.json.
 
-    With `eval.dynamic.rule` they are scored twice, static and dynamic, and the results are below
-    these two keys.
+    With `eval.dynamic.rule` they are scored twice, and the results are below the keys static and
+    dynamic.
 
     The text may differ from the training text if its vocabulary is the same. After `Interrupted`
     nothing is written.
@@ -81,7 +81,7 @@ def evaluate_splits(
     if config.eval.dynamic.rule is None:
         results |= results_of(static, None)
     else:
-        # Before the first score, because a text that cannot be learned from is an error.
+        # Checked before the first score, because a text that cannot be learned from is an error.
         dynamic_model = learning_model(
             trained, params, corpus=corpus, folder=folder, stop_requested=stop_requested
         )
@@ -104,7 +104,7 @@ def score_tokens(
 ) -> dict[str, Totals]:
     r"""Scores both splits like `evaluate_splits`.
 
-    With `eval.dynamic.rule` each token's loss is the one before it was learned.
+    With `eval.dynamic.rule` each token's loss is computed before it is learned.
 
     Writes scores-valid.tsv and scores-test.tsv, each when it is done.
 
@@ -112,10 +112,10 @@ def score_tokens(
         1	h	2.3841858
         2	\n	0.017624786
 
-    There is a line for each token but the first, in the order of the text, with its name as
-    `printable` escapes it. `nats` is minus its logprob, and reads back as exactly the number that
-    was computed. It depends on the evaluation lengths and on `eval.batch_size`: every row of the
-    batch begins with an empty memory.
+    There is a line for each token except the first, in the order of the text, with its name escaped
+    by `printable`. `nats` is its negative logprob, and reads back as exactly the number that was
+    computed. It depends on the evaluation lengths and on `eval.batch_size`: every row of the batch
+    starts from an empty memory.
     """
     totals: dict[str, Totals] = {}
     trained = TrainedModel.of(model, config)
@@ -150,7 +150,7 @@ class _ScoredSplit(NamedTuple):
 
     split: Split
     totals: Totals
-    # Floats [T], the nats of the split's tokens, or None if they were not asked for.
+    # Floats [T], the nats of the split's tokens, or None if they were not requested.
     nats: Any
 
 
@@ -163,14 +163,14 @@ def _score_splits(
     kind: Kind | None,
     per_token: bool = False,
 ) -> Iterator[_ScoredSplit]:
-    """Scores each split when it is asked for.
+    """Scores each split when it is needed.
 
     Args:
       score_text: Scores tokens, as `score` does after the parameters.
       trained: The model.
       corpus: The splits.
-      stop_requested: Asked while a split is scored.
-      kind: Named in the lines about the scores, or None for no name.
+      stop_requested: Is called while a split is scored.
+      kind: Name in the lines about the scores, or None to omit it.
       per_token: Whether to return the nats of tokens.
     """
     vocabulary = corpus.vocabulary
@@ -222,7 +222,7 @@ def token_lines(tokens: np.ndarray, nats: np.ndarray, vocabulary: Vocabulary) ->
     for first in range(1, len(tokens), _TOKENS_PER_BLOCK):
         block = slice(first, first + _TOKENS_PER_BLOCK)
         block_tokens = tokens[block].tolist()
-        # numpy writes the fewest digits that give the number back.
+        # numpy writes the fewest digits that reproduce the number.
         values = nats[block].astype(str).tolist()
         for offset, (token, value) in enumerate(zip(block_tokens, values, strict=True)):
             yield f"{first + offset}\t{names[token]}\t{value}\n"
@@ -241,7 +241,7 @@ def printable(name: bytes) -> str:
     """
     text = escape(name.decode(errors="surrogateescape")).replace("\t", "\\t")
     text = _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-    # Readers of tables take a quotation mark for the start of a cell that may have several lines.
+    # Table readers interpret a quotation mark as the start of a cell with multiple lines.
     if text.startswith('"'):
         text = f"\\u{ord(text[0]):04x}{text[1:]}"
     return text.encode(errors="surrogateescape").decode(errors="backslashreplace")

@@ -30,10 +30,10 @@ def progress_bar(
     log: Callable[[str], None],
     stop_requested: Callable[[], Any] = lambda: False,
 ) -> Iterator[Callable[[float, Totals], None]]:
-    """Shows the progress of scoring: on a terminal a bar, elsewhere a line every 20 seconds.
+    """Shows the progress of scoring: a bar on a terminal, otherwise a line every 20 seconds.
 
-    Yields a function that takes how much of `total` is done, and the scores so far. It raises
-    `Interrupted` on request.
+    Yields a function that receives the completed part of `total`, and the scores so far. It raises
+    `Interrupted` if a stop is requested.
     """
     began = time.monotonic()
     # disable=None: no bar unless the error stream is a terminal. leave=False: the result's line
@@ -58,7 +58,7 @@ class _ScoringProgress:
 
     bar: Any  # A bar of tqdm, which is disabled if lines are logged instead.
     name: str
-    total: int  # How much there is to do, in the bar's unit, such as tokens or segments.
+    total: int  # Total amount in the bar's unit, such as tokens or segments.
     measure: Measure
     log: Callable[[str], None]
     stop_requested: Callable[[], Any]
@@ -76,7 +76,7 @@ class _ScoringProgress:
         if self.stop_requested():
             raise Interrupted(self.name)
         now = time.monotonic()
-        # There is no score while warm-up tokens are read, nor for callers that only read a text.
+        # No score is available for warm-up tokens, nor for callers that only read a text.
         score_so_far = totals.format(self.measure) if totals.tokens else ""
         if not self.bar.disable:
             self.bar.set_postfix_str(score_so_far, refresh=False)

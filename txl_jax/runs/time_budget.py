@@ -1,4 +1,4 @@
-"""Training for a time: how many training steps fit into it."""
+"""Computes how many training steps fit into a given time."""
 
 import math
 import time
@@ -15,14 +15,14 @@ from txl_jax.runs.build import Built, Compilation, build_for
 from txl_jax.runs.trainer import training_reader
 from txl_jax.training.step import TrainState
 
-_SECONDS_TO_TIME = 5.0  # Updates are timed for at least so long.
-# With fewer steps the warm-up, a tenth of them, has less than ten updates. If fewer fit into the
-# minutes, a note says how many minutes 100 steps need, and if none fits, the error says it.
+_SECONDS_TO_TIME = 5.0  # Minimum time for which updates are timed.
+# With fewer steps the warm-up, a tenth of them, has less than ten updates. If fewer steps fit into
+# the minutes, a note tells how many minutes 100 steps need. If none fits, the error does.
 _ADVISED_STEPS = 100
 
 
 class FittingSteps(NamedTuple):
-    """How many training steps fit into a time."""
+    """Number of training steps that fit into a time."""
 
     steps: int  # A multiple of `train.segments_per_call`.
     update_seconds: float  # Seconds per update.
@@ -40,8 +40,8 @@ def steps_in(
 ) -> FittingSteps:
     """Measures updates, and computes how many fit into a time together with their evaluations.
 
-    The timed updates are discarded. Compilation does not count, and evaluations count by their
-    FLOPs.
+    The timed updates are discarded. Compilation is not counted. Evaluations are estimated from
+    their FLOPs.
 
     Args:
       seconds: The time for training and evaluation.
@@ -66,8 +66,8 @@ def steps_in(
     valid_seconds = token_seconds * len(corpus.valid[: config.eval.valid_tokens])
     test_seconds = token_seconds * len(corpus.test)
 
-    # A step is an update and its part of the evaluation that follows every so many updates. The
-    # last update is evaluated too, whether it is a multiple of eval_every or not.
+    # A step is an update and its share of the periodic evaluation. The last update is always
+    # evaluated, even if it is not a multiple of eval_every.
     step_seconds = update_seconds + valid_seconds / train.eval_every
     end_seconds = valid_seconds + test_seconds
     per_call = train.segments_per_call

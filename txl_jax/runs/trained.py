@@ -1,6 +1,7 @@
 """Trained weights at a path: config, vocabulary and parameters of a run or portable checkpoint.
 
-`txl_jax.interop` is imported when a path is opened: a run that begins at random needs none of it.
+`txl_jax.interop` is imported when a path is opened. A run with random initial weights does not need
+it.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from txl_jax.training.step import TrainState
 if TYPE_CHECKING:
     from txl_jax.interop.portable import ModelInfo
 
-# Names of weight files that other programs write. Files in a bucket are not opened to find out.
+# Names of weight files of other implementations. Files in a bucket are not opened to find out.
 _REMOTE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index", ".meta", ".ckpt", ".h5")
 
 
@@ -44,7 +45,7 @@ class TrainedModel:
     # Settings of the model and its training, with the evaluation and generation of this use.
     config: ExperimentConfig
     vocabulary: Vocabulary
-    # One clause for the user: what the directory contains, and what the weights were trained on.
+    # One clause for the user: the content of the directory, and the training data of the weights.
     description: str
     # The run or its member, or the portable checkpoint's contents without the weights.
     source: "Run | ModelInfo"
@@ -103,7 +104,7 @@ class TrainedModel:
         All processes call it.
 
         Args:
-          log: Takes a line about the attention of evaluation, if it is not the recorded one.
+          log: Receives a line about the attention of evaluation, if it is not the recorded one.
           uses: Where attention will run, as in `runs.build.build`.
 
         Raises:
@@ -140,7 +141,7 @@ class TrainedModel:
 
         Args:
           built: This config's `model`, built on any mesh.
-          log: Takes one line.
+          log: Receives one line.
 
         Returns:
           (training steps, parameters).
@@ -184,8 +185,7 @@ def open_weights(
     try:
         trained = TrainedModel.of_run(Run.read(folder, member=member))
     except UserError as error:
-        # It may be a portable checkpoint. Otherwise this raises the error again, or one that says
-        # more.
+        # It may be a portable checkpoint. Otherwise this raises the same or a more specific error.
         trained = _open_portable(folder, member, error)
 
     dtypes: dict[str, str] = {}
@@ -195,8 +195,8 @@ def open_weights(
         dtypes["eval.cache_dtype"] = cache_dtype
     if not dtypes:
         return trained
-    # Who asks for one of these dtypes reads with fixed weights, also if the run's own evaluations
-    # learn, which these dtypes do not allow.
+    # These dtypes do not allow dynamic evaluation. They therefore imply fixed weights, even if the
+    # run's own evaluations learn.
     changes = dtypes | {"eval.dynamic": DynamicConfig()}
     config = config_tree.replace(trained.config, changes)
     config.validate()
@@ -206,11 +206,11 @@ def open_weights(
 def _open_portable(folder: str, member: str | None, no_run: UserError) -> TrainedModel:
     """Opens a portable checkpoint.
 
-    Raises `no_run`, or an error that says more, if the directory contains none.
+    Raises `no_run` or a more specific error if the directory does not contain one.
     """
     from txl_jax.interop import portable
 
-    # Process 0 decides, so that all processes go the same way, whatever each of them sees.
+    # Process 0 decides, so that all processes take the same branch, whatever files they see.
     distributed.broadcast_from_primary(lambda: _require_portable(folder, member, no_run))
     info = distributed.run_on_all(lambda: portable.read_info(folder))
     description = f"the model {folder}, {info.description}"
@@ -218,7 +218,7 @@ def _open_portable(folder: str, member: str | None, no_run: UserError) -> Traine
 
 
 def _require_portable(folder: str, member: str | None, no_run: UserError) -> None:
-    """Raises the error that says most, unless a directory contains a portable checkpoint."""
+    """Raises the most specific error, unless a directory contains a portable checkpoint."""
     from txl_jax.interop import exported, portable
 
     if portable.is_portable(folder):
@@ -241,13 +241,13 @@ def _require_portable(folder: str, member: str | None, no_run: UserError) -> Non
 
 
 def holds_other_weights(path: str) -> bool:
-    """Returns whether a path has another implementation's weights (`interop.weight_files`).
+    """Returns whether a path contains another implementation's weights (`interop.weight_files`).
 
     Raises `UserError` if they cannot be read.
     """
     from txl_jax.interop import exported, weight_files
 
-    # A run and an exported model may contain files with such names, too.
+    # A run and an exported model may also contain files with such names.
     if is_dir(path) and (exists(os.path.join(path, "checkpoints")) or exported.is_exported(path)):
         return False
     if not storage.is_remote(path):
@@ -285,8 +285,8 @@ def load_to_score(
         f"{corpus.vocabulary.size} tokens. Read it in the model's vocabulary.",
     )
 
-    # Only a run records which text its model was trained on. Scores of another text, or of one that
-    # may be another, are logged with what was scored.
+    # Only a run records the text that its model was trained on. If the scored text may be another
+    # one, it is logged.
     is_own_text = isinstance(trained.source, Run) and corpus.digest == trained.source.text.digest
     if not is_own_text:
         log(f"note      scored text: {corpus.description}. Model: {trained.description}.")
@@ -349,9 +349,9 @@ def load_state(
 
     Args:
       built: The model, for the shapes and shardings of the state.
-      run: The run. For a chosen ensemble member it is that member's state, with the notes of all
+      run: The run. For a chosen ensemble member, its state is loaded, with the notes of all
         members.
-      log: Takes one line.
+      log: Receives one line.
       before: If set, only states before that step count.
       casts: As in `Checkpointer.restore`.
 
@@ -377,7 +377,7 @@ def _mean_of_latest(
 
     Returns the last step and the mean.
     """
-    steps: list[int] = []  # From the last one backwards.
+    steps: list[int] = []  # In descending order.
     total: Any = None
     while len(steps) < count:
         before = steps[-1] if steps else None

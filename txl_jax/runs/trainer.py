@@ -1,9 +1,9 @@
-"""Training: from config and text to checkpoints and results.json.
+"""Trains a run: from config and text to checkpoints and results.json.
 
-Top to bottom: `train` and `train_run` prepare a run, `Trainer` does it, `run_updates` is its loop.
-Cheap failures come first, and nothing is written before them: the model is built and the text cut
-into segments, the weights of a warm start are read, the run is recorded, and only then the state
-is restored or initialized. Everything periodic in training is a hook.
+From top to bottom, `train` and `train_run` prepare a run, `Trainer` trains it, and `run_updates` is
+its loop. Cheap failures come first, before anything is written: the model is built and the text cut
+into segments, the weights of a warm start are read, and the run is recorded. Then the state is
+restored or initialized. Everything periodic in training is a hook.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def train(
 ) -> Outcome:
     """Trains a config, starting or resuming the run in the directory `path`.
 
-    It reads the corpus of the config and then trains, as the scripts do.
+    It reads the corpus of the config and then trains, like the commands.
 
     The same call resumes a stopped run. For a finished run it returns the results.
 
@@ -82,14 +82,14 @@ def train(
     Args:
       config: All settings. Your own text is `DataConfig(corpus="text", file=...)`. The defaults of
         `TrainConfig` and `EvalConfig` are for the 12-layer enwik8 model.
-      path: The workdir, made if missing.
+      path: The workdir. Created if missing.
       data_dir: Directory of the corpora's own files.
       cache_dir: Directory for prepared tokens, or None for `prepared` in `data_dir`.
       hooks: As in `train_run`, like the other arguments.
 
     Raises:
       UserError: If `config` is not an `ExperimentConfig`, is not valid, or the text cannot be read.
-        Otherwise this raises as `train_run` does.
+        Other errors are raised by `train_run`.
     """
     require(
         isinstance(config, ExperimentConfig),
@@ -98,7 +98,7 @@ def train(
     )
     config = config.resolved()
     config.validate()
-    # Before the text is read, which may take minutes.
+    # Checked before the text is read, which may take minutes.
     check_hooks(hooks, config.train.segments_per_call)
 
     with Run.open(path) as run:
@@ -146,22 +146,23 @@ def train_run(
       run: The open workdir.
       members: The settings in which the members of an ensemble differ (see `runs.ensemble`), or
         empty for one run.
-      hooks: Run after evaluation and before the checkpoint of a step. To train N updates of a
-        longer schedule, pass one that calls `HookContext.request_stop` at update N, a multiple of
-        `train.eval_every`.
-      sinks: Get the records in addition to metrics.jsonl and TensorBoard's files.
+      hooks: Hooks that run after evaluation and before the checkpoint of a step. To train N updates
+        of a longer schedule, pass a hook that calls `HookContext.request_stop` at update N, a
+        multiple of `train.eval_every`.
+      sinks: Sinks for the records, in addition to metrics.jsonl and TensorBoard's files.
       profile_steps: First and last update, from 1, of a profile in the workdir's `profile`, or None
         for no profile.
-      verbose: Whether to print details of attention and memory that on one device only log.txt has.
+      verbose: Whether to print details of attention and memory. On one device only log.txt contains
+        them otherwise.
       compiled_step: A training step that this process has compiled, or None. It is used if it is
-        this run's, whatever the lengths of the schedule.
-      stop_requested: Asked between calls of the training step and while a split is scored. Training
-        stops, saved, once it returns something true.
+        the same program, for any lengths of the schedule.
+      stop_requested: Is called between calls of the training step and while a split is scored. Once
+        it returns a true value, training saves and stops.
 
     Raises:
       UserError: If settings, members, text and workdir are incompatible, or the workdir cannot be
         used.
-      NonFiniteError: If a loss or gradient was not finite. The last checkpoint is from before it.
+      NonFiniteError: If a loss or gradient was not finite. The last checkpoint precedes it.
       CheckpointError: If none of the run's checkpoints can be read.
       RemoteProcessError: If another process could not continue.
     """
@@ -169,15 +170,15 @@ def train_run(
     if profile_steps is not None:
         profiler.check_steps(profile_steps, steps=config.train.steps)
     members = [ensemble.in_order(member) for member in members]
-    # Scripts have compared the settings before they read a text. Now the members are known, and
+    # Commands have compared the settings before they read a text. Now the members are known, and
     # the steps that --minutes has set.
     run.compare(config, members)
     if distributed.is_multiprocess():
         check_same_text(corpus)
 
     def build_and_cut() -> tuple[Built, list[SegmentReader]]:
-        # The attention and the remat that an earlier start chose, or on a first start what the
-        # config asks for: a resumed run must stay equal to the last bit.
+        # The attention and remat of an earlier start, or on a first start the config's, because a
+        # resumed run must stay identical to the last bit.
         recorded_or_asked = run.attention_for(config)
         built = build_for(
             config,
@@ -209,7 +210,7 @@ def train_run(
 
     warm_start_record = None if pretrained is None else pretrained.record
 
-    # The first write of this start: whatever failed until here has left no directory behind.
+    # The first write of this start. Earlier failures do not leave a directory behind.
     run.record_start(
         config,
         corpus,
@@ -265,9 +266,9 @@ def training_reader(built: Built, corpus: Corpus, seed: int) -> SegmentReader:
 
 
 class _Start(NamedTuple):
-    """What a start of a run begins with: a checkpoint, or the initial state."""
+    """The state at the start of a run: a checkpoint, or the initial state."""
 
-    step: int  # Updates done.
+    step: int  # Number of updates done.
     state: TrainState  # The state after them, with a leading member axis in an ensemble.
     notes: TrainNotes  # The notes of the checkpoint, or their defaults without one.
 
@@ -279,7 +280,7 @@ class Trainer:
     It owns the state, the log and the checkpoints.
     """
 
-    # What is trained: one run or, with a leading member axis, an ensemble.
+    # The model to train: one run or, with a leading member axis, an ensemble.
     built: Built
     # The open workdir, with the record of this start.
     run: Run
@@ -289,19 +290,19 @@ class Trainer:
     _: dataclasses.KW_ONLY
     # The model whose parameters a warm start begins with, or None for random parameters.
     pretrained: warm_start.WarmStart | None
-    # Run after evaluation and before the checkpoint of a step, which has the state they return.
+    # Hooks that run after evaluation and before the checkpoint of a step, which saves their state.
     hooks: Sequence[Hook]
-    # Get settings and records too.
+    # Sinks for settings and records.
     sinks: Sequence[Sink]
     # First and last update of a profile, or None for no profile.
     profile_steps: tuple[int, int] | None
     # Writes the samples of `train.sample_every`, or None for no samples.
     sampler: Callable[..., list[bytes]] | None
-    # Whether to print details that on one device only log.txt has.
+    # Whether to print details, which only log.txt contains otherwise on one device.
     verbose: bool
-    # A training step that was compiled before, perhaps for this run, or None.
+    # A training step that was compiled before, possibly for this run, or None.
     compiled_step: Compilation | None
-    # Asked between calls of the training step and while a split is scored.
+    # Called between calls of the training step and while a split is scored.
     stop_requested: Callable[[], Any]
 
     def __post_init__(self) -> None:
@@ -334,9 +335,9 @@ class Trainer:
             start = self._restore_or_initialize()
             with self._open_log(start.step):
                 self._log.settings(self._settings())
-                # The losses so far, for patience and the best step. Only now, because opening the
-                # log drops what a killed start recorded after its last checkpoint: this start
-                # computes it again.
+                # The losses so far, for patience and the best step. They are read only after the
+                # log is opened, which drops the records of a killed start after its last
+                # checkpoint: this start computes them again.
                 self._validation.read_losses()
                 results = self._results_if_finished(start.step)
                 if results is not None:
@@ -358,7 +359,7 @@ class Trainer:
     def _has_ended(self, step: int) -> bool:
         """Returns whether training has ended after `step` updates, with its last evaluation.
 
-        An evaluation that a stop cut short is pending, and the next start repeats it.
+        An evaluation that a stop interrupted is pending, and the next start repeats it.
         """
         is_last = step >= self._config.steps or self._validation.out_of_patience
         return is_last and not self._validation.pending
@@ -409,14 +410,14 @@ class Trainer:
 
     def _open_log(self, step: int) -> RunLog:
         """Opens the log for the records after `step`, with the startup summary."""
-        # Kinds of records of `step` itself that this start makes again. The log drops them if an
-        # earlier start was killed right after it had made them.
+        # Kinds of records of `step` itself that this start repeats. The log drops them if an
+        # earlier start was killed right after recording them.
         redone = set()
         # A repeated evaluation is recorded before a checkpoint says that none is pending.
         if self._validation.pending:
             redone.add("valid")
-        # The scores of the test split are recorded before results.json is written, so they are made
-        # again unless that file has results for this step.
+        # The scores of the test split are recorded before results.json is written, so they are
+        # computed again unless that file contains results for this step.
         if self._validation.results_after(step) is None:
             redone.add("test")
         opening = announce.startup_summary(
@@ -425,7 +426,7 @@ class Trainer:
         return self._log.open(step, redone=redone, header=environment.origin(), opening=opening)
 
     def _settings(self) -> dict[str, Any]:
-        """Returns what the sinks show as the run's settings."""
+        """Returns the run's settings and metadata for the sinks."""
         settings = config_tree.to_dict(self.built.config)
         # `facts` describe the text, the size, and the weights that the run began with.
         return settings | self._validation.facts | environment.describe()
@@ -487,8 +488,8 @@ class Trainer:
         save = Hook(self._config.checkpoint_every, self._save)
         hooks = self._hooks_in_order(evaluation, save)
 
-        # A stop cut the last evaluation short. The repeated one may be cut short as well, or use up
-        # the patience.
+        # A stop has interrupted the last evaluation. The repeated one may be interrupted as well,
+        # or exhaust the patience.
         if self._validation.pending:
             state = self._repeat_evaluation(evaluation, save, step, state)
         if self._validation.pending or self._validation.out_of_patience:
@@ -521,7 +522,8 @@ class Trainer:
         """Runs the hooks of an evaluation again. Returns the state that they leave."""
         state, _ = run_hooks(evaluation, step, state, self._progress)
         if not self._validation.pending:
-            # Else a kill before the next checkpoint would evaluate, and record, again.
+            # Otherwise, after a kill before the next checkpoint, it would be repeated and recorded
+            # again.
             run_hooks([save], step, state, self._progress)
         return state
 
@@ -565,7 +567,7 @@ class Trainer:
         )
 
     def _with_advice(self, error: NonFiniteError) -> NonFiniteError:
-        """Adds to the error which checkpoint remains, and what to try."""
+        """Adds the remaining checkpoint, and what to try, to the error."""
         checkpoint = "No checkpoint was written"
         if self._checkpoints.saved_step is not None:
             checkpoint = f"The checkpoint of step {self._checkpoints.saved_step} is kept"
@@ -582,15 +584,15 @@ class Trainer:
     # Checkpoints
 
     def _save(self, context: HookContext) -> None:
-        """Starts writing a checkpoint with all that a later start needs."""
+        """Starts writing a checkpoint with everything that a later start needs."""
         notes = TrainNotes(
             running_totals=self._progress.state(),
             evaluation_pending=self._validation.pending,
             steps=self._config.steps,
             changes=self._validation.changes,
         )
-        # `seal` returns when the lines and metrics up to here are kept, in a bucket too. A run that
-        # resumes from this checkpoint does not make them again.
+        # `seal` returns when the lines and metrics so far are durable, even in a bucket. A run that
+        # resumes from this checkpoint does not write them again.
         self._log.seal()
         self._checkpoints.save(context.step, context.state, notes)
 
@@ -646,17 +648,17 @@ def run_updates(
 ) -> tuple[int, TrainState]:
     """Updates the state by `calls`, or until a stop is requested.
 
-    Before any hook runs, every loss up to there was found finite, so that a checkpoint never holds
-    the result of a nan.
+    Before a hook runs, every loss so far has been checked, so that a checkpoint never contains the
+    result of a nan.
 
     Args:
       state: The state before the first call.
-      train_step: Makes S updates. The state is donated to it.
+      train_step: Performs S updates. The state is donated to it.
       prefetched: Returns the next S segments, on the devices, for the number of updates done.
       calls: The number of updates before each call, S apart.
-      hooks: Run after the calls at which they are due, in this order.
-      progress: Gets the metrics, and the seconds spent on waiting and in hooks.
-      stop_requested: Asked after each call and its hooks.
+      hooks: Hooks that run after the calls at which they are due, in this order.
+      progress: Receives the metrics, and the seconds spent on waiting and in hooks.
+      stop_requested: Is called after each call and its hooks.
 
     Returns:
       (updates done, state after them).
@@ -671,22 +673,22 @@ def run_updates(
     while step < calls.stop:
         state, metrics = train_step(state, upcoming)
 
-        # While the device works: the next segments, and the metrics of the call before.
+        # While the device works, get the next segments and the metrics of the previous call.
         upcoming = _wait_for_segments(prefetched, step + calls.step, calls, progress)
         _report(unreported, progress)
         unreported = (step, metrics)
         step += calls.step
 
         is_stopping = False
-        # S divides the steps of the run and the intervals of the hooks. So no call jumps past a
-        # hook's step, and the last call ends exactly at `calls.stop`.
+        # S divides the steps of the run and the intervals of the hooks, so a call never jumps past
+        # a hook's step, and the last call ends exactly at `calls.stop`.
         due = [hook for hook in hooks if step % hook.every == 0 or step == calls.stop]
         if due:
             # The hooks must not see, or save, a state whose metrics are not checked.
             _report(unreported, progress)
             unreported = None
             state, is_stopping = run_hooks(due, step, state, progress)
-        # Asked after the hooks: one that was cut short must be repeated at this step.
+        # Called after the hooks: an interrupted hook must be repeated at this step.
         if stop_requested() or is_stopping:
             break
     _report(unreported, progress)

@@ -1,6 +1,6 @@
-"""Scoring while a run trains and at its end.
+"""Scores a run during training and at its end.
 
-It covers the best parameters, weight averaging, early stopping, and results.json.
+This includes the best parameters, weight averaging, early stopping, and results.json.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ class _Score(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Validation:
-    """Scoring of the splits with the parameters of a run, or of each ensemble member.
+    """Scores the splits with the parameters of a run, or of each ensemble member.
 
-    It provides the hooks, and results.json. A run by itself is handled as the only member of an
-    ensemble without names, so whatever is listed by member then has one entry.
+    It provides the hooks, and results.json. A single run is handled as the only member of an
+    ensemble without names, so lists by member then have one entry.
     """
 
     built: Built
@@ -47,11 +47,11 @@ class Validation:
     run: Run
     checkpoints: RunCheckpoints
     log: RunLog
-    # Asked while a split is scored.
+    # Called while a split is scored.
     stop_requested: Callable[[], Any]
     # Made by `make_sampler` if `train.sample_every` is set, otherwise None.
     sampler: Callable[..., list[bytes]] | None = None
-    # Whether the last evaluation was cut short. A resumed run repeats it.
+    # Whether the last evaluation was interrupted. A resumed run repeats it.
     pending: bool = False
     # Changes of `train.steps`, as dicts with the keys "step" (updates done when the change came),
     # "name", "old" and "new".
@@ -70,7 +70,7 @@ class Validation:
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether the last `patience` validation losses were all no better than the best before."""
+        """Whether none of the last `patience` validation losses improved on the best before."""
         patience = self._config.train.patience
         if not patience:
             return False
@@ -132,8 +132,8 @@ class Validation:
         record = as_record(totals, self._vocabulary)
         context.record("valid", record, member=self._members.labels[index])
 
-        # The best parameters of this very step are written again, because a kill may have come
-        # before they had their digests.
+        # The best parameters of this same step are written again, because a kill may have happened
+        # before their digests were written.
         if best is None or totals.nll < best["loss"] or best["step"] == context.step:
             context.log(f"{score.line}  best so far")
             result = as_result(totals, self._vocabulary)
@@ -201,7 +201,7 @@ class Validation:
         return dataclasses.replace(context.state, average=average)
 
     def sample(self, context: HookContext) -> None:
-        """Writes a sample from the evaluated parameters, in an ensemble the first member's."""
+        """Writes a sample from the evaluated parameters (for an ensemble, the first member's)."""
         is_last = context.step == self._config.train.steps
         is_due = is_last or context.step % (self._config.train.sample_every or 1) == 0
         if self.pending or not is_due or self.sampler is None:
@@ -218,7 +218,7 @@ class Validation:
     def _best(self, index: int) -> dict[str, Any] | None:
         """Returns step and scores of a member's best parameters so far.
 
-        Returns None if it has none, or they were scored at other evaluation settings.
+        Returns None if they do not exist, or were scored at other evaluation settings.
         """
         return distributed.broadcast_from_primary(lambda: self._comparable_best(index))
 
@@ -263,7 +263,7 @@ class Validation:
                 results["eval"], self._config.eval
             )
         except (KeyError, TypeError, AttributeError):
-            # The file is missing, or corrupted: it is made again.
+            # The file is missing or corrupted, and is written again.
             return None
         return results if is_same else None
 

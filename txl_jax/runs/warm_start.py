@@ -41,13 +41,13 @@ _UNNOTED = ("model.attention", "model.remat", "model.init_std", "model.projectio
 
 
 class WarmStart(NamedTuple):
-    """The trained model that a run begins with, or began with."""
+    """The trained model that a run starts from, or started from."""
 
     # Path, step and sha256 of the weights, and counts of their tokens, for config.json.
     record: Mapping[str, Any]
     # Maps the initial parameters of a new model to the state before the first update.
     state: Callable[[Any], TrainState]
-    # A line about settings that differ and change losses. Empty if there are none.
+    # A line about settings that differ and change losses, or empty.
     note: str = ""
 
     @property
@@ -109,7 +109,7 @@ def read_corpus(config: ExperimentConfig, run: Run, data_dir: str, cache_dir: st
 
 
 def _check_tokenizer(config: ExperimentConfig, kept: Vocabulary) -> None:
-    """Raises `UserError` if token settings are not those of a vocabulary that is kept."""
+    """Raises `UserError` if token settings do not match a vocabulary that is kept."""
     with_kept = config_tree.replace(config, tokenizer_settings(kept))
     changes = [
         f"{leaf.name} is {value} instead of {kept_value}"
@@ -157,13 +157,13 @@ def load(built: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
     """Reads the weights at `init_from`, once. All processes call it.
 
     Args:
-      built: The model that is to be trained.
-      vocabulary: Vocabulary of the text that is to be trained on.
+      built: The model to train.
+      vocabulary: Vocabulary of the text to train on.
       run: The run that begins or resumes.
 
     Returns:
-      The warm start. If the run resumes from a checkpoint, no weights are read: then it is only
-      their record, or None if the run did not begin with weights.
+      The warm start. If the run resumes from a checkpoint, no weights are read: the result is then
+        only their record, or None if the run did not start from weights.
 
     Raises:
       UserError: If the weights cannot be read, or are from another model.
@@ -186,8 +186,8 @@ def load(built: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
     trained = _open(config.init_from)
     rows = distributed.run_on_all(lambda: _match(config, trained, vocabulary))
 
-    # The trained model is placed on the mesh of the run that begins. Its best parameters are read,
-    # even if its config asks for an average of checkpoints.
+    # The trained model is placed on the mesh of the new run. Its best parameters are read, even if
+    # its config specifies an average of checkpoints.
     names = ("mesh.data", "mesh.fsdp", "mesh.tensor", "model.dtype", "model.attention")
     changes = {name: config_tree.get(config, name) for name in names}
     changes["eval.average_checkpoints"] = None
@@ -230,7 +230,7 @@ def _open(path: str) -> TrainedModel:
 
 def tokenizer_settings(vocabulary: Vocabulary) -> dict[str, Any]:
     """Returns the settings that determine token ids, from a vocabulary."""
-    # A vocabulary records only some of them. The others have their defaults.
+    # A vocabulary records only some of these settings. The others have their defaults.
     recorded = {"kind": vocabulary.kind, **vocabulary.header()}
     leaves = config_tree.leaves(TokenizerConfig)
     names = [leaf.name for leaf in leaves if leaf.setting.shapes_tokens]
