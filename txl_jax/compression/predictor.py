@@ -269,8 +269,8 @@ def _check_vocabulary(trained: TrainedModel) -> ByteVocabulary:
         )
     if vocabulary.newlines is not Newlines.KEEP or vocabulary.size < 2:
         raise UserError(
-            f"compression needs a model of all lines' bytes, but {trained.path} has "
-            f"data.tokenizer.newlines={vocabulary.newlines} and {vocabulary.size} byte values. "
-            "Train a model with --flagfile=own_bytes."
+            "compression requires byte tokens that include newlines, got "
+            f"data.tokenizer.newlines={vocabulary.newlines} and {vocabulary.size} byte values in "
+            f"{trained.path}. Train a model with --flagfile=own_bytes."
         )
     return vocabulary
