@@ -1,9 +1,9 @@
-"""Exported models: functions serialized by `jax.export` (StableHLO), for programs without txl_jax.
+"""Exported models: functions serialized by `jax.export` (StableHLO), to use without txl_jax.
 
     score(weights, memory, tokens, targets, reset) -> (nats, memory)
     generate(weights, memory, token, key, temperature, reset) -> (token, logprobs, memory)
 
-Weights and memory are dictionaries, {"layers.0.output": array}. A memory begins as zeros with
+Weights and memory are dictionaries, {"layers.0.output": array}. A memory starts as zeros with
 `reset` set in every row. docs/export.md describes the files.
 """
 
@@ -84,13 +84,13 @@ class _NamedTree(NamedTuple):
 def functions_of(
     model: AnyModel, eval_config: EvalConfig, weights: Any, *, generates: bool
 ) -> Functions:
-    """Makes a model's functions on one device.
+    """Creates a model's functions on one device.
 
     Args:
       model: The model.
-      eval_config: Lengths and batch size, which the functions have.
+      eval_config: Lengths and batch size of the functions.
       weights: Prepared parameters on the host (`Scorer.prepare_params`).
-      generates: Whether there is a generation step next to scoring.
+      generates: Whether to include a generation step in addition to scoring.
     """
     scorer = make_scorer(model, eval_config)
     distinct_weights, weight_names = _named_once(weights)
@@ -136,7 +136,7 @@ def functions_of(
 def _sample(log_p: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Array:
     """Samples a token per row, int32 [B].
 
-    At a temperature of 0 it is the most likely token, the lowest id among equals.
+    At temperature 0 this is the most likely token, with the lowest id if there are ties.
 
     Args:
       log_p: Log-probabilities [B, V].
@@ -227,7 +227,7 @@ def write(
 
 
 def is_exported(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a directory has an exported model's files, by their names."""
+    """Returns whether a directory contains an exported model's files, judging by their names."""
     return all(storage.exists(os.path.join(path, name)) for name in (_MANIFEST, _DIGEST))
 
 

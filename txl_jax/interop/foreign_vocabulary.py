@@ -2,7 +2,7 @@
 
 They are pickles from Hugging Face and from the authors' releases, and lists of words.
 
-An id is a token's place in their list `idx2sym`, and stays the same here. The releases write the
+An id is a token's index in their list `idx2sym`, and is kept. The releases write the
 bytes of enwik8 as decimal numbers, and text8 as letters with "_" for a space, by decreasing count:
 these become a `ByteVocabulary`.
 """
@@ -53,8 +53,8 @@ _MAX_SHOWN = 100
 class ForeignVocabulary(NamedTuple):
     """A vocabulary of another implementation."""
 
-    vocabulary: Vocabulary | None  # None if there is none.
-    notes: list[str]  # What was chosen or omitted: lines for the user.
+    vocabulary: Vocabulary | None  # None if it is missing.
+    notes: list[str]  # Lines for the user about choices and omissions.
 
 
 def find(folder: Path, vocab_size: int) -> ForeignVocabulary:
@@ -67,7 +67,8 @@ def find(folder: Path, vocab_size: int) -> ForeignVocabulary:
       vocab_size: The model's number of tokens.
 
     Raises:
-      UserError: If the file is corrupted, would run code, or has no vocabulary of the model's size.
+      UserError: If the file is corrupted, would run code, or does not contain a vocabulary of the
+        model's size.
     """
     path = next((folder / name for name in NAMES if (folder / name).is_file()), None)
     if path is None:
@@ -111,7 +112,7 @@ def _with_added(foreign: ForeignVocabulary, path: Path) -> ForeignVocabulary:
         words = (*vocabulary.words, *added)
         # A token that is there already would have two ids.
         if not _are_distinct_texts(list(words)):
-            raise ValueError("its tokens must be distinct strings that the vocabulary lacks")
+            raise ValueError("its tokens must be distinct strings that are not in the vocabulary")
         vocabulary = dataclasses.replace(vocabulary, words=words)
     examples = ", ".join(added)[:_MAX_SHOWN]
     note = f"{len(added)} tokens come from {path.name}: {examples}"
@@ -127,7 +128,7 @@ def check_size(foreign: ForeignVocabulary, vocab_size: int, *, name: str) -> For
     # Another model's vocabulary would give words that the model did not mean.
     if foreign.vocabulary and foreign.vocabulary.size != vocab_size:
         raise UserError(
-            f"{name} has {foreign.vocabulary.size} tokens, but the model has {vocab_size}. "
+            f"{name} must have {vocab_size} tokens, like the model, got {foreign.vocabulary.size}. "
             f"Pass the vocabulary that it was trained with, and {_ADDED} if tokens were "
             "added to it."
         )
@@ -149,7 +150,7 @@ def of_object(root: Any, *, name: str) -> ForeignVocabulary:
     for _ in range(_MAX_DEPTH):
         if isinstance(root, Record):
             root = root.attributes()
-        # The file chooses what is there.
+        # The file determines its content.
         if not isinstance(root, dict):
             break
         symbols = root.get("idx2sym")
@@ -182,8 +183,7 @@ def of_symbols(
     # The list is a stranger's. A token twice would have two ids, so that encoding loses one.
     if not _are_distinct_texts(symbols):
         raise UserError(
-            f"{name} has {len(symbols)} tokens, but they must be distinct strings. "
-            "Download it again."
+            f"the {len(symbols)} tokens of {name} must be distinct strings. Download it again."
         )
 
     values = _bytes_of(symbols)

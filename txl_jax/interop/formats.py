@@ -46,7 +46,7 @@ class Model(NamedTuple):
     format: str  # Name of the format that the model was read from.
     info: ModelInfo
     leaves: Leaves  # The parameters of `TransformerXL` by path.
-    notes: list[str]  # What was chosen or omitted: lines for the user.
+    notes: list[str]  # Lines for the user about choices and omissions.
 
 
 class _RecognizedWeights(NamedTuple):
@@ -64,7 +64,7 @@ class _RecognizedWeights(NamedTuple):
     folders: list[Path]
     # A pickled vocabulary in the file itself, or None.
     vocabulary: Any = None
-    # What was chosen or omitted: lines for the user.
+    # Lines for the user about choices and omissions.
     notes: tuple[str, ...] = ()
 
 
@@ -74,8 +74,8 @@ def read(path: str | os.PathLike[str]) -> Model:
     This includes config.json and the vocabulary.
 
     Raises:
-      UserError: If the weights or the files next to them are missing, corrupted, or not a
-        Transformer-XL's.
+      UserError: If the weights or the files next to them are missing, corrupted, or do not belong
+        to a Transformer-XL.
     """
     path = Path(path)
     with reading(str(path)):

@@ -26,7 +26,7 @@ _FLAGS = ("untie_r", "pre_lnorm", "tie_weight", "same_length", "proj_share_all_b
 _INTEGERS = (*_SIZES, "n_token", "mem_len", "clamp_len", "tgt_len")
 # Types of the facts that are used, or of their elements.
 _KINDS: dict[str, type] = dict.fromkeys(_INTEGERS, int) | dict.fromkeys(_FLAGS, bool) | _LISTS
-# Least values of facts.
+# Minimum values of facts.
 _LEAST = dict.fromkeys((*_SIZES, "n_token"), 1) | {"mem_len": 0}
 # Hugging Face's names of facts.
 _OTHER_NAMES = {"n_token": "vocab_size", "tie_weight": "tie_word_embeddings"}
@@ -94,7 +94,7 @@ def infer(tensors: Leaves, facts: Mapping[str, Any]) -> InferredConfig:
 def _shape(tensors: Leaves, name: str, *ranks: int) -> tuple[int, ...]:
     """Returns a tensor's shape, which must have one of these ranks."""
     if name not in tensors:
-        raise UserError(f"tensor {name} is missing. The names are not a Transformer-XL's.")
+        raise UserError(f"tensor {name} is missing. The names do not belong to a Transformer-XL.")
     # A file may have any shape for it, and sizes are unpacked, divided and used as divisors.
     shape = tensors[name].shape
     if len(shape) not in ranks or 0 in shape:
@@ -111,7 +111,7 @@ def _num_layers(tensors: Leaves) -> int:
     missing = set(map(str, range(len(numbers)))) - numbers
     if missing:
         raise UserError(
-            f"there are tensors for {len(numbers)} layers, but not for layer {min(missing)}"
+            f"tensors of layer {min(missing)} are missing, but {len(numbers)} other layers exist"
         )
     return len(numbers)
 
@@ -158,7 +158,7 @@ def _cutoffs(
 
 
 def _attention(tensors: Leaves, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the encoding, the heads' sizes and whether layers have u and v of their own."""
+    """Returns the encoding, the heads' sizes and whether layers have their own u and v."""
     _, width_of_heads = _shape(tensors, "layers.0.dec_attn.o_net.weight", 2)
     if "layers.0.dec_attn.r_net.weight" in tensors:
         # u is [H, E] if the layers share it, and otherwise [N, H, E], or [H, E] by layer in
@@ -274,7 +274,7 @@ def _checked(facts: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not _is_valid(key, value):
             raise UserError(
-                f"{key} is {reprlib.repr(value)}, which is not a valid value. Correct or remove it."
+                f"{key} must be a valid value, got {reprlib.repr(value)}. Correct or remove it."
             )
         checked[key] = value
     return checked

@@ -6,11 +6,11 @@ Tensors can have the release's names and other implementations' names.
     tensors = from_flax(params, config)                  # Every name of the release's state_dict.
 
 `_part_pairs` is the correspondence as one table, which both directions read. The release stores
-matrices as [out, in], stacks q, k and v in one, and has a tensor per layer and, in the softmax, a
-bias per cluster. Here matrices are [in, out] with heads as their own axis, layers are stacked, and
-there is one bias. The release's attn_type 0 is our relative encoding, 1 Shaw's (with
-`compat.shaw_terms=original`), 2 Vaswani's and 3 Al-Rfou's. Its tables begin with the greatest
-distance, ours with 0.
+matrices as [out, in], stacks q, k and v in one matrix, and has a tensor per layer and, in the
+softmax, a bias per cluster. Our matrices are [in, out] with heads as a separate axis, layers are
+stacked, and the softmax has one bias. The release's attn_type 0 is our relative encoding, 1 is
+Shaw's (with `compat.shaw_terms=original`), 2 is Vaswani's and 3 is Al-Rfou's. Its tables start with
+the greatest distance, ours with 0.
 """
 
 import enum
@@ -65,7 +65,7 @@ PRESETS = {
     Format.TENSORFLOW: "tf",
     Format.HUGGINGFACE: "hf",
 }
-# What a message calls each implementation.
+# Names of the implementations in messages.
 _OWNERS = {
     Format.ORIGINAL: "the authors' PyTorch release",
     Format.NVIDIA: "NVIDIA's release",
@@ -95,7 +95,7 @@ class TensorPart(NamedTuple):
     shape: tuple[int, ...]
     # Where the part is in the array, as an index.
     place: slice | int | tuple[slice, slice] | EllipsisType = ...
-    # Whether it is [out, in], as in the original, and not [in, out], as here.
+    # Whether it is [out, in], as in the original, instead of our [in, out].
     transposed: bool = False
 
     def view(self, array: np.ndarray) -> np.ndarray:
@@ -105,7 +105,7 @@ class TensorPart(NamedTuple):
 
 
 class PartPair(NamedTuple):
-    """Two parts that have the same numbers, in the same order, though perhaps in other shapes."""
+    """Two parts with the same numbers in the same order, possibly in different shapes."""
 
     released: TensorPart  # In an original tensor.
     ours: TensorPart  # In one of our parameters.
@@ -139,7 +139,7 @@ def to_leaves(
     first_names = aliases(config, format)
     named = _with_all_names(tensors, first_names)
 
-    # A state_dict has the frequencies of sinusoids, which are no parameter.
+    # A state_dict contains the frequencies of sinusoids, which are not parameters.
     frequencies = None
     if _has_frequencies(config):
         frequencies = named.pop(_name(FREQUENCIES, format), None)
@@ -226,9 +226,9 @@ def from_leaves(
 
 
 def check_exportable(config: ModelConfig, format: Format) -> None:
-    """Raises `UserError` if no setting of an implementation gives the model's formula.
+    """Raises `UserError` if an implementation cannot compute the model's formula.
 
-    Names flags that avoid it.
+    The error names flags that avoid this.
     """
     owner = _OWNERS[format]
     preset = f"--compat={PRESETS[format]}"
@@ -236,8 +236,7 @@ def check_exportable(config: ModelConfig, format: Format) -> None:
     def refuse(reason: str, flags: str) -> NoReturn:
         raise UserError(
             f"{owner} {reason}, so this model cannot be converted to it. "
-            f"Train with {flags} for that, or convert with --to_format=native, which "
-            "stores every model."
+            f"Train with {flags}, or convert with --to_format=native, which supports every model."
         )
 
     if config.network is not Network.TRANSFORMER_XL:
@@ -257,7 +256,7 @@ def check_exportable(config: ModelConfig, format: Format) -> None:
         )
     if not _has_encoding(config, format):
         flags = f"--model.encoding={Encoding.RELATIVE}"
-        refuse(f"has no such positions (model.encoding is {config.encoding})", flags)
+        refuse(f"does not have these positions (model.encoding is {config.encoding})", flags)
     width_of_heads = config.n_head * config.d_head
     if config.encoding is Encoding.AL_RFOU and width_of_heads != config.d_model:
         refuse(
@@ -390,7 +389,7 @@ def position_tensors(config: ModelConfig, format: Format) -> Sequence[OriginalTe
     """
     if not _has_encoding(config, format):
         raise UserError(
-            f"model.encoding is {config.encoding}, unsupported in the {format} format. "
+            f"model.encoding is {config.encoding}, which the {format} format does not support. "
             "Choose another."
         )
     return encoding_of(config).original_tensors()
@@ -683,8 +682,8 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
     notes = []
     if format is Format.ORIGINAL and config.model.untie_r:
         notes.append(
-            "the release's class shares u and v among the layers, but here each layer has "
-            "its own (untie_r)"
+            "the release's class shares u and v among the layers, but in this model each layer "
+            "has its own (untie_r)"
         )
     if config.model.encoding is Encoding.VASWANI and config.eval.mem_len:
         notes.append(
@@ -693,7 +692,7 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
         )
     if config.data.reset_at is not None:
         notes.append(
-            f"this model keeps documents apart by the token {config.data.reset_at!r}, but the "
+            f"this model separates documents at the token {config.data.reset_at!r}, but the "
             f"{format} format does not"
         )
 

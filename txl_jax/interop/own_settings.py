@@ -39,7 +39,7 @@ class CompletedModel(NamedTuple):
 
 
 def names(format: Format) -> list[str]:
-    """Returns the settings that txl_jax.json has next to weights in a format.
+    """Returns the settings that txl_jax.json stores next to weights in a format.
 
     They are the settings that config.json cannot express.
     """
@@ -52,7 +52,7 @@ def names(format: Format) -> list[str]:
 
 
 def write(folder: Path, info: ModelInfo, format: Format) -> None:
-    """Writes the file next to the weights and the vocabulary, which must be there."""
+    """Writes the file next to the weights and the vocabulary, which must exist."""
     settings = portable.stored_settings(info.config)
     content = {
         _KIND: _VERSION,

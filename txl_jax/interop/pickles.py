@@ -1,9 +1,9 @@
 """Reads pickles without running anything that they name.
 
-`pickletools.genops` splits a pickle into instructions, and the stack machine here has neither an
-import nor a call. A name stays a `Symbol`, whatever it names, and an object becomes a `Record` of
-its state. Only the functions in `calls`, which build plain values, take arguments from a pickle.
-Calls and instructions that files of weights do not need are a `UserError` that names them.
+`pickletools.genops` splits a pickle into instructions, and this module's stack machine has neither
+an import nor a call. A name stays a `Symbol`, whatever it names, and an object becomes a `Record`
+of its state. Only the functions in `calls`, which build plain values, take arguments from a pickle.
+Calls and instructions that weight files do not need raise a `UserError` that names them.
 
 The file's size bounds time and memory. A pickle can use a value again for two bytes (its memo), so
 whatever an instruction copies, hashes or compares is short, or counts against a budget: calls may
@@ -221,11 +221,11 @@ def load(
     """Reads one pickle.
 
     Args:
-      data: Content of the file, which may go on after the pickle.
+      data: Content of the file, which may continue after the pickle.
       name: Name of the file in errors.
-      calls: Functions by dotted name, which replace what the pickle calls, beside those that build
-        containers. They must be harmless with any arguments.
-      persistent: Takes a persistent id and returns its value. Without it, no id is allowed.
+      calls: Functions by dotted name, which replace functions that the pickle calls, in addition to
+        those that build containers. They must be harmless with any arguments.
+      persistent: Maps a persistent id to its value. Without it, no id is allowed.
       start: Offset of the pickle's first byte.
 
     Returns:
@@ -527,7 +527,7 @@ class _Machine:
             raise DamagedError("its values are larger than the file")
 
     def refusal(self, action: str) -> UserError:
-        """Returns the error for a pickle that does what files of weights never do."""
+        """Returns the error for a pickle with actions that weight files never contain."""
         return UserError(
             f"{self.name}: its pickle {action}, which weights and vocabularies do not need. "
             "None of it was run. Get the file from a source that you trust."

@@ -106,7 +106,7 @@ class ModelInfo:
     vocabulary: Vocabulary
     # Training steps before the weights were saved, or 0 if unknown.
     step: int
-    # Where the weights come from, as one human-readable clause.
+    # Origin of the weights, as one human-readable clause.
     description: str
     # Entries of results.json about these weights, or empty if they are unknown.
     scores: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -248,7 +248,7 @@ def place(leaves: Leaves, abstract_params: Any) -> Any:
       The nested parameters.
 
     Raises:
-      CheckpointError: If the leaves are another model's.
+      CheckpointError: If the leaves belong to another model.
     """
     named = flax.traverse_util.flatten_dict(abstract_params, sep="/")
 
@@ -289,7 +289,7 @@ def _read_config(folder: AnyPath) -> dict[str, Any]:
     path = os.path.join(folder, CONFIG)
     other = (
         f"{folder} is not a portable checkpoint of txl_jax ({CONFIG}: %s). "
-        "Make one with `experiments.convert`."
+        "Create one with `python -m experiments.convert`."
     )
     with rephrased(other, OSError, ValueError, KeyError, TypeError, AttributeError):
         saved: dict[str, Any] = storage.read_json(path)

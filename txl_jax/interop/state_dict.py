@@ -91,7 +91,7 @@ def model_in(root: Any) -> Any:
 
 
 def _model_inside(value: Any) -> Any:
-    """Returns what a wrapper wraps, or what a dict has in the place of a model, or None."""
+    """Returns the value inside a wrapper, or a dict's value for a model, or None."""
     candidates: list[Any] = []
     if isinstance(value, Record):
         children = _dict_in(value.attributes(), "_modules")

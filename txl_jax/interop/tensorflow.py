@@ -133,7 +133,7 @@ def _released_name(name: str) -> str | None:
 
 
 def _cluster_sizes(variables: Mapping[str, Leaf]) -> list[int]:
-    """Returns the numbers of tokens of clusters that have a bias of their own."""
+    """Returns the numbers of tokens of clusters that have their own bias."""
     sizes: list[int] = []
     while (bias := variables.get(f"adaptive_softmax/cutoff_{len(sizes)}/b")) is not None:
         sizes.append(math.prod(bias.shape))
@@ -223,7 +223,7 @@ def _open(prefix: Path) -> dict[str, Leaf]:
 
 
 def find(path: Path) -> Path | None:
-    """Returns a checkpoint's prefix, or None if there is no checkpoint.
+    """Returns a checkpoint's prefix, or None if the path is not a checkpoint.
 
     Args:
       path: The prefix, any of the checkpoint's files, or a directory with a checkpoint, itself or
@@ -243,7 +243,7 @@ def find(path: Path) -> Path | None:
     prefix = path.with_name(name)
     if prefix.with_name(prefix.name + _INDEX).is_file():
         return prefix
-    # Files with the numbers of a checkpoint do not say what the numbers are.
+    # Files with the numbers of a checkpoint do not contain their names.
     if prefix != path and path.is_file():
         raise UserError(
             f"{prefix}{_INDEX} is missing. A checkpoint of TensorFlow consists of .index and "

@@ -153,7 +153,7 @@ def read(path: str | os.PathLike[str]) -> TorchFile:
 
 @dataclasses.dataclass
 class _Reader:
-    """Storages and tensors of a file, as its pickle asks for them."""
+    """Storages and tensors of a file, created when its pickle refers to them."""
 
     name: str  # The file's name in errors.
     size: int  # Bytes of the file.
@@ -314,7 +314,7 @@ def _read_zip(path: Path, data: mmap.mmap) -> TorchFile:
 
 
 def _is_pickle(entry: str) -> bool:
-    """Returns whether a name in an archive is that of the pickle, in a directory of any name."""
+    """Returns whether an archive entry is the pickle, in a directory of any name."""
     return entry.endswith("/data.pkl") and entry.count("/") == 1
 
 

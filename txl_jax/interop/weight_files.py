@@ -1,8 +1,8 @@
 """Finds the files at a path that are weights of another implementation, and their kind.
 
-Files are recognized by their first bytes. A name only decides between several files, and for a
-format whose files do not begin with a mark: a checkpoint of TensorFlow is several files with one
-prefix.
+Files are recognized by their first bytes. Names matter only if there are multiple files, and for a
+format whose files do not begin with a mark: a TensorFlow checkpoint consists of multiple files with
+one prefix.
 """
 
 import enum
@@ -85,14 +85,14 @@ _SHOWN = 5  # Names in an error.
 
 
 def find(path: Path) -> WeightFiles | None:
-    """Returns the weights at a path, or None if there are none.
+    """Returns the weights at a path, or None if it does not contain weights.
 
     Args:
       path: A file, a directory, or a TensorFlow checkpoint by any of its names.
 
     Raises:
-      UserError: If weights are there that cannot be read, parts of them are missing, or it is
-        unclear which file is meant.
+      UserError: If weights exist but cannot be read, parts of them are missing, or the choice of a
+        file is ambiguous.
     """
     if path.is_dir():
         return _find_in(path)
@@ -134,7 +134,7 @@ def _find_in(folder: Path) -> WeightFiles | None:
     if weights_by_path:
         names = [path.name for path in weights_by_path]
         raise UserError(
-            f"{folder} has several files of weights: {_first(names)}. Pass the path of one of them."
+            f"{folder} contains multiple weight files: {_first(names)}. Pass the path of one."
         )
 
     prefix = tensorflow.find(folder)
@@ -156,7 +156,7 @@ def _check_readable(path: Path, *, is_sure: bool) -> None:
     # A clone without Git LFS has pointers of a hundred bytes.
     if begin.startswith(_POINTER) and path.suffix in (*SUFFIXES, *_OTHER_SUFFIXES):
         raise UserError(
-            f"{path} is a pointer of Git LFS, not the file itself. Download it with `git lfs pull`."
+            f"{path} is a Git LFS pointer, not the file itself. Download it with `git lfs pull`."
         )
     # Weights of Keras, Flax or llama.cpp, which other programs take by the same names.
     formats = [format for magic, format in _OTHER_MAGIC.items() if begin.startswith(magic)]
@@ -164,8 +164,8 @@ def _check_readable(path: Path, *, is_sure: bool) -> None:
         formats.append(_OTHER_SUFFIXES[path.suffix])
     if formats and path.suffix in (*SUFFIXES, *_OTHER_SUFFIXES):
         raise UserError(
-            f"{path} has weights in the format {formats[0]}, which is not read. "
-            "Save them as safetensors or by torch.save, under the names of PyTorch's class."
+            f"{path} has weights in the format {formats[0]}, which is not supported. "
+            "Save them as safetensors or with torch.save, under the names of PyTorch's class."
         )
     # A download that ended early or is an error page.
     if is_sure:
@@ -286,7 +286,7 @@ def _of_files(path: Path, parts: Mapping[Path, Any]) -> WeightFiles:
     if missing or not parts:
         raise UserError(
             f"{path}: the model has {len(parts)} files, of which {_first(missing)} are missing. "
-            "Get them too."
+            "Download them too."
         )
     kinds: list[FileKind] = []
     for part in parts:
@@ -305,7 +305,7 @@ def _corrupted(path: Path) -> str:
 
 
 def _first(names: list[str]) -> str:
-    """Returns the first names, and how many more there are."""
+    """Returns the first names, and the number of the others."""
     shown = ", ".join(names[:_SHOWN])
     if len(names) <= _SHOWN:
         return shown
