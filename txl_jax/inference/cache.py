@@ -33,7 +33,7 @@ class KVCache(flax.struct.PyTreeNode):
     values: tuple[jax.Array | Int8, ...]
     # int32 [B], how many of the latest slots may be seen, at most M.
     valid: jax.Array
-    # int32 [], the oldest slot, where the next segment goes, or [B] if each row has its own.
+    # int32 [], the oldest slot, where the next segment is written, or [B] if each row has its own.
     write_index: jax.Array
     # M, the maximum number of slots that may be seen.
     mem_len: int = flax.struct.field(pytree_node=False)
@@ -92,7 +92,7 @@ def write(
 
     has_index_per_row = cache.write_index.ndim > 0
     if has_index_per_row:
-        # Then a segment is one token, and each row writes it to a slot of its own.
+        # In this case a segment is one token, and each row writes it to its own slot.
         cache = write_slots(
             cache, keys, values, jnp.arange(n_row), cache.write_index, count=n_row, after=after
         )
@@ -132,7 +132,7 @@ def write_slots(
       values: Values of each layer, in the shape of the keys.
       rows: int32 [n], the row that each token is written to.
       slots: int32 [n], the slot that each token is written to.
-      count: How many of the tokens are written.
+      count: Number of tokens to write.
       after: Any array that is computed from all reads of the cache. The slots are made to depend on
         it, since otherwise XLA may write before the last read and then keeps a copy of the whole
         cache, in every step (on a CPU 21 ms a token more for 12 layers with M = 2100;
@@ -156,13 +156,13 @@ def write_slots(
 def keep_layout(cache: KVCache) -> KVCache:
     """Returns the cache in the layout in which a step of one token reads it on a TPU.
 
-    Left alone, libtpu 0.0.42.1 changes the layout at both ends of a call of 16 tokens, and copies
-    weights for the layout that it then has within the loop. For enwik8_24l that is 1.006 GB through
-    the device's memory a token, and 0.833 GB with this function. With the values alone constrained,
+    Without this function, libtpu 0.0.42.1 changes the layout at both ends of a call of 16 tokens,
+    and copies weights for the layout within the loop. For enwik8_24l that is 1.006 GB through the
+    device's memory per token, and 0.833 GB with this function. If only the values are constrained,
     the keys are copied instead, for 1.0 GB.
 
-    It applies to bfloat16, and to heads that fill a TPU's tile of 128 lanes, as others would be
-    padded. A sharded cache is left alone: how the partitioner treats a fixed layout was not tried.
+    It applies to bfloat16, and to heads that fill a TPU's tile of 128 lanes, because others would
+    be padded. A sharded cache is not changed: fixed layouts with the partitioner are untested.
     """
     ring = cache.keys[0]
     if isinstance(ring, Int8) or ring.dtype != jnp.bfloat16 or ambient_mesh() is not None:
@@ -197,8 +197,8 @@ def _update(ring: jax.Array, new: jax.Array, start: dict[int, jax.Array]) -> jax
     indices = [jnp.asarray(start.get(axis, 0), jnp.int32) for axis in range(ring.ndim)]
     if ring.dtype != jnp.bfloat16:
         return jax.lax.dynamic_update_slice(ring, new, indices)
-    # The program's platform decides, which is not always that of this process: programs are also
-    # compiled for devices that are not there (`experiments.bench.estimate`, `jax.export`).
+    # The program's platform decides. It may differ from this process's: programs are also compiled
+    # for devices that are not attached (`experiments.bench.estimate`, `jax.export`).
     return jax.lax.platform_dependent(
         ring, new, indices, cpu=_update_bits, default=jax.lax.dynamic_update_slice
     )
@@ -275,7 +275,7 @@ def unrotate(cache: KVCache) -> KVCache:
     """Returns the cache for segments of one token: M slots, the oldest first."""
 
     def turn(ring: jax.Array, slot_axis: int) -> jax.Array:
-        # The next write goes to the oldest slot. Of the R slots, only the latest M may be seen.
+        # The next write goes to the oldest slot. Queries attend only to the latest M of R slots.
         oldest_first = jnp.roll(ring, -cache.write_index, slot_axis)
         first = cache.capacity - cache.mem_len
         return jax.lax.slice_in_dim(oldest_first, first, cache.capacity, axis=slot_axis)

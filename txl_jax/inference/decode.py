@@ -1,20 +1,20 @@
-"""Decoding: the programs that read prompts and draw tokens, one token of R rows per step.
+"""Decoding: functions that prefill prompts and sample tokens, one token of R rows per step.
 
-One prompt, n samples of a prompt, many prompts side by side (`inference.generate`) and the server
-(`serving.rows`) all run `decode_block`. State between calls is the cache on the device. The host
-keeps everything else and passes it as `BlockRows`, so a row may read, draw or do nothing in any
-call:
+One prompt, n samples of a prompt, many prompts in parallel (`inference.generate`) and the server
+(`serving.rows`) all run `decode_block`. The state between calls is the cache on the device. The
+host keeps everything else and passes it as `BlockRows`, so in any call a row may read, sample
+("draw") or do nothing:
 
     number  -2    -1     0     1     2       number of the token to draw, negative to draw nothing
     reads    a     b     c     x     y       a, b and c are the end of the prompt
     draws    -     -     x     y     z
 
-- Token number i of a sample is sampled with a key made only of (seed, sample, i). So a text depends
-  neither on the number of tokens per call nor on the other rows.
+- Token number i of a sample is sampled with a key that depends only on (seed, sample, i). A text
+  therefore depends neither on the number of tokens per call nor on the other rows.
 - Rows that read and end together share one index of the ring: a step writes one slice. In the
-  server each row has its own index, that is its own position, so that what it computes does not
-  depend on when it joined. A row that does nothing stays where it is. It computes all the same, and
-  overwrites its oldest slot: such a ring needs more than M slots (`serving.rows`).
+  server each row has its own index (position), so that its results do not depend on when it joined.
+  An idle row keeps its position. It still computes, and overwrites its oldest slot: such a ring
+  needs more than M slots (`serving.rows`).
 """
 
 import functools
@@ -33,7 +33,7 @@ from txl_jax.ops import sampling as sampling_lib
 
 
 class BlockRows(NamedTuple):
-    """What each of R rows does in one call of `decode_block`. The host makes it.
+    """Arguments for each of R rows in one call of `decode_block`, from the host.
 
     In `inference.cache` and `ops.attention`, R is the number of slots of the ring instead.
     """
@@ -48,12 +48,12 @@ class BlockRows(NamedTuple):
     key: Any
     # int32 [], the token that ends a row, or -1 if no token does.
     stop: Any
-    # bool [R], whether the row's tokens are to be scored, or None without `top`.
+    # bool [R], whether to score the row's tokens, or None without `top`.
     scored: Any = None
 
 
 class Sampling(NamedTuple):
-    """How tokens are sampled: numbers for all rows, or arrays [R] with one number per row.
+    """Sampling settings: numbers for all rows, or arrays [R] with one number per row.
 
     Arrays do not support top-k.
     """
@@ -64,7 +64,7 @@ class Sampling(NamedTuple):
 
     @staticmethod
     def of(config: GenerateConfig) -> "Sampling":
-        """Returns the temperature, top-p and top-k of the settings of generation."""
+        """Returns the temperature, top-p and top-k of the generation settings."""
         return Sampling(config.temperature, config.top_p, config.top_k)
 
     def draw(self, keys: jax.Array, hidden: jax.Array, clusters: Any) -> jax.Array:
@@ -94,7 +94,7 @@ class Scores(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """What one step of `decode_block` hands to the next."""
+    """State that one step of `decode_block` passes to the next."""
 
     step: jax.Array  # int32 [], number of steps that have run.
     cache: KVCache
@@ -119,15 +119,15 @@ def decode_block(
     count: int,
     top: int = 0,
 ) -> tuple[KVCache, jax.Array, jax.Array, Scores | None]:
-    """Runs up to `count` steps, until every row has done its steps or has drawn its stop token.
+    """Runs up to `count` steps, until every row has done its steps or sampled its stop token.
 
     Args:
       params: Parameters for segments of one token (`DecodeParams.for_single_tokens`).
       cache: Cache of R rows, with one index or an index per row. It is to be donated.
-      rows: What each row reads and draws.
-      sampling: How tokens are sampled.
+      rows: The tokens that each row reads and samples.
+      sampling: Sampling settings.
       count: Maximum number of steps, and the number of columns of the results.
-      top: How many of the most likely tokens are scored along with each drawn token. 0 disables
+      top: Number of most likely tokens that are scored along with each sampled token. 0 disables
         all scores.
 
     Returns:

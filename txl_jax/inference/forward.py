@@ -3,20 +3,20 @@
     cache = init_cache(params, batch_size=1, segment_len=128, mem_len=3800)
     hidden, cache = forward(params, tokens, cache)
 
-Its mirror is training's forward pass, the definition: `modules.transformer_xl` (embedding, end),
-`modules.block` (`_forward_layer` here) and `modules.attention`. Training projects the whole memory
-to keys and values, and the position codes to position keys, in every segment and layer, as it must.
-Here the cache holds keys and values, and position keys are computed once. Both passes share `ops`
-and the objects of `modules.positions`. tests/inference/test_forward.py holds the numbers equal up
-to rounding, for every kind of model, over ten segments.
+It mirrors the training forward pass, which is the definition: `modules.transformer_xl` (embedding
+and end), `modules.block` (`_forward_layer`) and `modules.attention`. In training, the whole memory
+must be projected to keys and values, and positional encodings to position keys, in every segment
+and layer. At inference the cache contains keys and values, and position keys are computed once.
+Both passes share `ops` and the objects of `modules.positions`. tests/inference/test_forward.py
+checks that the numbers are equal up to rounding, for every kind of model, over ten segments.
 
-Every encoding admits it: with relative positions (as the paper's and Shaw's) keys do not depend on
-their position, and absolute positions are in the stored states, which are reused as they are. An
-RNN has no keys (`inference.scorer`).
+This works for every encoding: with relative positions (the paper's and Shaw's) keys do not depend
+on their position, and absolute positions are part of the stored states, which are reused unchanged.
+An RNN has no keys (`inference.scorer`).
 
-Layers are unrolled and not a `lax.scan`: a scan would slice each layer's parameters and cache out
-of stacked arrays, that is copy them, in every step. Compile time therefore grows with N (0.2 s a
-layer on a CPU).
+Layers are unrolled instead of a `lax.scan`, which would slice, and thereby copy, each layer's
+parameters and cache out of stacked arrays in every step. Compile time therefore grows with N (0.2 s
+per layer on a CPU).
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ def init_cache(
 
 
 def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-    """Computes the hidden states of a segment as `TransformerXL.__call__` does, without dropout.
+    """Computes the hidden states of a segment like `TransformerXL.__call__`, without dropout.
 
     Args:
       params: Parameters prepared for at least these lengths.
@@ -90,7 +90,7 @@ def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[ja
       cache: The cache before the segment.
 
     Returns:
-      Hidden states [B, L, D] of the last layer, and the cache moved on by L positions.
+      Hidden states [B, L, D] of the last layer, and the cache advanced by L positions.
 
     Raises:
       UserError: If L does not divide the cache's capacity, or the parameters were prepared for

@@ -1,4 +1,4 @@
-"""Generation on the host: prompts in, pieces of text out, over the programs of `inference.decode`.
+"""Generation on the host, from prompts to pieces of text, with the functions of `inference.decode`.
 
 Whole segments of the prompts are prefilled in parallel, from an empty cache. The rest of each
 prompt, less than a segment, is read token by token. No row reads padding into its cache: when the

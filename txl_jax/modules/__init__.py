@@ -1,6 +1,6 @@
 """The networks: Transformer-XL and recurrent baselines.
 
-Training, evaluation and inference take `AnyModel`.
+Training, evaluation and inference accept `AnyModel`.
 """
 
 from txl_jax.modules.recurrent import RecurrentModel

@@ -32,9 +32,9 @@ SCORE_PARTS = ("query", "key", "position_key", "content_bias", "position_bias")
 class LayerContext(flax.struct.PyTreeNode):
     """Inputs shared by all layers."""
 
-    # Codes of the distances K - 1, .., 0 (the encoding's `shared_codes`), or None.
+    # Encodings of the distances K - 1, .., 0 (the encoding's `shared_codes`), or None.
     codes: jax.Array | None
-    # Which keys each query attends to.
+    # The keys that each query attends to.
     visibility: Visibility
     # The encoding's `shared_parameters`, and within a layer its `layer_parameters`.
     parameters: Any = None
@@ -77,8 +77,8 @@ class Attention(nn.Module):
             """Applies the dropout on queries, keys and values to [..., H, positions, E]."""
             if not is_on(c.dropout.qkv):
                 return heads
-            # Flax numbers dropouts without a name, and masks depend on the number. This one has a
-            # name, so that switching it on leaves the masks of the others as they are.
+            # Flax numbers dropouts without a name, and masks depend on the number. This dropout has
+            # a name, so that turning it on does not change the masks of the others.
             module = dropout(c, c.dropout.qkv, deterministic=deterministic, name=f"drop_{name}")
             return module(heads)
 
@@ -89,8 +89,8 @@ class Attention(nn.Module):
         w_value = matrix("value")
 
         query = _shard_heads(project_to_heads(segment, w_query))
-        # Memory and segment are projected apart, so that nothing is computed for a gradient of the
-        # memory.
+        # Memory and segment are projected separately, so that no gradient of the memory is
+        # computed.
         key = _shard_heads(project_apart(*states, w_key))
         value = _shard_heads(project_apart(*states, w_value))
 
@@ -98,8 +98,8 @@ class Attention(nn.Module):
         key = drop(key, "key")
         value = drop(value, "value")
 
-        # Attention itself drops probabilities, by a seed that this module samples for it below. The
-        # module is made at rate 0 too, because flax numbers unnamed dropouts, and the output's
+        # Attention itself drops probabilities, with a seed that this module samples below. The
+        # module is created even at rate 0, because flax numbers unnamed dropouts, and the output's
         # dropout below must always get the next number.
         probability_dropout = Dropout(c.dropout.attention, deterministic=deterministic)
 
@@ -113,7 +113,7 @@ class Attention(nn.Module):
         terms = encoding.position_terms(context.codes, context.parameters, projections, dtype)
 
         # Relative positions have the paper's terms (a) to (d), which `ops.attention.score_terms`
-        # computes from these arrays for callers that ask for them.
+        # computes from these arrays for callers that request them.
         if encoding.has_four_terms:
             parts = (query, key, terms.position_key, terms.content_bias, terms.position_bias)
             for name, part in zip(SCORE_PARTS, parts, strict=True):
@@ -140,14 +140,14 @@ class Attention(nn.Module):
 
 
 def sow_if_asked(module: nn.Module, collection: str, name: str, array: jax.Array | None) -> None:
-    """Stores an array for callers that pass mutable=[collection].
+    """Stores an array if the caller passes mutable=[collection].
 
-    Flax returns it in that collection, under `name`. Without such a caller nothing is stored.
+    Flax returns it in that collection, under `name`. Otherwise nothing is stored.
     """
     # `init` makes every collection mutable, and would return the arrays with the parameters.
     if module.is_initializing():
         return
-    # The array itself, where flax's default is a tuple of all arrays sown under this name.
+    # Stores the array itself. Flax's default is a tuple of all arrays sown under this name.
     module.sow(collection, name, array, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 

@@ -58,7 +58,7 @@ def feed_forward(
     `inner` contains W [D, F] and b, `outer` W' [F, D] and b'. Inference calls it without `drop`.
     """
     hidden = _apply_dense(inputs, inner)
-    # The constraint only places the array on the devices, and changes no number.
+    # The constraint only places the array on the devices, and does not change values.
     hidden = constrain(hidden, axes.BATCH, axes.LENGTH, axes.INNER)
     hidden = drop(nn.relu(hidden))
     return drop(_apply_dense(hidden, outer))
@@ -88,7 +88,7 @@ class FeedForward(nn.Module):
         )
 
         def drop(states: jax.Array) -> jax.Array:
-            """Applies a dropout that is made by this call, so that its masks are its own."""
+            """Applies a dropout that this call creates, so that it has its own masks."""
             return dropout(c, c.dropout.rate, deterministic=deterministic)(states)
 
         return feed_forward(inputs, inner, outer, drop)
@@ -98,7 +98,7 @@ class FeedForward(nn.Module):
     ) -> Dense:
         """Creates the parameters `name`_kernel and `name`_bias, and casts them to `dtype`.
 
-        `shape` and `logical_axes` are the kernel's. The bias has the second of each.
+        `shape` and `logical_axes` belong to the kernel. The bias has the second entry of each.
         """
         kernel_init = axes.normal(self.config.init_std, *logical_axes)
         kernel = self.param(f"{name}_kernel", kernel_init, shape)
@@ -130,7 +130,7 @@ class Block(nn.Module):
         """
         c = self.config
         encoding = encoding_of(c)
-        # The encoding's parameters, such as u and v: the layer's own, or the ones that all share.
+        # The encoding's parameters, such as u and v: the layer's own, or shared by all layers.
         context = context.replace(parameters=encoding.layer_parameters(context.parameters))
         attention = Attention(c, name="attention")
         attention_norm = layer_norm("attention_norm", c)
@@ -139,7 +139,7 @@ class Block(nn.Module):
         )
         feed_norm = layer_norm("feed_forward_norm", c)
 
-        # Only learned vectors are added here. Other encodings return the inputs as they are.
+        # Only learned vectors are added to layers. Other encodings return the inputs unchanged.
         inputs = encoding.add_to_layer_inputs(inputs, context.codes)
         if c.layer_norm is NormPlace.POST:
             middle = attention_norm(inputs + attention(inputs, (memory, inputs), context))
@@ -173,19 +173,19 @@ class Stack(nn.Module):
           context: Inputs shared by all layers.
 
         Returns:
-          The last layer's outputs [B, L, D], and what the memory stores for this segment: the
-          inputs of all layers, [N, B, L, D].
+          The last layer's outputs [B, L, D], and the inputs of all layers, [N, B, L, D], which the
+          memory stores for this segment.
         """
         c = self.config
         # An encoding is not a module. It creates its parameters in the module that calls it: those
         # that all layers share here, outside of the scan, and those of one layer in `Block`.
         context = context.replace(parameters=encoding_of(c).shared_parameters())
         layers = nn.scan(
-            # A run has replaced `Remat.AUTO` by its choice. A model without a run has it still.
+            # A run has replaced `Remat.AUTO` with its choice. A model without a run still has it.
             checkpointed(Block, for_platform(c.remat, default_device().platform)),
             # Parameters, and arrays sown by attention, are stacked along a first axis of layers.
             variable_axes={"params": 0, "attention": 0},
-            # Each layer has initial values and dropout masks of its own.
+            # Each layer has its own initial values and dropout masks.
             split_rngs={"params": True, "dropout": True},
             # The scan carries the inputs from layer to layer. Of the other arguments, a layer gets
             # its slice of the memory and the whole context. Rows for the memory are stacked.

@@ -24,7 +24,7 @@ class Dropout(nn.Module):
     rate: Rate
     # Axes along which all numbers share a mask.
     broadcast_dims: Sequence[int] = ()
-    # Whether dropout is off, or None if each call says it.
+    # Whether dropout is off, or None if each call sets it.
     deterministic: bool | None = None
 
     def __call__(self, inputs: jax.Array, deterministic: bool | None = None) -> jax.Array:
@@ -42,7 +42,8 @@ class Dropout(nn.Module):
     def of_probabilities(self, n_head: int) -> ProbabilityDropout | None:
         """Returns the dropout of the attention probabilities of `n_head` heads, or None if off.
 
-        Its seed is sampled here. Attention applies it, as the probabilities are not in memory.
+        This method samples its seed. Attention applies it, because the probabilities are not in
+        memory.
         """
         if not is_on(self.rate) or self.deterministic:
             return None
@@ -58,7 +59,7 @@ def sample_seed(module: nn.Module) -> jax.Array:
 
 
 def is_on(rate: Rate) -> bool:
-    """Returns whether a rate is above 0. A traced one counts as above."""
+    """Returns whether a rate is above 0. A traced rate counts as above 0."""
     return isinstance(rate, jax.Array) or rate > 0
 
 
@@ -68,8 +69,8 @@ def dropout(
     """Returns dropout for arrays [..., positions, width].
 
     With `model.dropout.locked` all positions share a mask (variational dropout: Gal and Ghahramani,
-    2016): a zeroed number is zero throughout a segment. Rows of the batch never share one, and each
-    update samples again.
+    2016): a zeroed number is zero throughout a segment. Rows of the batch never share a mask, and
+    each update samples again.
     """
     axes = (-2,) if config.dropout.locked else ()
     return Dropout(rate, broadcast_dims=axes, deterministic=deterministic, name=name)

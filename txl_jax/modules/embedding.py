@@ -68,15 +68,15 @@ class Embedding(nn.Module):
         """Zeros the vectors of whole words, and scales up the others: [B, L, D] -> [B, L, D].
 
         They are the same words in all rows (Gal and Ghahramani, 2016), but the first position of a
-        segment is left as it is. If a zeroed word were all that a row has read, all activations
-        would be 0 as long as the biases are. The derivative of a layer norm there is 316, and with
-        two norms in each of 16 layers gradients overflow.
+        segment is not changed. If a row had read only a zeroed word, all activations would be 0 as
+        long as the biases are 0. The derivative of a layer norm at 0 is 316, and with two norms in
+        each of 16 layers gradients overflow.
         """
         rate = self.config.dropout.embedding
         is_first_L = jnp.arange(tokens.shape[-1]) == 0
 
         def drop(embedded: jax.Array, seed: jax.Array, tokens: jax.Array) -> jax.Array:
-            # The hash of a token id decides about the word, so no mask of V words is needed.
+            # The hash of a token id determines its mask, so no mask of V words is needed.
             is_kept_BxL = random_masks.is_kept(seed, rate, tokens)
             return random_masks.scale_kept(embedded, is_kept_BxL[..., None], rate)
 
@@ -114,7 +114,7 @@ class Softmax(nn.Module):
         # None for each cluster that uses the embedding's projection, or has none.
         untied_projections: list[jax.Array | None] = [None] * c.n_cluster
         if c.has_projections:
-            # An empty setting ties none.
+            # If the setting is empty, no projection is tied.
             is_tied = c.tie_projs or (False,) * c.n_cluster
             for i in range(c.n_cluster):
                 if not is_tied[i]:

@@ -1,10 +1,10 @@
 """Recurrent language models, LSTM or QRNN: the baselines of the paper's first RECL group.
 
-N layers of D cells between the same embedding and the same softmax, with dropout between layers and
-not in time (Zaremba et al., 2014). They have the interface of `TransformerXL`, so that one training
-loop serves all. The memory holds each layer's state at the segment's end in two slots: cells, then
-outputs (LSTM) or the latest input (QRNN). The arguments `clamp_len`, `same_length` and M are for
-attention and have no effect here.
+N layers of D cells between the same embedding and the same softmax, with dropout between layers but
+not over time (Zaremba et al., 2014). They have the interface of `TransformerXL`, so that one
+training loop supports all models. The memory contains each layer's state at the segment's end in
+two slots: cells, then outputs (LSTM) or the latest input (QRNN). The arguments `clamp_len`,
+`same_length` and M are for attention and have no effect.
 
 In a quasi-recurrent network (QRNN; Bradbury et al., 2017) candidates z, forget gates f and output
 gates o come from the inputs alone (equation 2, a convolution of width 1 or 2), so all positions of
@@ -32,8 +32,8 @@ from txl_jax.modules.attention import sow_if_asked
 from txl_jax.modules.dropout import dropout
 from txl_jax.modules.embedding import Embedding, Softmax
 
-# A layer's cells [B, D], and its outputs [B, D] (LSTM) or latest input [B, D] (QRNN). The order is
-# flax's: `nn.RNN` takes it as the carry of an LSTM cell.
+# A layer's cells [B, D], and its outputs [B, D] (LSTM) or latest input [B, D] (QRNN). This order is
+# the carry of flax's LSTM cell in `nn.RNN`.
 State = tuple[jax.Array, jax.Array]
 
 
@@ -200,7 +200,7 @@ def fo_pool(candidates: jax.Array, forget: jax.Array, cell: jax.Array) -> jax.Ar
 
 
 def _compose(first: _LinearStep, second: _LinearStep) -> _LinearStep:
-    """Returns the step that does what `first` and then `second` do."""
+    """Returns the step that is equivalent to `first` followed by `second`."""
     return _LinearStep(
         factor=first.factor * second.factor,
         term=second.factor * first.term + second.term,

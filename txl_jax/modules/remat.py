@@ -1,4 +1,4 @@
-"""Activation checkpointing (rematerialization, remat): what a layer keeps for its backward pass.
+"""Activation checkpointing (rematerialization, remat) of layers.
 
 The scan over layers stacks what each layer keeps, which is most of the memory of a training step.
 In arrays [B, L, D], with M = L and F = 4 D, a layer keeps:
@@ -28,7 +28,7 @@ _MATMULS_AND_ATTENTION = jax.checkpoint_policies.save_from_both_policies(
 
 
 def for_platform(remat: Remat, platform: str) -> Remat:
-    """Returns what `Remat.AUTO` means on a platform. Other values stay as they are.
+    """Returns the meaning of `Remat.AUTO` on a platform. Other values are returned unchanged.
 
     A model that is built without a run knows only the platform. A run also compares memory
     (`runs.remat_choice`), and its model has no `AUTO`.
@@ -46,7 +46,7 @@ def for_platform(remat: Remat, platform: str) -> Remat:
 
 
 def checkpointed(layer: type[nn.Module], remat: Remat) -> type[nn.Module]:
-    """Returns a layer whose backward pass computes again what `remat` does not keep.
+    """Returns a layer whose backward pass recomputes the values that `remat` does not keep.
 
     Args:
       layer: The module of a layer.

@@ -1,4 +1,4 @@
-"""Transformer-XL: embedding, N layers that read the memory, softmax (Dai et al., 2019).
+"""Transformer-XL: embedding, N layers that attend to the memory, softmax (Dai et al., 2019).
 
     >>> config = ModelConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=16)
     >>> model = TransformerXL(config, vocab_size=10)
@@ -10,8 +10,8 @@
     >>> hidden.shape, nll.shape
     ((3, 5, 8), (3, 5))
 
-Parameters do not depend on lengths: L is `tokens.shape[1]`, M the memory's, and both may differ
-from call to call. Inference computes the same with prepared parameters and a KV cache:
+Parameters do not depend on lengths: L is `tokens.shape[1]`, M is the memory's length, and both may
+change between calls. Inference computes the same with prepared parameters and a KV cache:
 `txl_jax.inference.forward`.
 
 Letters: B batch size, L segment length, M memory length, N layers, D model size, V vocabulary size.
@@ -38,12 +38,13 @@ from txl_jax.ops.attention import AttentionPaths, Implementation, Visibility
 class TransformerXL(nn.Module):
     """The language model.
 
-    The vanilla model is M = 0 with absolute positions (Al-Rfou et al.: learned in each layer).
+    With M = 0 and absolute positions this is a vanilla Transformer. Al-Rfou et al. add learned
+    positions in each layer.
     """
 
     config: ModelConfig
     vocab_size: int
-    # The token that ends a document and resets the memory, or None if documents are not kept apart.
+    # The token that ends a document and resets the memory, or None if documents are not separated.
     end_token: int | None = None
     # Implementations of attention, or None if each call chooses by `config.attention`.
     attention: AttentionPaths[Implementation | str] | None = None
@@ -83,11 +84,11 @@ class TransformerXL(nn.Module):
         by `lengths`.
 
         Args:
-          tokens: int [B, L], below V. As usual in JAX, larger ids are clipped, not rejected. Or
-            floats [B, L, D] instead of their embeddings (`embed_tokens`). `init` with floats
+          tokens: int [B, L], below V. As usual in JAX, larger ids are clipped, not rejected. You
+            can also pass embeddings [B, L, D] as floats (`embed_tokens`). `init` with floats
             creates only the layers, without embedding and softmax.
-          memory: The memory before the segment, from `init_memory` or from the call before.
-          clamp_len: Distances above this share one code, or None to tell all apart.
+          memory: The memory before the segment, from `init_memory` or the previous call.
+          clamp_len: Distances above this share one encoding. None disables clamping.
           same_length: Whether every query attends to the same number of keys, M (or M + 1, see
             `model.compat`).
           deterministic: Whether dropout is off. Dropout needs an rng named "dropout".
@@ -104,7 +105,7 @@ class TransformerXL(nn.Module):
         segment_len = tokens.shape[1]
         mem_len = memory.mem_len
 
-        # Which keys each query attends to. Without same_length the window is None, for no limit.
+        # The keys that each query attends to. Without same_length the window is None (no limit).
         window = self.config.compat.window(mem_len, same_length=same_length)
         # None unless data.reset_at keeps documents apart.
         documents = memory_lib.documents(tokens, self.end_token, lengths)
@@ -120,7 +121,7 @@ class TransformerXL(nn.Module):
         # The input dropout samples two masks: first for the codes, then for the embeddings.
         drop = functools.partial(self.drop_input, deterministic=deterministic)
         n_keys = mem_len + segment_len
-        # `model.encoding` decides what the codes are: for relative positions sinusoids [K, D].
+        # `model.encoding` determines the encodings: for relative positions, sinusoids [K, D].
         encoding = encoding_of(self.config)
         codes = encoding.shared_codes(n_keys, clamp_len=clamp_len, drop=drop)
         context = LayerContext(
@@ -156,7 +157,7 @@ class TransformerXL(nn.Module):
             embedded = tokens.astype(self.config.dtype)
         else:
             embedded = self.embed_tokens(tokens, deterministic=deterministic)
-        # Only absolute sinusoids are added here. Other encodings return the embeddings as they are.
+        # Only absolute sinusoids are added here. Other encodings return the embeddings unchanged.
         return encoding_of(self.config).add_to_embedding(embedded, clamp_len=clamp_len)
 
     def embed_tokens(self, tokens: jax.Array, *, deterministic: bool = True) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Position encodings: one file and one object each, and the registry of them.
+"""Positional encodings, each in its own file and class, and their registry.
 
     encoding.py    `PositionEncoding`, the interface for the model, inference, `flops`, `interop`
     relative.py    the paper's: sinusoids of the distance, u and v (Dai et al., 2019)
@@ -28,5 +28,5 @@ ENCODINGS: dict[Encoding, type[PositionEncoding]] = {
 
 
 def encoding_of(config: ModelConfig) -> PositionEncoding:
-    """Returns the position encoding of a model: an object of the class of `config.encoding`."""
+    """Returns a model's positional encoding: an object of the class of `config.encoding`."""
     return ENCODINGS[config.encoding](config)

@@ -1,6 +1,6 @@
 """The interface of a positional encoding. Its defaults are for a model without positions.
 
-Methods of the training pass are called inside flax modules, in the order in which they are defined.
+Methods for training are called inside flax modules, in the order in which they are defined.
 Parameters and dropouts that they create belong to the calling module.
 
 Tables of learned encodings have one entry per distance 0, 1, .., n - 1 (`model.num_positions`).
@@ -52,8 +52,8 @@ class PositionTerms(NamedTuple):
     content_bias: jax.Array | None = None
     # v, [H, E]. Requires `position_key`.
     position_bias: jax.Array | None = None
-    # [H, K], added to the scores of the distances K - 1, .., 0 before these are divided by sqrt(E).
-    # Pass sqrt(E) times the number that the softmax should get.
+    # [H, K], added to the scores of the distances K - 1, .., 0 before the division by sqrt(E). Pass
+    # sqrt(E) times the number that the softmax should get.
     position_score: jax.Array | None = None
 
 
@@ -83,7 +83,7 @@ class DecodeTerms(NamedTuple):
 
 
 class OriginalTensor(NamedTuple):
-    """A tensor of the authors' PyTorch release that has parameters of an encoding."""
+    """A tensor of the authors' PyTorch release that contains parameters of an encoding."""
 
     # Name and shape in the release.
     name: str
@@ -91,7 +91,7 @@ class OriginalTensor(NamedTuple):
     # Our parameter, as "a/b/c", and its shape.
     path: str
     path_shape: tuple[int, ...]
-    # Whether the release begins with the greatest distance on the second axis. Ours begin with 0.
+    # Whether the release starts with the greatest distance on the second axis. Ours starts with 0.
     reversed: bool
 
 
@@ -139,7 +139,7 @@ class PositionEncoding:
     has_four_terms: ClassVar[bool] = False
     # Matmuls per query and key: content, value, and position score if any.
     products_per_key: ClassVar[int] = 2
-    # The original's attn_type, or None if it has no such encoding.
+    # The original's attn_type, or None if it does not have this encoding.
     original_type: ClassVar[int | None] = None
     # Attention's inward projections in the original: the names of its matrices, and the parameters
     # that the rows of each contain.
@@ -154,7 +154,7 @@ class PositionEncoding:
         return False
 
     def num_projected_codes(self, n_keys: int) -> int:
-        """Returns how many codes training projects with a matrix [D, H, E], of K keys.
+        """Returns the number of encodings that training projects with a matrix [D, H, E].
 
         They are projected in every layer and forward pass, once for all rows.
         """
@@ -171,8 +171,8 @@ class PositionEncoding:
 
         Args:
           n_keys: K.
-          clamp_len: Distances above this get its code, or None to tell all apart. The encoding
-            applies the clamp here.
+          clamp_len: Distances above this share its encoding. None disables clamping. The encoding
+            applies the clamp in this method.
           drop: The input dropout, for an encoding whose codes are dropped.
         """
         if not self.config.encoding.is_learned:
@@ -214,7 +214,7 @@ class PositionEncoding:
         """
         return PositionTerms()
 
-    # Inference: the same mathematics with parameters that do not change.
+    # Inference: the same equations with parameters that do not change.
 
     def decode_terms(
         self, layer: Any, shared: Any, *, segment_len: int, capacity: int, clamp_len: int | None

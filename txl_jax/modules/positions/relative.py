@@ -1,9 +1,9 @@
-"""Relative positions with sinusoid codes, the paper's own (Dai et al., 2019, section 3.3).
+"""The paper's relative positional encoding, with sinusoids (Dai et al., 2019, section 3.3).
 
-The position key of a distance is W_R R, where R is its sinusoid code. u and v replace the query
-where the score does not depend on it. With `model.tie_positions` the position keys use the key
-matrix, and u and v are the query of distance 0. Nothing is added to the embedding or to the layers'
-inputs: those hooks of `PositionEncoding` keep their defaults.
+The position key of a distance is W_R R, where R is its sinusoidal encoding. u and v replace the
+query where the score does not depend on it. With `model.tie_positions` the position keys use the
+key matrix, and u and v are the query of distance 0. Nothing is added to the embedding or to the
+layers' inputs: those methods of `PositionEncoding` keep their defaults.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,9 +40,9 @@ class RelativePositions(PositionEncoding):
     }
 
     def num_projected_codes(self, n_keys: int) -> int:
-        """Returns the K codes of the position keys, and one more with `tie_positions`.
+        """Returns K, the number of position keys, plus 1 with `tie_positions`.
 
-        That is the code of distance 0, from which u and v are projected.
+        The additional encoding is that of distance 0, from which u and v are projected.
         """
         if self.config.tie_positions:
             return n_keys + 1

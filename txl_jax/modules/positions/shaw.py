@@ -1,7 +1,7 @@
-"""Learned keys of distances (Shaw et al., 2018), on keys only, as in table 6 of the paper.
+"""Learned position keys (Shaw et al., 2018), on keys only, as in table 6 of the paper.
 
-The authors' release (attn_type 1) has more than the paper, for `compat.shaw_terms=original`: u with
-content, and a learned number per distance.
+The authors' release (attn_type 1) adds two terms to the paper, with `compat.shaw_terms=original`: u
+with content, and a learned number per distance.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
 """Absolute positions as sinusoids added to the embedding (Vaswani et al., 2017).
 
 Positions are counted back from the segment's end: row i gets R(L - 1 - i), with distances above
-`clamp_len` set to it (the original's attn_type 2). Only the segment's rows get a code. The memory
-is reused as it was stored (section 3.3), whereas the original adds another code to it in every
+`clamp_len` clamped to it (the original's attn_type 2). Only the segment's rows get an encoding. The
+memory is reused unchanged (section 3.3), whereas the original adds another encoding to it in every
 segment.
 """
 
