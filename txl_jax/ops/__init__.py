@@ -1,1 +1,1 @@
-"""Pure functions of arrays: no parameters, no state."""
+"""Pure functions of arrays, without parameters or state."""

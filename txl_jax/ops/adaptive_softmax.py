@@ -51,7 +51,7 @@ def embed(
 ) -> jax.Array:
     """Embeds tokens: int [B, ...] -> [B, ..., D] of dtype `dtype`, not yet scaled by sqrt(D).
 
-    Gradients of a token's many occurrences add up in the table's dtype: in bfloat16 a sum of ones
+    Gradients of a token's occurrences are summed in the table's dtype. In bfloat16 a sum of ones
     stops at 256.
     """
     total: Any = None
@@ -76,9 +76,9 @@ def _look_up(rows: jax.Array, table: jax.Array, *, dtype: jnp.dtype) -> jax.Arra
 
     int [B, ...] and [V, width] -> [B, ..., width] of dtype `dtype`. All rows are in the table.
 
-    On a mesh each device looks up, in its own part of the table, the tokens of all devices with
-    which it shares the table, and then they exchange vectors in the compute dtype. The table itself
-    stays where it is: a table of WikiText-103 is 439 MB, and 9,000 vectors are 7 MB.
+    On a mesh each device looks up, in its own part of the table, the tokens of all devices that
+    share the table with it. Then the devices exchange vectors in the compute dtype. The table
+    itself is not moved: a table for WikiText-103 is 439 MB, and 9,000 vectors are 7 MB.
     """
     mesh = ambient_mesh()
     if mesh is None:
@@ -115,7 +115,7 @@ def _look_up_in_shards(
         rows = rows - n_row * jax.lax.axis_index(places.rows)
         is_here = ((rows >= 0) & (rows < n_row))[..., None]
         vectors = jnp.take(table, jnp.clip(rows, 0, n_row - 1), axis=0).astype(dtype)
-        # One device has a token's row: all other summands are 0, and the sums are exact.
+        # Only one device has a token's row: all other summands are 0, so the sums are exact.
         vectors = jnp.where(is_here, vectors, 0)
     else:
         vectors = jnp.take(table, rows, axis=0).astype(dtype)
@@ -300,7 +300,7 @@ def _tail_nll(
 
 
 def _is_blocked(cluster: Cluster, n_position: int, vocab_axis: str | None) -> bool:
-    """Says whether a cluster's softmax is computed in blocks, except on CPUs.
+    """Returns whether a cluster's softmax is computed in blocks, except on CPUs.
 
     It is if the logits of all positions are more than a block. The sharded softmax is not, and
     neither is the softmax of an int8 table, which has no gradients.

@@ -58,7 +58,7 @@ def project_with_one_kernel_gradient(
 
 
 class _ProjectionResiduals(flax.struct.PyTreeNode):
-    """What the backward pass of `project_with_one_kernel_gradient` needs."""
+    """Residuals for the backward pass of `project_with_one_kernel_gradient`."""
 
     memory: jax.Array  # [B, M, D]
     segment: jax.Array  # [B, L, D]

@@ -1,4 +1,4 @@
-"""Random masks by a counter-based hash: whether a number is kept depends on where it is.
+"""Random masks from a counter-based hash: the mask of a number depends only on its index.
 
 A mask is a function of a seed and of indices, and of nothing else. So the forward and the backward
 pass, every mesh and every platform draw the same mask, and none of them stores it. A generator with

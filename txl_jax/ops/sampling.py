@@ -1,4 +1,4 @@
-"""Sampling of the next token, without computing tails of an adaptive softmax that cannot matter.
+"""Samples the next token, and skips tails of an adaptive softmax that cannot change the result.
 
 The probability of a tail bounds the probability of each of its tokens. So the k most likely tokens,
 which are all that greedy and top-k sampling need, need a tail only if its bound reaches the k-th

@@ -31,7 +31,7 @@ _BY_COLUMNS = Layout(major_to_minor=(1, 0))
 
 
 def is_stored_by_columns(shape: tuple[int, ...]) -> bool:
-    """Says whether a single TPU would store a large table [V, w] by columns.
+    """Returns whether a single TPU would store a large table [V, w] by columns.
 
     A sharded table is left to XLA: its partitioner would gather an array with a fixed layout.
     """

@@ -2,14 +2,14 @@
 
     dispatch.py   `attention` and `cached_attention`, which modules and inference call: checks, and
                   a device's shard
-    choose.py     which path serves a call, and why
+    choose.py     chooses the path for a call, with the reason
     problem.py    the arrays and sizes for which a path is chosen
-    reference.py  the definition of correct, in training and over a KV cache
+    reference.py  the reference that all others are tested against, in training and over a KV cache
     tiled/        the same over tiles of the scores, in plain XLA: the path of CPUs
     stored.py     the same in plain XLA with its own backward pass: the path of GPUs in training
     tpu/          the same in Pallas kernels for TPUs
-    masks.py      which keys a query attends to, as descriptions and as booleans
-    saved.py      names of what the backward pass reads, for activation checkpointing
+    masks.py      the keys that a query attends to, as parameters and as booleans
+    saved.py      names of the arrays that the backward pass reads, for activation checkpointing
     dropout.py    `ProbabilityDropout` on the probabilities, the same mask on every path
     distances.py  distances, their sinusoids, and the relative shift
 

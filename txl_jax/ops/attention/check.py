@@ -1,7 +1,7 @@
-"""Checks of the arguments of attention: shapes, dtypes, and visibility.
+"""Checks the arguments of attention: shapes, dtypes, and visibility.
 
-Without them wrong arguments would end in an error of XLA about shapes that the caller never wrote
-or, as with integers, in numbers without a meaning.
+Without these checks, wrong arguments would cause XLA errors about shapes that the caller never
+wrote or, with integers, meaningless results.
 """
 
 from collections.abc import Mapping
@@ -140,7 +140,7 @@ def _check_arrays(
       arrays: Arrays by name, "query" among them.
       axes: Letters of each array's axes, by name.
       sizes: The size of each letter.
-      context: What the sizes follow from, for the error message.
+      context: Origin of the sizes, for the error message.
       of_any_dtype: Names of arrays that are converted. All others must have the query's dtype,
         except `Int8`.
 
@@ -164,7 +164,7 @@ def _check_arrays(
 
 
 def _check_visibility(visibility: Visibility | CachedVisibility, batch: int) -> None:
-    """Checks what the visibility of training and of a KV cache have in common."""
+    """Checks the common fields of the visibility in training and over a KV cache."""
     if visibility.window is not None and visibility.window < 1:
         raise ValueError(
             f"visibility.window must be at least 1 (the query's own key), got {visibility.window}"
@@ -195,7 +195,7 @@ def _is_integers(array: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _description(array: Any) -> str:
-    """Returns an array's dtype and shape, or the type of something else, for an error message."""
+    """Returns an array's dtype and shape, or another value's type, for an error message."""
     if not hasattr(array, "dtype"):
         return type(array).__name__
     # A dtype's class, such as jnp.uint32, has a dtype but no shape.
@@ -214,7 +214,7 @@ def dropout_of(
       n_head: The query's heads, on all devices.
 
     Raises:
-      ValueError: If it is something else, the rate is not in [0, 1), the seed is not an integer, or
+      ValueError: If it has another type, the rate is not in [0, 1), the seed is not an integer, or
         the dropout has fewer heads than the query.
     """
     if dropout is None:

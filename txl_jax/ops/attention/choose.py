@@ -1,7 +1,6 @@
-"""The choice of an implementation of attention.
+"""Chooses an attention implementation.
 
-This is the one place that decides which implementations can serve a call, and which of them is
-fastest.
+Only this module decides which implementations support a call, and which of them is the fastest.
 """
 
 import dataclasses
@@ -14,11 +13,9 @@ from txl_jax.ops.attention.tpu import geometry as tpu
 
 AUTO = "auto"
 # Reading the KV cache is all the work then, and the reference converts it while it reads.
-_ONE_TOKEN = "a single token has nothing to tile"
-_DOCUMENTS = (
-    "only the reference and stored have a mask for documents that are kept apart (data.reset_at)"
-)
-_INFERENCE = "stored is for training: nothing is kept for gradients over a KV cache"
+_ONE_TOKEN = "a single token cannot be tiled"
+_DOCUMENTS = "only the reference and stored support masks between documents (data.reset_at)"
+_INFERENCE = "stored is for training: attention over a KV cache keeps nothing for gradients"
 
 # Queries of one strip in training: fewer if the segment is short, more if there would be too many
 # strips. Each strip is compiled, in about 0.5 s.
@@ -41,8 +38,8 @@ def choose(
 ) -> tuple[Implementation, str]:
     """Chooses an implementation by its path, or the fastest if the path is "auto".
 
-    Over a KV cache "stored" means the reference. A single token over a KV cache always gets the
-    reference, whatever the path.
+    Over a KV cache "stored" means the reference. A single token over a KV cache always uses the
+    reference, for any path.
 
     Args:
       path: "auto" or one of `PATHS`.
@@ -54,7 +51,7 @@ def choose(
       (implementation, reason for the choice).
 
     Raises:
-      UserError: If the path is unknown or cannot serve this call.
+      UserError: If the path is unknown or does not support this call.
     """
     if path not in (AUTO, *PATHS):
         raise UserError(
@@ -78,7 +75,7 @@ def choose(
 
 
 def refusal(path: str, call: AttentionCall) -> str | None:
-    """Returns why a path cannot serve a call, or None if it can.
+    """Returns why a path does not support a call, or None if it does.
 
     The reason includes the limit and the actual number.
     """
@@ -103,7 +100,7 @@ def refusal(path: str, call: AttentionCall) -> str | None:
 
 
 def can_serve(implementation: Implementation, call: AttentionCall) -> bool:
-    """Returns whether an earlier choice can serve a call, on the call's own platform."""
+    """Returns whether an earlier choice supports a call, on the call's own platform."""
     # Interpreted kernels run on any platform and at any size, but have no mask for documents.
     if implementation.interpret:
         return not call.is_one_token and not call.documents
@@ -113,12 +110,12 @@ def can_serve(implementation: Implementation, call: AttentionCall) -> bool:
 def resolve(implementation: Implementation | str, call: AttentionCall) -> Implementation:
     """Returns the implementation for a call.
 
-    A path is resolved by `choose`. An earlier choice is kept if it can serve the call. It was made
-    for other lengths, or on a machine that only compiles for the device. If it cannot serve this
-    call, "auto" decides.
+    A path is resolved by `choose`. An earlier choice is kept if it supports the call: it may have
+    been made for other lengths, or on a machine that only compiles for the device. If it does not
+    support this call, "auto" decides.
 
     Raises:
-      UserError: If a path is unknown or cannot serve this call.
+      UserError: If a path is unknown or does not support this call.
     """
     if not isinstance(implementation, Implementation):
         resolved, _ = choose(implementation, call)
@@ -140,7 +137,7 @@ def resolve(implementation: Implementation | str, call: AttentionCall) -> Implem
 def _choose_fastest(
     call: AttentionCall, failed_paths: Collection[str]
 ) -> tuple[Implementation, str]:
-    """Returns (fastest implementation that can serve the call, reason)."""
+    """Returns (fastest implementation that supports the call, reason)."""
     if call.dtype == "float64":
         return REFERENCE, "float64 is for checks, and other paths are checked against the reference"
 

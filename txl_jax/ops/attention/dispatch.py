@@ -1,10 +1,10 @@
-"""The entry to attention, which checks the arguments and runs the chosen implementation.
+"""The entry point of attention: checks the arguments and runs the chosen implementation.
 
-All implementations but the reference run over the shards of the ambient mesh (`shard_map`). The
-reference is plain array operations, which XLA's partitioner divides by itself.
+All implementations except the reference run over the shards of the ambient mesh (`shard_map`). The
+reference consists of plain array operations, which XLA partitions automatically.
 
-All paths give the same numbers up to rounding, and draw the same dropout masks. Those other than
-the reference are imported when they are first used: Pallas takes a while.
+All paths give the same numbers up to rounding, and sample the same dropout masks. Paths other than
+the reference are imported when they are first used, because importing Pallas takes a while.
 """
 
 import functools
@@ -58,12 +58,12 @@ def attention(
       query: [B, H, L, E], of any floating-point dtype. All other arrays must have the same dtype,
         except `position_score`.
       key, value: [B, H, K, E], memory first.
-      position_key: [H, P, E], for the distances K - 1, .. (`Visibility.n_positions`). None means
-        no position keys and no biases.
+      position_key: [H, P, E], position keys for P distances from K - 1 down
+        (`Visibility.n_positions`). None disables position keys and both biases.
       content_bias, position_bias: [H, E], u and v, or None.
-      position_score: [H, P], added to these distances' scores before the division, also without
-        keys, or None.
-      visibility: Which keys a query attends to. A query without any gets zeros.
+      position_score: [H, P], a number per distance, added to the scores before the division, or
+        None. It does not require `position_key`.
+      visibility: The keys that each query attends to. A query without keys gets zeros.
       dropout: Dropout on the probabilities, as a `ProbabilityDropout`, or as (rate, seed) with a
         seed uint32 [] that is new in each layer and update, or None.
       implementation: A path ("auto", "reference", "tiled", "stored", "fused"), or an earlier choice
@@ -72,7 +72,7 @@ def attention(
     Raises:
       ValueError: If shapes or dtypes do not match, a bias has no position keys, or a rate is not in
         [0, 1).
-      UserError: If the path is unknown, or cannot serve this call.
+      UserError: If the path is unknown, or does not support this call.
     """
     operands = Operands(
         query=query,
@@ -89,7 +89,7 @@ def attention(
     # A pair (rate, seed) becomes a `ProbabilityDropout`.
     dropout = check.dropout_of(dropout, n_head)
 
-    # A run has chosen before (`runs.attention_choice`). Its choice stays if it can serve this call.
+    # A run has chosen before (`runs.attention_choice`). Its choice is kept if it supports the call.
     call = describe(operands, visibility, dropout)
     implementation = choose.resolve(implementation, call)
     # XLA divides the reference over the devices by itself.
@@ -152,7 +152,7 @@ def cached_attention(
         [B, H, L, E] with v instead of u. Keys are [H, E, P] or None. Scores are [H, P], divided by
         sqrt(E) and added to the other scores, or None. Keys, scores or both are for the distances
         P - 1, .., 0, and the largest distance stands for all beyond it.
-      visibility: Which slots and keys a query attends to.
+      visibility: The slots and keys that each query attends to.
       implementation: A path, or an earlier choice. A segment of one token always uses the
         reference.
 
@@ -264,11 +264,10 @@ class Shards(NamedTuple):
 
 
 def shards_of(batch: int, n_head: int) -> Shards | None:
-    """Returns how B rows and H heads are divided, or None if they are not divided here.
+    """Returns the division of B rows and H heads over devices, or None if they are not divided.
 
-    They are not if there is one device, if the ambient mesh is the caller's with axes of other
-    names, or if the call is inside the caller's own `shard_map`, where arrays are already one
-    device's.
+    They are not divided on one device, if the caller's ambient mesh has other axis names, or if the
+    call is inside the caller's own `shard_map`, where arrays already belong to one device.
     """
     mesh = ambient_mesh()
     if mesh is None:
@@ -314,7 +313,7 @@ def _with_whole_position_keys(operands: Operands, mesh_axis: str) -> Operands:
 def _dropout_of_shard(dropout: ProbabilityDropout, shards: Shards) -> ProbabilityDropout:
     """Returns the dropout of this device's rows and heads, inside `shard_map`.
 
-    Masks depend on the place of a row and a head in the whole batch.
+    Masks depend on the index of a row and a head in the whole batch.
     """
     first_row = dropout.first_row
     if shards.rows:

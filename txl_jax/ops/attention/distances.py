@@ -30,10 +30,10 @@ def sinusoids(distances: jax.Array, d_model: int, dtype: jnp.dtype) -> jax.Array
     Args:
       distances: [K]. Negative for keys after the query.
       d_model: D, the size of an encoding. Must be even.
-      dtype: The dtype of the result.
+      dtype: Dtype of the result.
 
     Returns:
-      Encodings [K, D]. The first half of an encoding is sines and the second half cosines.
+      Encodings [K, D]. The first D / 2 features are sines, the rest cosines.
 
     Raises:
       ValueError: If `d_model` is odd.

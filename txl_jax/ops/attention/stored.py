@@ -107,7 +107,7 @@ def _forward(
 
 
 class _Constants(NamedTuple):
-    """What the masks of all layers are made of."""
+    """Parts of the masks of all layers."""
 
     bounds: KeyBounds
     hidden: jax.Array  # [], wide, the score of a hidden pair.

@@ -1,4 +1,4 @@
-"""Sizes of the kernels' calls, what the kernels can serve, and their tiles. It imports no Pallas.
+"""Sizes of the kernels' calls, the calls that they support, and their tiles. Imports no Pallas.
 
 Query i meets key j at distance M + i - j, column p = L - 1 - i + j of the position keys. In
 training queries are padded behind to whole tiles, keys too, and position keys in front by as many

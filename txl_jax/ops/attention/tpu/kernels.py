@@ -154,7 +154,7 @@ def _make_scalars(visibility: Visibility, dropout: ProbabilityDropout | None) ->
 
 
 class _Saved(NamedTuple):
-    """What the forward pass saves for the backward pass."""
+    """Arrays that the forward pass saves for the backward pass."""
 
     operands: Operands
     scalars: _Scalars
