@@ -1,1 +1,1 @@
-"""The device mesh, the one table from logical axis names to its axes, and sharding constraints."""
+"""The device mesh, the table from logical axis names to mesh axes, and sharding constraints."""

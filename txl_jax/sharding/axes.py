@@ -1,4 +1,4 @@
-"""Logical names of array axes, and the one table that maps them to the axes of the device mesh.
+"""Logical names of array axes, and the table that maps them to the axes of the device mesh.
 
 Parameters, memory, activations and batches are labelled with these names; `normal`, `zeros` and
 `ones` are initializers of parameters that carry them on a mesh.
@@ -121,7 +121,7 @@ def _table_spec(mesh: Mesh | AbstractMesh, sizes: dict[str, int]) -> PartitionSp
     mesh_axes: dict[str, list[str]] = {name: [] for name in sizes}
 
     def divides(name: str, mesh_axis: str) -> bool:
-        """Says whether the axis can be sharded over `mesh_axis` too."""
+        """Returns whether the axis can also be sharded over `mesh_axis`."""
         num_shards = math.prod(mesh.shape[axis] for axis in [mesh_axis, *mesh_axes[name]])
         return sizes[name] % num_shards == 0
 
@@ -167,7 +167,7 @@ def table_places(mesh: Mesh | AbstractMesh, rows: int, width: int) -> TablePlace
 
 
 def batch_axes(mesh: Mesh | AbstractMesh, batch_size: int) -> str | None:
-    """Returns `BATCH` if the rows of a batch divide among the devices, else None (replicated)."""
+    """Returns `BATCH` if a batch divides among the devices, otherwise None (replicated)."""
     return BATCH if batch_size % num_batch_shards(mesh) == 0 else None
 
 

@@ -1,4 +1,4 @@
-"""The device mesh: how it is made, and how code enters and finds it.
+"""Creates the device mesh, and lets code enter and find it.
 
 A mesh has three axes: `data` (data parallel: replicas of the model), `fsdp` (FSDP, fully sharded
 data parallel: devices that share the parameters of one replica) and `tensor` (tensor parallel:
@@ -12,8 +12,8 @@ outermost part of `data` is over the slices, so that only the all-reduce of grad
 numbers crosses them.
 
 Code finds the ambient mesh while it is traced (`jax.set_mesh`). A new thread has none. `bind_mesh`
-makes a compiled function enter its mesh itself, whoever calls it; everywhere else
-`with use_mesh(mesh):` does.
+makes a compiled function enter its mesh itself, whoever calls it. Everywhere else use
+`with use_mesh(mesh):`.
 """
 
 import contextlib
@@ -92,8 +92,8 @@ def _shape(config: MeshConfig, n_device: int, *, num_slices: int) -> tuple[int, 
     slice_size, remainder = divmod(n_device, num_slices)
     if remainder:
         raise UserError(
-            f"there are {n_device} devices in {num_slices} slices of TPUs. "
-            "Each slice must have the same number."
+            f"the {num_slices} TPU slices must have the same number of devices, got {n_device} "
+            "devices in total."
         )
 
     # A replica's parameters are on fsdp x tensor devices, all in one slice.
@@ -105,9 +105,9 @@ def _shape(config: MeshConfig, n_device: int, *, num_slices: int) -> tuple[int, 
     if is_too_large or has_remainder:
         place = f" in each of {num_slices} slices" if num_slices > 1 else ""
         raise UserError(
-            f"mesh.data x mesh.fsdp x mesh.tensor is {config.data or 'all'} x {config.fsdp} x "
-            f"{config.tensor} and there are {slice_size} devices{place}; "
-            "the product must not exceed that, nor leave a remainder where data is none"
+            f"mesh.data x mesh.fsdp x mesh.tensor must be at most {slice_size} (the number of "
+            f"devices{place}), and fsdp x tensor must divide it if data is none, got "
+            f"{config.data or 'all'} x {config.fsdp} x {config.tensor}"
         )
     return num_slices * data, config.fsdp, config.tensor
 
@@ -158,7 +158,7 @@ def use_mesh(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
 
 
 def ambient_mesh() -> AbstractMesh | None:
-    """Returns the ambient mesh if it has several devices, else None."""
+    """Returns the ambient mesh if it has multiple devices, otherwise None."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh is None or mesh.empty or mesh.size <= 1:
         return None

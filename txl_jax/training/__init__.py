@@ -1,1 +1,1 @@
-"""The train step, the optimizer, hooks, progress, and the update of an ensemble."""
+"""The training step, the optimizer, hooks, progress, and the update of an ensemble."""

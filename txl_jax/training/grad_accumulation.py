@@ -1,7 +1,7 @@
 """Gradient accumulation: a batch passes through the model in microbatches.
 
-Each microbatch has its own rows of the memory. Successive segments are never accumulated over: each
-update follows one segment, as the paper trains.
+Each microbatch has its own rows of the memory. Gradients are never accumulated over successive
+segments: each update follows one segment, as in the paper.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from txl_jax.sharding.axes import num_batch_shards
 
 
 class LossOutputs(NamedTuple):
-    """What the loss of a segment returns besides the number that is minimized."""
+    """Outputs of a segment's loss, in addition to the number that is minimized."""
 
     # Losses summed over scored tokens.
     nats: jax.Array
@@ -32,7 +32,7 @@ Gradient = Callable[..., tuple[Any, LossOutputs]]
 
 
 class _Accumulated(NamedTuple):
-    """What one microbatch hands to the next."""
+    """State that one microbatch passes to the next."""
 
     grads: Any  # Sum of the gradients so far.
     memory: Memory  # All rows. The rows of earlier microbatches are updated.
@@ -72,10 +72,10 @@ class _Microbatches:
 def in_microbatches(gradient: Gradient, microbatches: int) -> Gradient:
     """Returns the gradient of a batch, computed in C microbatches of its B rows.
 
-    Microbatch i has the i-th of C pieces of the rows of each of the G devices that share them. So
-    no row is sent to another device, and all devices work on every microbatch. Gradients and nats
-    are summed, and all rows of the memory are updated. With dropout each microbatch has its own
-    key, so the numbers depend on C; without it, only up to rounding.
+    Microbatch i has the i-th of C pieces of the rows of each of the G devices that share them. No
+    row is therefore sent to another device, and all devices work on every microbatch. Gradients and
+    nats are summed, and all rows of the memory are updated. With dropout each microbatch has its
+    own key, so the numbers depend on C. Without dropout they depend on C only up to rounding.
     """
     division = _Microbatches(devices=num_batch_shards(), number=microbatches)
 

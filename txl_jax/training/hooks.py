@@ -1,4 +1,4 @@
-"""Hooks: everything periodic in training."""
+"""Hooks, which run everything periodic in training."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from txl_jax.training.step import TrainState
 
 @dataclasses.dataclass
 class HookContext:
-    """Context of a hook: the state it reads and the functions by which it reports."""
+    """Context of a hook: the training state, and functions for reporting."""
 
     # Number of updates done.
     step: int

@@ -34,15 +34,15 @@ T = TypeVar("T")
 class Members:
     """The members of an ensemble by name.
 
-    Without names it is a run by itself: the only member, without a member axis. Loops over
-    `labels` serve both.
+    Without names it is a single run: the only member, without a member axis. Loops over `labels`
+    work for both.
     """
 
     names: tuple[str, ...] = ()  # In the order of the axis.
 
     @property
     def labels(self) -> tuple[str | None, ...]:
-        """The names, or one None for a run by itself."""
+        """The names, or a single None for a single run."""
         return self.names or (None,)
 
     def __len__(self) -> int:

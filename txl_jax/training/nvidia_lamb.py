@@ -78,7 +78,7 @@ _TensorName = tuple[Any, ...]
 
 
 class _Part(NamedTuple):
-    """The part of a parameter that lies in one of NVIDIA's tensors."""
+    """The part of a parameter that belongs to one of NVIDIA's tensors."""
 
     tensor: _TensorName
     rows: slice | None  # Rows of the parameter, or None for all of them.

@@ -2,9 +2,9 @@
 
 The schedule consists of warm-up and decay.
 
-All update rules are optax's, with two adaptations. Trust ratios, root mean squares and factors are
-per layer, although `nn.scan` stacks the layers in one tensor. And a projection of attention is the
-matrix that it multiplies by, although its heads are an axis. NVIDIA's LAMB is in
+All update rules come from optax, with two adaptations. Trust ratios, root mean squares and factors
+are computed per layer, although `nn.scan` stacks the layers in one tensor. An attention projection
+counts as a matrix, although its heads are a separate axis. NVIDIA's LAMB is in
 `txl_jax.training.nvidia_lamb`.
 """
 
@@ -97,8 +97,8 @@ def learning_rate(
 
     The decay is a cosine or a line down to a minimum at the last update.
 
-    With `decay_steps` the minimum is reached there and kept. From `average.start_step` on all is
-    times `average.lr_scale`.
+    With `decay_steps` the minimum is reached at that step and kept. From `average.start_step` on,
+    the rate is multiplied by `average.lr_scale`.
 
     The decay runs from the end of the warm-up. In the original PyTorch script
     (`ScheduleOffset.ORIGINAL`) it runs from update 0, so that the rate jumps down where the warm-up
@@ -200,7 +200,7 @@ def _clip(optimizer: OptimizerConfig) -> optax.GradientTransformation:
 def _scale_by_rates(
     config: ExperimentConfig, peak: float | jax.Array | None, lengths: ScheduleLengths | None
 ) -> optax.GradientTransformation:
-    """Returns the step times minus the learning rate. The embedding may have a rate of its own."""
+    """Returns the step times minus the learning rate. The embedding may have its own rate."""
     multiple = config.optimizer.embedding_lr_multiplier
     usual = optax.scale_by_learning_rate(learning_rate(config, peak=peak, lengths=lengths))
     if multiple == 1:

@@ -18,7 +18,7 @@ from txl_jax.training.step import UpdateMetrics
 _ONE_RUN = Members()
 # Waits for a smaller fraction of the time are omitted from the lines, not from the records.
 _WORTH_A_COLUMN = 0.05
-# The first steps are timed for so long before a run states how long it takes.
+# The first steps are timed for this long before the log shows how long the run takes.
 _SECONDS_TO_TIME = 3.0
 _SHORTEST_SECONDS = 1e-9  # A clock may not have moved between two reports.
 
@@ -27,7 +27,7 @@ _SHORTEST_SECONDS = 1e-9  # A clock may not have moved between two reports.
 class RunningTotals:
     """Sums over the updates since the last progress line.
 
-    They are part of a checkpoint, so that resuming changes no line.
+    They are part of a checkpoint, so that resuming does not change any line.
     """
 
     nats: float = 0.0
@@ -143,7 +143,7 @@ class Progress:
         return self.clock() - self._excluded
 
     def _forecast(self, step: int) -> None:
-        """Prints how long the run takes, once, when its first steps are timed."""
+        """Prints the estimated time of the run once, after its first steps are timed."""
         now = self._now()
         # The first call is not timed: it fills buffers, and on GPUs loads kernels.
         if self._first_call is None:

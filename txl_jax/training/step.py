@@ -1,6 +1,6 @@
-"""The training step: state, losses and update. S updates are one pure function.
+"""The training step: state, loss and update. S updates are one pure function.
 
-There is one optimizer update per segment, as in the paper.
+Each segment has one optimizer update, as in the paper.
 """
 
 from collections.abc import Callable
@@ -195,8 +195,8 @@ def _mask_unscored(segment: Segments, train: TrainConfig) -> Segments:
     is_scored = jnp.arange(train.segment_len) >= scored_from
 
     loss_mask = segment.weights * is_scored[None, :]
-    # Targets below 0 are ignored, and do not count in the mean either. This package's readers make
-    # none, but callers may pass segments of their own.
+    # Targets below 0 are ignored, and do not count in the mean either. This package's readers never
+    # produce them, but callers may pass their own segments.
     loss_mask = loss_mask * (segment.targets >= 0)
     return segment._replace(weights=loss_mask)
 

@@ -1,11 +1,12 @@
-"""Transfer of a model's parameters to another vocabulary.
+"""Transfers a model's parameters to another vocabulary.
 
-Rows of tokens that both vocabularies have are carried over. Other rows are initialized.
+Rows of tokens that both vocabularies contain are carried over. Other rows are initialized.
 
 Parameters that have a row per token are the embedding's `table_c`, and the softmax's `table_c` and
 `bias`. With div_val 1 there is one table for all clusters, so that a token may be in another
 cluster than before. With div_val > 1 each cluster has a table of another size, and its own
-projection: the row of a token that moved fits nowhere, and the token counts as new.
+projection: the row of a token that moved does not match its new cluster, and the token counts as
+new.
 """
 
 import functools

@@ -3,9 +3,9 @@
 The mean is uniform (SWA, NT-ASGD) or exponential (EMA).
 
 Uniform averaging from a step on is the averaged phase of AWD-LSTM (Merity et al., 2018) and of the
-PTB recipe; NT-ASGD starts it when validation stops improving. With `ema_decay` the mean is
-exponential; until there are 1 / (1 - ema_decay) updates it counts all alike, so that it needs no
-bias correction at its start.
+PTB recipe. NT-ASGD starts it when validation stops improving. With `ema_decay` the mean is
+exponential. The first 1 / (1 - ema_decay) updates have equal weights, so that the mean does not
+need a bias correction at its start.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _NEVER = 2**31 - 1  # The largest int32: more updates than any run has.
 class Average:
     """A mean that is carried from update to update."""
 
-    # The mean. Before it has begun, the parameters themselves.
+    # The mean, or the parameters themselves before averaging has started.
     params: Any
     # int32 [], or [n] in an ensemble: number of updates before the mean began, or `_NEVER`.
     begun: jax.Array
@@ -41,10 +41,10 @@ def init(params: Any, config: AverageConfig) -> Average:
 
 def add(average: Average, params: Any, step: jax.Array, config: AverageConfig) -> Average:
     """Adds the parameters after update number `step` (from 0) to the mean."""
-    # Until the mean has begun, the count is 1, so that the mean is the parameters themselves.
+    # Until averaging has started, the count is 1, so that the mean is the parameters themselves.
     count = jnp.maximum(step + 1 - average.begun, 1).astype(jnp.float32)
-    # With an EMA decay, the share of the newest parameters falls to 1 - decay and no further. With
-    # a decay of 1 the mean is uniform.
+    # With an EMA decay, the weight of the latest parameters decreases to 1 - decay. With a decay of
+    # 1 the mean is uniform.
     ema_decay = 1.0 if config.ema_decay is None else config.ema_decay
     share = jnp.maximum(1 / count, 1 - ema_decay)
 
@@ -64,7 +64,7 @@ def begin(average: Average, step: int, member: int = 0) -> Average:
     if average.begun.ndim == 0:
         return dataclasses.replace(average, begun=jnp.full_like(average.begun, step))
     begun = average.begun.at[member].set(step)
-    # The compiled step refuses a state with other shardings.
+    # The compiled step rejects a state with other shardings.
     return dataclasses.replace(average, begun=jax.device_put(begun, average.begun.sharding))
 
 
