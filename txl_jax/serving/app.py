@@ -42,7 +42,8 @@ from txl_jax.serving.sessions import Session
 from txl_jax.version import __version__
 
 _log = logging.getLogger(__name__)
-# What the page may load. In a frame of another site's page, a user would write without knowing.
+# Content security policy of the page. It must not be in a frame of another site, where users would
+# not know which server gets their text.
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; frame-ancestors 'none'"
@@ -203,7 +204,7 @@ class _Server(Collector):
         operations[method.lower()] = operation
 
     async def complete(self, request: Request) -> Response:
-        """Continues texts, as OpenAI."""
+        """Continues texts, with OpenAI's protocol."""
         # Prompts are encoded in another thread, so that other requests do not wait.
         run = await asyncio.to_thread(
             CompletionRun,
@@ -219,7 +220,7 @@ class _Server(Collector):
             return Response(await run.whole(request), media_type="application/json")
 
     async def models(self, request: Request) -> dict[str, Any]:
-        """Describes the one model, in a list or by itself."""
+        """Describes the model, in a list or by itself."""
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "txl_jax"}
         if "name" not in request.path_params:
             return {"object": "list", "data": [model]}
@@ -245,7 +246,7 @@ class _Server(Collector):
         )
 
     async def make_session(self, request: Request) -> Response:
-        """Makes a session. At the limit, the session that was idle longest is evicted."""
+        """Creates a session. At the limit, the session that was idle longest is evicted."""
         if await request.is_disconnected():
             # Nobody would learn the name of the session, so nobody would delete it.
             raise ClientDisconnect
@@ -253,7 +254,7 @@ class _Server(Collector):
         return JSONResponse(self._described(session), status_code=201)
 
     async def list_sessions(self, request: Request) -> dict[str, Any]:
-        """Lists one's own sessions."""
+        """Lists the sessions of the request's API key."""
         sessions = self._store.of_owner(request.state.owner)
         return {"object": "list", "data": [self._described(session) for session in sessions]}
 
@@ -281,7 +282,7 @@ class _Server(Collector):
         return PlainTextResponse("ok\n")
 
     async def readiness(self, _request: Request) -> Response:
-        """Answers 200 once the programs are compiled, or 503 before that and during shutdown."""
+        """Answers 200 once all functions are compiled, or 503 before that and during shutdown."""
         if self._engine.ready:
             return PlainTextResponse("ready\n")
         return PlainTextResponse("not ready\n", status_code=503)
@@ -301,7 +302,7 @@ class _Server(Collector):
         )
 
     async def page(self, _request: Request) -> Response:
-        """Returns the page to type into."""
+        """Returns the page for trying the model in a browser."""
         folder = importlib.resources.files("txl_jax.serving")
         page = folder.joinpath("page.html").read_text(encoding="utf-8")
         return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
@@ -321,7 +322,7 @@ class _Server(Collector):
         yield CounterMetricFamily(
             "txl_sessions_evicted", "Sessions evicted for others.", store.num_evicted
         )
-        yield GaugeMetricFamily("txl_ready", "Whether requests are taken.", engine.ready)
+        yield GaugeMetricFamily("txl_ready", "Whether requests are accepted.", engine.ready)
         yield CounterMetricFamily("txl_tokens_read", "Prompt tokens read.", counters.read)
         yield CounterMetricFamily("txl_tokens_written", "Tokens generated.", counters.written)
         ended = CounterMetricFamily(

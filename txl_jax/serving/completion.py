@@ -42,7 +42,7 @@ class CompletionRun:
         """
         self._engine = engine
         self._body = body
-        # Numbers of choices, and what the engine says about them.
+        # Numbers of choices, and the engine's events about them.
         self._events = asyncio.Queue[tuple[int, Event]]()
         if body.model not in (None, model):
             raise protocol.unknown_model(body.model, model)

@@ -55,7 +55,7 @@ class Phase(enum.IntEnum):
 
     HEADER = 0  # The header is awaited, or is not complete.
     BODY = 1  # The header is complete, but not the body.
-    READER = 2  # The client has to take what was written of the answer.
+    READER = 2  # The client must receive the written part of the answer.
     WORK = 3  # The answer is made.
 
 
@@ -196,7 +196,7 @@ class Connection(H11Protocol):
             self._note_header(before)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP, as it may be in the middle of a body."""
+        """Answers data that is not HTTP, possibly in the middle of a body."""
         is_in_body = self.cycle is not None and not self.cycle.response_complete
         if is_in_body:
             # The application reads that the client has left. What it still sends is dropped,

@@ -1,17 +1,17 @@
 """The engine: a thread that owns the device, with texts that join and leave its rows between calls.
 
-A round of the thread puts waiting texts into free rows, reads segments of prompts, and draws up to
-K tokens of all other rows in one call. Work per token in Python is little: a row's new tokens are
-decoded, searched for stop strings and passed on once per call.
+A round of the thread puts waiting texts into free rows, reads segments of prompts, and samples up
+to K tokens of all other rows in one call. This keeps the work per token in Python small: a row's
+new tokens are decoded, searched for stop strings and passed on once per call.
 
 A request has a `Completion` for each of its prompts (`serving.completion`), and a completion has n
 samples, which the API calls choices. Each sample takes a row until it ends.
 
 - A prompt is read once, however many texts continue it: the memory after it has a fixed size, and
   is copied into their rows.
-- While rows write, segments are read for `_READ_SECONDS` between two calls, and at least one. So a
-  long prompt delays a row that writes by no more.
-- What fails in one row ends its completion. What fails in the call of all rows ends the engine.
+- While rows write, segments are read for `_READ_SECONDS` between two calls, and at least one
+  segment. A long prompt therefore does not delay a row that writes by more than that.
+- A failure in one row ends its completion. A failure in the call of all rows ends the engine.
 """
 
 import collections
@@ -42,7 +42,7 @@ class ServerLimits:
 
     # Bytes of a request's body.
     body_bytes: int = 2 << 20
-    # Tokens of a request: its prompts, and what is written (`protocol.prompts_of`).
+    # Tokens of a request: its prompts, and the generated tokens (`protocol.prompts_of`).
     tokens: int = 200_000
     # Maximum `max_tokens` of a request.
     new_tokens: int = 4096
@@ -52,7 +52,7 @@ class ServerLimits:
     stop_strings: int = 16
     # Characters of a stop string.
     stop_length: int = 256
-    # Choices that wait for a row, of all requests. Further ones are answered with 429.
+    # Choices of all requests that wait for a row. Further requests are answered with 429.
     waiting: int = 512
     # Seconds in which a request must be answered.
     seconds: float = 600
@@ -226,7 +226,7 @@ class Engine:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
-        # Why new completions are refused, if they are.
+        # Why new completions are rejected, if they are.
         self._refusal: str | None = None
 
     def start(self) -> None:
@@ -263,7 +263,7 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, completions: list[Completion]) -> None:
-        """Ends completions whose results nobody wants. Their sessions do not change."""
+        """Ends completions whose results are no longer needed. Their sessions do not change."""
         with self._changed:
             for completion in completions:
                 completion.cancelled = True

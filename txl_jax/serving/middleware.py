@@ -57,7 +57,7 @@ class Counted:
 class ReadsBodies:
     """Closes the connection after an answer to a request whose body was not read to its end.
 
-    The server would go on reading it, without end, to find the next request behind it.
+    Otherwise the server would keep reading it, without end, to find the next request after it.
     """
 
     def __init__(self, app: ASGIApp):
@@ -182,7 +182,7 @@ def _refusal(origin: str) -> str:
     """Returns why requests of another server's page are rejected."""
     name = _name(origin.partition("://")[2])
     if name is None:
-        return f"pages without an address of their own ({origin[:80]!r}) are not allowed"
+        return f"pages without an address ({origin[:80]!r}) are not allowed"
     if name in LOOPBACK:
         return f"pages of other servers on this machine ({origin[:80]!r}) are not allowed"
     return (

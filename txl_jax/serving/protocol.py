@@ -1,7 +1,7 @@
-"""OpenAI's JSON of `/v1/completions`: to a request, and results back to JSON.
+"""Converts OpenAI's JSON for `/v1/completions` to a request, and results to JSON.
 
-Bodies are read by pydantic, whose models are also the server's schema. Call nothing here on the
-event loop.
+Bodies are parsed by pydantic, whose models are also the server's schema. Do not call these
+functions on the event loop.
 """
 
 import codecs
@@ -24,7 +24,7 @@ from txl_jax.inference.decode import Scores
 from txl_jax.serving.engine import Piece, Prompt, ServerLimits
 from txl_jax.serving.rows import TOP
 
-# What the name of a token begins with that is not UTF-8 by itself.
+# Prefix of the names of tokens that are not UTF-8 by themselves.
 _BYTES = "bytes:"
 _Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 # One error is enough: millions of them took a minute.
@@ -234,7 +234,7 @@ def prompts_of(body: CompletionBody, vocabulary: Vocabulary, limits: ServerLimit
 
 
 def _check_parameters(body: CompletionBody, limits: ServerLimits) -> None:
-    """Raises `RequestError` for parameters that do not go together or exceed a limit."""
+    """Raises `RequestError` for parameters that are incompatible or exceed a limit."""
     if body.best_of not in (None, body.n):
         raise RequestError(f"best_of must be n ({body.n}), got {body.best_of}", param="best_of")
     if body.fork and body.session is None:
@@ -478,7 +478,7 @@ def _stop(body: CompletionBody, limits: ServerLimits) -> tuple[str, ...]:
 
 
 def _size(body: CompletionBody, prompt_tokens: int, num_choices: int) -> int:
-    """Returns the tokens of a request, by what is read and by what is written.
+    """Returns the number of tokens that a request reads and writes.
 
     A token of an answer counts once, and once more for each entry of its logprobs: with five most
     likely tokens it takes 157 bytes and 6 microseconds (byte tokens, 2026-11-29, a core of an Intel

@@ -1,15 +1,15 @@
 """The rows of the server: the functions of `inference.decode` for R rows, each at its own position.
 
 A row has its own ring of slots, indexed by the number of tokens that it has read, which the host
-keeps. So its results depend only on its own tokens, to the last bit, whenever it joined and
-whatever the others do:
+keeps. Its results therefore depend only on its own tokens, to the last bit, no matter when it
+joined or what other rows do:
 
 - A call that writes runs all R rows with matmuls of one shape, in which no row's numbers meet
   another's.
 - A call that reads takes one row out of the rings, for a segment of one of two widths, which the
   row's tokens decide.
-- Draws depend on the request's seed, the number of its sample and the number of the token, never on
-  the row.
+- Samples depend on the request's seed, the number of its sample and the number of the token, never
+  on the row.
 
 A ring has M + K slots or more, of which the latest M can be seen. K is `block`, a row's tokens per
 call. So a row that has nothing to do needs no branch: it overwrites its oldest slot, which cannot
@@ -97,7 +97,7 @@ class Step:
         reset_at = built.config.data.reset_at
         require(
             reset_at is None,
-            f"the model keeps documents apart by the token {reset_at!r}, which the server does "
+            f"the model separates documents at the token {reset_at!r}, which the server does "
             "not support. Generate with txl_jax.load.",
         )
         num_devices = built.mesh.size

@@ -7,9 +7,9 @@ is not read yet. Its history comes to no more, however long it is, so that conti
 after any number of tokens.
 
 A session changes only when a request that continues it ends. A request that fails, or whose client
-leaves, leaves it as it was. A session that is deleted while a request continues it is gone at once,
-and its memory with that request. Sessions live in the server's memory. When it is full, a new
-session replaces the one that was idle longest.
+leaves, does not change it. A session that is deleted while a request continues it disappears
+immediately, and its memory is freed with that request. Sessions are kept in the server's memory.
+When it is full, a new session replaces the one that was idle longest.
 """
 
 import dataclasses
@@ -113,8 +113,8 @@ class SessionStore:
         if session is None or session.owner != owner:
             raise RequestError(
                 f"session {name[:40]!r} does not exist. It may have been evicted for others, or "
-                f"have expired {self.seconds:g} s after its last use. Make a new session and send "
-                "the text again.",
+                f"have expired {self.seconds:g} s after its last use. Create a new session and "
+                "send the text again.",
                 status=404,
                 code="session_not_found",
             )
