@@ -1,1 +1,1 @@
-"""Services of the machine for a run: files, locks, checkpoints, logs, signals, other processes."""
+"""System services for a run: files, locks, checkpoints, logs, signals, other processes."""

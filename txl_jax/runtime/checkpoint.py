@@ -1,8 +1,8 @@
 """Checkpoints that a run can trust after it was stopped in any way.
 
-Orbax writes and reads the arrays: asynchronously, sharded, under a temporary name until all is
-there. Digests and the fallback to an earlier step are added here, because a flipped byte in Orbax's
-files restores silently:
+Orbax writes and reads the arrays: asynchronously, sharded, under a temporary name until everything
+is written. This module adds digests and the fallback to an earlier step, because Orbax silently
+restores a file with a flipped byte:
 
     <directory>/200/state/...     arrays, as Orbax lays them out
     <directory>/200/notes/...     a small JSON object
@@ -15,10 +15,10 @@ files restores silently:
 Object storage has no rename. A step there is complete once Orbax has written `commit_success.txt`,
 which is the last object that it writes and the first that is deleted.
 
-Old steps are deleted only after the new one has its digests, so at no time is there less to go back
-to than before the save. That is why Orbax's CheckpointManager is not used: it deletes right after
-the commit, and its list of steps goes stale when steps are replaced. Opening a directory and
-restoring from it write nothing, so both are safe while a run writes there.
+Old steps are deleted only after the new one has its digests, so a save never reduces the number of
+steps to fall back to. Orbax's CheckpointManager is not used, because it deletes right after the
+commit, and its list of steps becomes stale when steps are replaced. Opening a directory and
+restoring from it do not write, so both are safe while a run writes there.
 """
 
 import concurrent.futures
@@ -138,7 +138,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 state=ocp.args.StandardSave(tree), notes=ocp.args.JsonSave(notes)
             )
             # Orbax would take a path with wildcards for a pattern. `folder` is a link to such a
-            # directory, and any other directory itself. The write goes on in the background, so
+            # directory, and any other directory itself. The write continues in the background, so
             # `pop_all` hands the link over to `_finish`, which removes it.
             with contextlib.ExitStack() as links:
                 folder = links.enter_context(storage.without_wildcards(self._directory))
@@ -289,8 +289,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._writer = None
             raise CheckpointError(
                 f"the checkpoint of step {step} in {self._directory} was written incompletely "
-                f"({error}). It does not count. Rerun the same command to resume from the one "
-                "before, which is intact."
+                f"({error}) and is ignored. Rerun the same command to resume from the previous "
+                "one, which is intact."
             ) from error
         except Exception as error:
             self._writer = None
@@ -351,7 +351,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             return None
 
         unverified: list[tuple[int, str]] = []
-        # What was tried, and why it was skipped.
+        # Checkpoints that were tried, and why they were skipped.
         tried: list[str] = []
         for step, path in candidates:
             # It is enough that one process reads every byte, and all must restore the same step.
@@ -384,7 +384,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 return step, state, notes
         raise CheckpointError(
             f"none of the checkpoints in {self._directory} can be restored ({'; '.join(tried)}). "
-            "Restore a copy of one, or move them away to start from scratch."
+            "Restore one from a copy, or move them away to start from scratch."
         )
 
     def _skip(self, path: str, damage: str, tried: list[str]) -> None:
@@ -448,7 +448,7 @@ def _difference_of_saved(reader: ocp.Checkpointer, path: str, wanted: Any, *, ca
     return describe_difference(saved, needed)
 
 
-# The folders of steps
+# The directories of steps
 
 
 def find_steps(directory: AnyPath) -> list[tuple[int, str]]:
@@ -462,7 +462,7 @@ def find_steps(directory: AnyPath) -> list[tuple[int, str]]:
 
 
 def delete_step(path: str) -> None:
-    """Deletes a step so that a kill halfway does not leave half a step that counts.
+    """Deletes a step so that a kill halfway does not leave an incomplete step that counts.
 
     After a kill, the next save sweeps the remaining files.
     """

@@ -1,8 +1,8 @@
 """JAX's compilation cache: a function compiled once is read from disk at the next start.
 
-An entry is machine code that runs in this process, and nothing vouches for it. So the directory is
-one per user, in which only that user may write, or one that the user names. A run's record or a
-flagfile never names it.
+An entry is machine code that runs in this process, without any verification. The directory is
+therefore a per-user directory in which only that user may write, or one that the user names. A
+run's record or a flagfile never names it.
 """
 
 import grp
@@ -30,7 +30,7 @@ _NO_CACHE = ("", "off", "none")
 
 
 def check_outside(named: str | None, runs: Iterable[str | None]) -> None:
-    """Checks that the cache that the user names is not inside of a run.
+    """Checks that the cache that the user names is not inside a run.
 
     Otherwise the code in the cache would be passed on with the run.
 
@@ -123,7 +123,7 @@ def user_folder() -> str | None:
 
 
 def why_unsafe(folder: str) -> str | None:
-    """Says which part of an existing directory's path others may change.
+    """Returns which part of an existing directory's path others may change.
 
     The directory must be the user's. Directories and links on the way must belong to the user or
     the system. None of them may be writable by others, except directories like /tmp, in which

@@ -1,8 +1,8 @@
 """Multiple processes that run the same program (usually one per host), each on its own devices.
 
-Process 0, the primary, reads and writes the files of a run. Every function here but
+Process 0, the primary, reads and writes the files of a run. Every function in this module except
 `is_multiprocess`, `is_primary` and `is_known_to_all` is a collective: all processes must call it in
-the same order, and each waits for the others. With one process each is the plain call that it
+the same order, and each waits for the others. With a single process it is only the call that it
 wraps.
 """
 
@@ -32,7 +32,7 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class _Attempt(Generic[T]):
-    """What came of a call: a result, or an error and its message."""
+    """Outcome of a call: a result, or an error and its message."""
 
     result: T | None = None
     error: Exception | None = None
@@ -145,7 +145,7 @@ def check_seen_by_all(folder: str, complaint: str, *, seconds: float) -> None:
         run_on_all(wait)
     finally:
         if is_primary():
-            # The other processes are past this, so an error here would end process 0 alone.
+            # The other processes are past this point, so an error would end only process 0.
             with contextlib.suppress(OSError):
                 storage.remove(marker)
 

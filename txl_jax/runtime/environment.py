@@ -1,4 +1,4 @@
-"""Device, versions and date of a measurement, and numbers and tables formatted for people."""
+"""Device, versions and date of a measurement, and human-readable numbers and tables."""
 
 import contextlib
 import datetime

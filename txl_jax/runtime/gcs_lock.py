@@ -29,7 +29,7 @@ _LOOK_SECONDS = 1.0
 
 
 class _Version(NamedTuple):
-    """What the server says about an object."""
+    """The server's metadata of an object."""
 
     generation: str  # Another one each time that the object is written.
     age: float  # Seconds since it was written, by the server's clock.
@@ -142,7 +142,7 @@ class GcsLock:
         return beat.age <= STALE_SECONDS
 
     def _beat(self) -> None:
-        """Renews the lock until it is released or lost, in a thread of its own."""
+        """Renews the lock until it is released or lost, in a separate thread."""
         while not self._ended.wait(BEAT_SECONDS) and self._lost is None:
             # After an error it is tried again at the next beat.
             with contextlib.suppress(OSError):
@@ -249,7 +249,7 @@ def _remove(url: str) -> None:
 
 
 def _machine() -> str | None:
-    """Returns what process numbers are unique in: a start of a machine, and a container on it.
+    """Returns the scope in which process numbers are unique: a machine's boot, and a container.
 
     None if unknown.
     """

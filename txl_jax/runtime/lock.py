@@ -77,7 +77,7 @@ class RunLock(contextlib.ExitStack):
                     f"this run is not locked, because {missing}: do not start it twice"
                 )
 
-            # A run that is refused names this process.
+            # The error of a rejected run names this process.
             handle.truncate(0)
             handle.write(str(os.getpid()))
             handle.flush()

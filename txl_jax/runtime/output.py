@@ -1,10 +1,10 @@
-"""Standard output and standard error of a command, which may go away while it runs.
+"""Standard output and standard error of a command, which may disappear while it runs.
 
-A pager is quit, a terminal is closed, Ctrl-C ends `tee` before the command: Python then raises an
-error at every `print`, and letters that an output's encoding lacks raise another. `prepare`
-replaces both streams by ones that never raise. What cannot be written is dropped, and `loss` says
-why. A run goes on, because log.txt has its lines. A command whose output is its result ends with
-the code of `exit_code`.
+If a pager is quit, a terminal is closed, or Ctrl-C ends `tee` before the command, Python raises an
+error at every `print`. Characters that an output's encoding lacks also raise. `prepare` replaces
+both streams with streams that never raise. Output that cannot be written is dropped, and `loss`
+returns the reason. A run continues, because log.txt contains its lines. A command whose output is
+its result exits with the code of `exit_code`.
 """
 
 import contextlib
@@ -108,12 +108,12 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def say(line: str) -> None:
-    """Prints one line for people, which may contain names and notes from other people's files."""
+    """Prints one human-readable line, which may contain names and notes from strangers' files."""
     print_if_possible(one_line(line))
 
 
 def print_if_possible(text: str) -> None:
-    """Prints lines for people.
+    """Prints human-readable lines.
 
     Never raises, even if another program, which has not called `prepare`, uses this.
     """
@@ -176,7 +176,7 @@ def exit_code() -> int:
     """Returns the exit code of a command that has printed its result.
 
     Returns:
-      0, or 141 if nobody reads standard output any longer.
+      0, or 141 if standard output is no longer read.
 
     Raises:
       OSError: If standard output was not written for another reason, such as a full disk.

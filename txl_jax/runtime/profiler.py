@@ -72,7 +72,7 @@ class StepProfiler(contextlib.AbstractContextManager["StepProfiler"]):
         first = self.done + 1
         self.done += self.segments_per_call
         if self._is_wanted and self._traced_from is None and self._first <= self.done:
-            # The profile leaves out what was dispatched before.
+            # The profile omits work that was dispatched before.
             jax.block_until_ready(state)
             if self._attempt(lambda: self._trace.enter_context(_traced(self.folder))):
                 self._traced_from = first

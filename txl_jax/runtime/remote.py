@@ -1,4 +1,4 @@
-"""Objects in buckets: each call is tried again after errors that may pass, and raises OSError.
+"""Objects in buckets. Calls are retried after transient errors, and raise OSError.
 
 `storage` calls these functions for a URL, such as gs://bucket/run, and its own for a local path.
 Object storage has neither directories nor renames: an object appears whole when its upload ends,
@@ -195,7 +195,7 @@ def call(url: AnyPath, method: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def patiently(act: Callable[[], T], url: str) -> T:
-    """Runs `act`, again after an error that may pass, for `PATIENCE_SECONDS`.
+    """Runs `act`, and retries after transient errors for `PATIENCE_SECONDS`.
 
     Its errors become OSError.
     """

@@ -56,7 +56,7 @@ class Sink:
         """Makes earlier records durable. Called at each checkpoint, and before `close`."""
 
     def close(self) -> None:
-        """Ends the sink. Called last, also when the run fails."""
+        """Closes the sink. Called last, even when the run fails."""
 
 
 def grouped_names(kind: str, values: Mapping[str, float], member: str | None) -> dict[str, float]:
@@ -125,7 +125,7 @@ class TensorBoard(Sink):
         "=" in a member's name becomes "_", because TensorBoard requires it.
         """
         scalar = _tensorboard("summary").scalar
-        # It warns of each NaN, beside our own lines.
+        # It warns about each NaN, in addition to our own lines.
         logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
         named = grouped_names(kind, values, member)
         self._write(step, [scalar(name, value) for name, value in named.items()])

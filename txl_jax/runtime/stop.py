@@ -156,7 +156,7 @@ class StopRequest(contextlib.ExitStack):
             signal.Signals(number).name,
             "stopping",
             with_all=self._is_multiprocess,
-            hint=". A second one stops at once",
+            hint=". A second one stops immediately",
         )
         if self._is_multiprocess:
             os.kill(os.getpid(), signal.SIGTERM)

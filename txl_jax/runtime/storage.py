@@ -61,7 +61,7 @@ def as_path(text: AnyPath) -> str:
 def expand_home(path: str) -> str:
     """Returns a local path with "~" and "~USER" expanded.
 
-    Raises `UserError` if there is no such home directory.
+    Raises `UserError` if the home directory does not exist.
     """
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
@@ -336,7 +336,7 @@ def check_new_folder(folder: AnyPath) -> None:
         is_taken = exists(folder) or os.path.islink(folder)
     if is_taken:
         raise UserError(
-            f"{folder} must be a new or empty directory, as nothing is overwritten. "
+            f"{folder} must be a new or empty directory, because nothing is overwritten. "
             "Pass another path."
         )
 
@@ -379,7 +379,7 @@ def _replacing_file(path: AnyPath) -> Iterator[Path]:
 
 
 def _sync(path: AnyPath) -> None:
-    """Makes the content of a file, or the names in a directory, last through a power cut."""
+    """Makes the content of a file, or the names in a directory, survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -466,7 +466,7 @@ def without_wildcards(folder: str) -> Iterator[str]:
     Orbax, for example, takes "runs/lr[0.1]" for a pattern, and needs the yielded path instead.
 
     It is the path itself or, for a local path with wildcards, a symbolic link to it, removed at the
-    end. Bucket names with wildcards are refused by `refuse_wildcards`.
+    end. `refuse_wildcards` rejects URLs with wildcards.
 
     Raises:
       OSError: If the link cannot be made.
@@ -517,7 +517,7 @@ def locked(path: AnyPath) -> Iterator[bool]:
             folder = os.path.dirname(path)
             say(
                 f"note      {folder} is not locked, because {missing}: "
-                "do not prepare a text there twice at a time"
+                "do not prepare the same text in it twice at the same time"
             )
         yield missing is None
 
@@ -525,9 +525,9 @@ def locked(path: AnyPath) -> Iterator[bool]:
 def lock_now(handle: IO[str], *, seconds: float, shared: bool = False) -> str | None:
     """Locks an open file until it is closed.
 
-    Returns None, or a clause that says why there is no lock: some network drives, such as a Google
-    Drive that is mounted in Colab, have none. Raises BlockingIOError if another process has the
-    lock all the time.
+    Returns None, or a clause with the reason why there is no lock: some network drives, such as a
+    Google Drive that is mounted in Colab, do not support locks. Raises BlockingIOError if another
+    process keeps the lock.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     until = time.monotonic() + seconds

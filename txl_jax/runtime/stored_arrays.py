@@ -7,7 +7,7 @@ Orbax stores arrays in TensorStore's OCDBT format, a key-value store with these 
     params.q/.zarray     JSON: shape, dtype and the shape of a chunk
     params.q/0.1         the chunk in the first row and second column of the grid of chunks
 
-Each process writes a store of its own. At the end process 0 merges them, which only copies keys. If
+Each process writes a separate store. At the end process 0 merges them, which only copies keys. If
 it does not find a store, the checkpoint is finished without that process's arrays, and without an
 error.
 """
@@ -67,7 +67,7 @@ def find_missing(
         for again.
 
     Returns:
-      None, or a clause that names an array and what is wrong with it.
+      None, or a clause that names an array and its problem.
     """
     until = time.monotonic() + seconds
     while True:
