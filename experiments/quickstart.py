@@ -91,7 +91,7 @@ class Comparison(NamedTuple):
     with_memory: Reading
     # The model is trained on each segment after it has scored it.
     learning: Reading
-    # lzma -9 of the split, and what it adds to lzma -9 of the training split.
+    # lzma -9 of the split, and its additional bits after the training split.
     lzma_alone: float
     lzma_after_training: float
     # float64 [S], the bytes read at each point of the curves.

@@ -44,7 +44,7 @@ _COLUMNS = (
     "attention length | sliding window, s/token | slowest | fastest | ours, s/token | slowest | "
     "fastest | ratio | paper's ratio"
 )
-VOCABULARY = 204  # enwik8's bytes without newline, as the published numbers are taken.
+VOCABULARY = 204  # enwik8's bytes without newline, as in the published numbers.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -330,7 +330,7 @@ def _expanded(
 
 
 def _find_flagfile(name: str) -> Path | None:
-    """Returns the flagfile with a path or a bare name, or None if there is none."""
+    """Returns the flagfile with a path or a bare name, or None if it does not exist."""
     for path in (Path(expand_home(name)), FLAGFILE_DIR / f"{name}.flags", FLAGFILE_DIR / name):
         if path.is_file() or storage.is_pipe(path):
             return path
