@@ -110,7 +110,7 @@ def _row(flag: flags.Flag, default: str | None, *, is_required: bool) -> _FlagRo
         return _FlagRow(f"--{flag.name}=NAME", f"Required. {explanation}")
 
     if default is None:
-        # absl quotes the defaults of flags that are text.
+        # absl puts quotes around the defaults of text flags.
         default = (flag.default_as_str or "").strip("'")
         if not flag.default_as_str and isinstance(flag.parser, flag_tree.SettingParser):
             default = flag_tree.NONE

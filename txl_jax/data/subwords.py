@@ -311,7 +311,8 @@ def package() -> ModuleType:
       MissingPackageError: If it is not installed.
     """
     missing = (
-        "subwords and tokenizer.json files need the package tokenizers. Run pip install tokenizers."
+        "subwords and tokenizer.json files require the package tokenizers. "
+        "Run pip install tokenizers."
     )
     with rephrased(missing, ImportError, to=MissingPackageError):
         import tokenizers

@@ -92,13 +92,13 @@ class TransformerXL(nn.Module):
           same_length: Whether every query attends to the same number of keys, M (or M + 1, see
             `model.compat`).
           deterministic: Whether dropout is off. Dropout needs an rng named "dropout".
-          lengths: int [B], the number of tokens in each row, or None for L in each. What follows
-            them is padding, of any ids: it does not enter the memory, and no token attends to it.
-            Its hidden states mean nothing, so that its targets must not count (-1 in `nll`).
+          lengths: int [B], the number of tokens in each row, or None for L in each. The rest of a
+            row is padding, of any ids: it does not enter the memory, and no token attends to it.
+            Its hidden states are meaningless, so its targets must not count (-1 in `nll`).
 
         Raises:
-          UserError: If tokens or embeddings have another shape, the memory other layers or rows, or
-            lengths are not integers [B].
+          UserError: If tokens or embeddings have another shape, the memory has another number of
+            layers or rows, or lengths are not integers [B].
         """
         memory.check(tokens, self.config.n_layer)
         lengths = memory_lib.token_counts(lengths, tokens)
@@ -107,7 +107,7 @@ class TransformerXL(nn.Module):
 
         # The keys that each query attends to. Without same_length the window is None (no limit).
         window = self.config.compat.window(mem_len, same_length=same_length)
-        # None unless data.reset_at keeps documents apart.
+        # None unless data.reset_at separates documents.
         documents = memory_lib.documents(tokens, self.end_token, lengths)
         document_start = None if documents is None else documents.start
         visibility = Visibility(

@@ -166,7 +166,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             advice = "Pass the workdir of a trained run"
             runs_below = _runs_below(run.path)
             if runs_below:
-                advice += f", such as one of those in it: {', '.join(runs_below)}"
+                advice += f", such as one of the runs in it: {', '.join(runs_below)}"
             exists = storage.is_dir(run.path)
             reason = f"no {_CONFIG}" if exists else "no such directory"
             raise UserError(f"{run.path} contains no run ({reason}). {advice}.")

@@ -1,6 +1,6 @@
 """Logical names of array axes, and the table that maps them to the axes of the device mesh.
 
-Parameters, memory, activations and batches are labelled with these names; `normal`, `zeros` and
+Parameters, memory, activations and batches are labelled with these names. `normal`, `zeros` and
 `ones` are initializers of parameters that carry them on a mesh.
 """
 
