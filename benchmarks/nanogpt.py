@@ -548,7 +548,7 @@ def import_model(clone: Path) -> Any:
 
 def commit_of(clone: Path) -> str:
     """Returns the short hash of a clone's commit."""
-    command = ["git", "-C", str(clone), "rev-parse", "--short", "HEAD"]
+    command = ["git", "-C", str(clone), "rev-parse", "--short=7", "HEAD"]
     return subprocess.check_output(command, text=True).strip()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import linen as nn
 
 from support import tiny
 from txl_jax.config import DropoutConfig, EvalConfig, ExperimentConfig, OptimizerConfig, TrainConfig
@@ -60,7 +61,8 @@ def params(model: TransformerXL) -> Any:
     Nothing is compiled for them.
     """
     rng = np.random.default_rng(1)
-    shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+    # On a mesh the parameters are in boxes with the names of their axes.
+    shapes = nn.unbox(jax.eval_shape(lambda: init_params(model, jax.random.key(0))))
     # Sums over D are equally large for each D from 12 on.
     wide = 0.5 * min(1.0, math.sqrt(12 / model.config.d_model))
 

@@ -168,7 +168,7 @@ def test_every_slice_is_known_to_libtpu(generation):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--topology=v5e:2x2", "--mesh.fsdp=3"], r"\b3 x 1\b.*\b4\b"),
+        (["--topology=v5e:2x2", "--mesh.fsdp=3"], r"\b4\b.*\b3 x 1\b"),
         (["--topology=v5e:2x2", "--configs=smal"], r"\benwik8_12l\b.*'smal'.*\bsmall\b"),
         # The package that has the compiler, which is missing.
         (["--topology=h200x8", "--configs=small"], "jax-cuda13-plugin"),
