@@ -303,7 +303,7 @@ def test_hidden_states_are_those_of_each_document_alone(x64):
 @pytest.mark.parametrize("encoding", ["relative", "vaswani"])
 def test_embeddings_take_the_place_of_tokens(encoding):
     lstm = tiny_model.make(model__network="lstm")
-    with pytest.raises(UserError, match=r"model\.network is lstm"):
+    with pytest.raises(UserError, match=r"model\.network=lstm"):
         lstm.hidden_states(embeddings=[np.zeros((3, tiny.D), np.float32)])
 
     model = tiny_model.make(model__encoding=encoding)
