@@ -35,22 +35,23 @@ def layer_inputs(segment_len: int, seed: int = 0) -> np.ndarray:
 
 def test_a_memory_for_the_same_rows_sizes_and_layers_is_accepted():
     memory = start()
-    memory.check(np.zeros((B, 2), int), N)
-    memory.check(np.zeros((B, 2, D)), N)
+    memory.check(np.zeros((B, 2), int), n_layer=N, d_model=D)
+    memory.check(np.zeros((B, 2, D)), n_layer=N, d_model=D)
 
 
 @pytest.mark.parametrize(
-    ("inputs", "n_layer"),
+    ("inputs", "n_layer", "d_model"),
     [
-        pytest.param(np.zeros((B,), int), N, id="inputs without rows"),
-        pytest.param(np.zeros((B, 2, D + 1)), N, id="another d_model"),
-        pytest.param(np.zeros((B + 1, 2), int), N, id="another batch size"),
-        pytest.param(np.zeros((B, 2), int), N + 1, id="another n_layer"),
+        pytest.param(np.zeros((B,), int), N, D, id="inputs without rows"),
+        pytest.param(np.zeros((B, 2, D + 1)), N, D, id="embeddings of another size"),
+        pytest.param(np.zeros((B + 1, 2), int), N, D, id="another batch size"),
+        pytest.param(np.zeros((B, 2), int), N + 1, D, id="another n_layer"),
+        pytest.param(np.zeros((B, 2), int), N, D + 1, id="another d_model"),
     ],
 )
-def test_a_memory_of_other_rows_widths_or_layers_is_refused(inputs, n_layer):
+def test_a_memory_of_other_rows_sizes_or_layers_is_an_error(inputs, n_layer, d_model):
     with pytest.raises(UserError):
-        start().check(inputs, n_layer)
+        start().check(inputs, n_layer=n_layer, d_model=d_model)
 
 
 @pytest.mark.parametrize("mem_len", [0, 1, 4, 6, 11])

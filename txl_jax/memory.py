@@ -29,21 +29,21 @@ class Memory:
         """M, the number of positions in the memory."""
         return self.hidden.shape[2]
 
-    def check(self, tokens: jax.Array, n_layer: int) -> None:
-        """Checks that the memory matches a model of `n_layer` layers and a segment.
+    def check(self, tokens: jax.Array, *, n_layer: int, d_model: int) -> None:
+        """Checks that the memory matches a segment and a model of N layers of size D.
 
         The segment is tokens [B, L], or embeddings [B, L, D].
 
         Raises:
-          UserError: If the memory has another number of layers or rows, or the segment does not
-            have one of these shapes.
+          UserError: If the memory has another number of layers or rows or another size, or the
+            segment does not have one of these shapes.
         """
         n_memory_layer, n_memory_row = self.hidden.shape[:2]
-        width = self.hidden.shape[-1]
+        memory_size = self.hidden.shape[-1]
         if jnp.issubdtype(tokens.dtype, jnp.floating):
-            if tokens.ndim != 3 or tokens.shape[2] != width:
+            if tokens.ndim != 3 or tokens.shape[2] != d_model:
                 raise UserError(
-                    f"embeddings must be floats [B, L, {width}], got shape {tokens.shape}"
+                    f"embeddings must be floats [B, L, {d_model}], got shape {tokens.shape}"
                 )
         elif tokens.ndim != 2:
             raise UserError(f"tokens must be a segment, int [B, L], got shape {tokens.shape}")
@@ -54,6 +54,11 @@ class Memory:
                 f"the memory must have {n_layer} layers of {batch_size} rows, like the model "
                 f"and the segment, got {n_memory_layer} layers of {n_memory_row} rows. "
                 f"Create it with init_memory(batch_size={batch_size}, ...)"
+            )
+        if memory_size != d_model:
+            raise UserError(
+                f"the memory must have states of size {d_model}, like the model, got "
+                f"{memory_size}. Create it with this model's init_memory"
             )
 
 
@@ -80,15 +85,16 @@ def init(
 def update(memory: Memory, layer_inputs: jax.Array, lengths: jax.Array | None = None) -> Memory:
     """Appends a segment's layer inputs [N, B, L, D] and drops the oldest positions.
 
-    With `lengths`, int32 [B] of `token_counts`, a row appends only that many positions. What
-    follows them in the segment is padding.
+    With `lengths`, int32 [B] as `token_counts` returns them, a row appends only that many
+    positions. What follows them in the segment is padding.
     """
     if lengths is not None:
         return _update_padded(memory, jax.lax.stop_gradient(layer_inputs), lengths)
     mem_len = memory.mem_len
     segment_len = layer_inputs.shape[2]
 
-    # The last M positions. If the segment is longer, all of them are new.
+    # The last M positions. If the segment is longer, all of them are new. Kept states had their
+    # gradients stopped when they were new.
     kept = memory.hidden[:, :, min(segment_len, mem_len) :]
     new = jax.lax.stop_gradient(layer_inputs[:, :, max(segment_len - mem_len, 0) :])
     return Memory(
@@ -103,7 +109,8 @@ def _update_padded(memory: Memory, layer_inputs: jax.Array, lengths: jax.Array) 
     new = layer_inputs.astype(memory.hidden.dtype)
     states = jnp.concatenate([memory.hidden, new], axis=2)
 
-    # A row with n tokens has M + n states before its padding. The last M of them begin at n.
+    # A row [N, M + L, D] with n tokens has M + n states before its padding. The last M of them begin
+    # at n.
     def last_slots(row: jax.Array, n_token: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(row, n_token, mem_len, axis=1)
 
@@ -148,10 +155,11 @@ class Documents(NamedTuple):
     last: jax.Array
 
     def valid(self, valid: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
-        """Returns the number of filled slots [B] after the segment, at most `valid`.
+        """Returns how many slots [B] belong to the document that continues after the segment.
 
-        If the segment has an end token, the filled slots are the positions after the last one, to
-        the end of the segment or of the row's `lengths` [B].
+        They are at most `valid` [B], the filled slots after the segment. If the segment has an end
+        token, they are the positions after the last one, to the end of the segment or of the row's
+        `lengths` [B].
         """
         n_token = self.start.shape[1] if lengths is None else lengths
         of_last_document = jnp.minimum(valid, n_token - self.last)
@@ -168,11 +176,11 @@ def documents(
     """
     if end_token is None or jnp.issubdtype(tokens.dtype, jnp.floating):
         return None
-    # The position after each position's latest end token, the position's own included, or 0.
     next_position = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.int32)
     is_end = tokens == end_token
     if lengths is not None:
         is_end &= next_position[None, :] <= lengths[:, None]
+    # The position after each position's latest end token, the position's own included, or 0.
     after_end = jnp.where(is_end, next_position[None, :], 0)
     after_latest_end = jax.lax.cummax(after_end, axis=1)
 
@@ -183,9 +191,14 @@ def documents(
 
 @jax.named_scope("memory")
 def reset(memory: Memory, rows: jax.Array, start: MemoryStart = MemoryStart.MASKED) -> Memory:
-    """Sets the rows marked in `rows` (bool [B]) back to the state of `init`."""
+    """Empties the rows marked in `rows` (bool [B]), as `init` with the same `start` makes them.
+
+    `start` must be the model's `compat.memory_start`. Masked slots keep their states, which nothing
+    attends to, because clearing a memory of gigabytes takes time. So a row whose states are not
+    finite needs a new memory: a mask does not hide nan.
+    """
     hidden = memory.hidden
-    if start is MemoryStart.ZEROS:  # Masked slots need not be cleared. Memories can be gigabytes.
+    if start is MemoryStart.ZEROS:
         hidden = jnp.where(rows[None, :, None, None], 0, hidden)
     valid = jnp.where(rows, start_valid(memory.mem_len, start), memory.valid)
     return Memory(hidden=hidden, valid=valid)

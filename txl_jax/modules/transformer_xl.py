@@ -100,7 +100,7 @@ class TransformerXL(nn.Module):
           UserError: If tokens or embeddings have another shape, the memory has another number of
             layers or rows, or lengths are not integers [B].
         """
-        memory.check(tokens, self.config.n_layer)
+        memory.check(tokens, n_layer=self.config.n_layer, d_model=self.config.d_model)
         lengths = memory_lib.token_counts(lengths, tokens)
         segment_len = tokens.shape[1]
         mem_len = memory.mem_len

@@ -22,7 +22,9 @@ EMBED = "embed"  # D, the residual stream.
 CLUSTER_EMBED = "cluster_embed"  # Width of a cluster's embedding, before its projection.
 HEADS = "heads"  # H, the attention heads.
 HEAD_DIM = "head_dim"  # E, the size of a head.
-HEAD_PART = "head_part"  # E where the devices of a replica share it: position keys in training.
+# E where the devices of `fsdp` share the work on it: position keys in training
+# (`ops.head_projections`).
+HEAD_PART = "head_part"
 INNER = "inner"  # F, the inner size of the feed-forward network.
 VOCAB = "vocab"  # Rows of an embedding table or of its bias.
 CLUSTERS = "clusters"  # Tail clusters in the head of the adaptive softmax.
@@ -101,7 +103,7 @@ def _param_sharding(mesh: Mesh, names: PartitionSpec, array: Any) -> Any:
     # A bare array, or one that its box does not fit.
     if len(names) != array.ndim:
         return replicated
-    # A bias is sliced at the cutoffs.
+    # The softmax's bias is cut into clusters, whose sizes rarely divide. It is small.
     if tuple(names) == (VOCAB,):
         return replicated
     if VOCAB in names:
@@ -111,7 +113,9 @@ def _param_sharding(mesh: Mesh, names: PartitionSpec, array: Any) -> Any:
     sharded = named_sharding(mesh, *names)
     try:
         sharded.shard_shape(array.shape)
-    except ValueError:  # Adafactor's placeholder [N, 1] of a vector [N, F].
+    except ValueError:
+        # Adafactor's placeholder [N, 1] of a vector [N, F]. Parameters always divide in a run:
+        # `runs.build` checks their sizes before.
         return replicated
     return sharded
 
