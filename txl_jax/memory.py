@@ -109,8 +109,8 @@ def _update_padded(memory: Memory, layer_inputs: jax.Array, lengths: jax.Array) 
     new = layer_inputs.astype(memory.hidden.dtype)
     states = jnp.concatenate([memory.hidden, new], axis=2)
 
-    # A row [N, M + L, D] with n tokens has M + n states before its padding. The last M of them begin
-    # at n.
+    # A row [N, M + L, D] with n tokens has M + n states before its padding. The last M of them
+    # begin at n.
     def last_slots(row: jax.Array, n_token: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(row, n_token, mem_len, axis=1)
 
