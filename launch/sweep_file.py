@@ -454,7 +454,7 @@ def _refuse_names_in_two_tables(tables: Mapping[str, Mapping[str, Any]]) -> None
         twice = ", ".join(sorted(tables[first].keys() & tables[second].keys()))
         require(
             not twice,
-            f"{twice} must be in one of {first} and {second}, got it in both. Remove it from one.",
+            f"{twice} must be in only one of {first} and {second}, got both. Remove it from one.",
         )
 
 
@@ -588,7 +588,7 @@ def _require_whole_number(name: str, value: Any, *, least: int) -> None:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens TOML tables: `model.n_layer = 4` is a nested table in TOML, and a name here."""
+    """Flattens TOML tables: `model.n_layer = 4` is a table in TOML, and a dotted name here."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):

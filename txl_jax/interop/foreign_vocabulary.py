@@ -129,7 +129,7 @@ def check_size(foreign: ForeignVocabulary, vocab_size: int, *, name: str) -> For
     if foreign.vocabulary and foreign.vocabulary.size != vocab_size:
         raise UserError(
             f"{name} must have {vocab_size} tokens, like the model, got {foreign.vocabulary.size}. "
-            f"Pass the vocabulary that it was trained with, and {_ADDED} if tokens were "
+            f"Pass the vocabulary that the model was trained with, and {_ADDED} if tokens were "
             "added to it."
         )
     return foreign

@@ -134,7 +134,7 @@ def _find_in(folder: Path) -> WeightFiles | None:
     if weights_by_path:
         names = [path.name for path in weights_by_path]
         raise UserError(
-            f"{folder} contains multiple weight files: {_first(names)}. Pass the path of one."
+            f"{folder} contains multiple weight files: {_first(names)}. Pass the path of one file."
         )
 
     prefix = tensorflow.find(folder)

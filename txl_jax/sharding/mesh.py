@@ -107,7 +107,7 @@ def _shape(config: MeshConfig, n_device: int, *, num_slices: int) -> tuple[int, 
         raise UserError(
             f"mesh.data x mesh.fsdp x mesh.tensor must be at most {slice_size} (the number of "
             f"devices{place}), and fsdp x tensor must divide it if data is none, got "
-            f"{config.data or 'all'} x {config.fsdp} x {config.tensor}"
+            f"{config.data or 'all'} x {config.fsdp} x {config.tensor}. Lower one of them."
         )
     return num_slices * data, config.fsdp, config.tensor
 
