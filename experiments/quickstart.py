@@ -205,7 +205,7 @@ def compare(config: ExperimentConfig, corpus: Corpus, run: Run) -> Comparison:
 
 
 def lzma_bytes(corpus: Corpus) -> tuple[int, int]:
-    """Returns lzma -9's sizes of the test split: by itself, and after the training split.
+    """Returns lzma -9's bytes for the test split: by itself, and after the training split.
 
     For the standard library this takes 12 s on one core of an Intel Xeon, and 0.7 GB of memory. Of
     a longer training split it only compresses the end, which is as far as it can refer back.

@@ -73,8 +73,8 @@ def of_step(config: ExperimentConfig, *, vocab_size: int, n_device: int) -> Step
     position_keys = _of_position_keys(model, train)
 
     # The backward pass of a matmul is two matmuls, for the gradients of both operands. Positional
-    # encodings have no gradient, which leaves only the gradient of the weights. The memory has none
-    # either, unless the projections follow a layer norm, whose scale and bias have gradients.
+    # encodings and the memory have no gradient, which leaves only the gradient of the weights. If a
+    # layer norm precedes the projections, its scale and bias need both gradients for the memory.
     is_pre_norm = model.layer_norm is NormPlace.PRE
     memory_passes = 3 if is_pre_norm else 2
     flops = 3 * forward + memory_passes * memory + 2 * position_keys

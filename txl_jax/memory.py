@@ -86,7 +86,7 @@ def update(memory: Memory, layer_inputs: jax.Array, lengths: jax.Array | None = 
     """Appends a segment's layer inputs [N, B, L, D] and drops the oldest positions.
 
     With `lengths`, int32 [B] as `token_counts` returns them, a row appends only that many
-    positions. What follows them in the segment is padding.
+    positions. The rest of its segment is padding.
     """
     if lengths is not None:
         return _update_padded(memory, jax.lax.stop_gradient(layer_inputs), lengths)
@@ -124,7 +124,7 @@ def token_counts(lengths: jax.Array | None, tokens: jax.Array) -> jax.Array | No
     """Returns the number of tokens before the padding of each row of a segment, int32 [B].
 
     Returns None if `lengths` is None, for a segment without padding. A length above L means L, and
-    a negative one 0.
+    a negative length means 0.
 
     Raises:
       UserError: If lengths are not integers [B].

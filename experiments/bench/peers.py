@@ -97,9 +97,9 @@ class TorchModel:
             return self._losses(self._model, "evaluation", inputs, targets).numpy()
 
     def train_step(self, inputs: np.ndarray, targets: np.ndarray) -> float:
-        """Updates a second model, created in the first call, with dropout and the peak rate.
+        """Updates a second model, with dropout and the peak learning rate.
 
-        Returns mean nats.
+        The model is created in the first call. Returns mean nats.
         """
         model, adam = self._trained
         loss = self._losses(model, "training", inputs, targets).mean()

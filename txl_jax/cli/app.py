@@ -152,8 +152,8 @@ def _print_help(
 ) -> None:
     """Prints the command's docstring and its flags, of these groups or, with None, of all.
 
-    The defaults of settings are those of a run without further flags: of the flagfiles on the
-    command line, or of the preset that a command chooses by itself.
+    The defaults shown are the values of a run without further flags. They come from the flagfiles
+    on the command line, or from the preset that a command chooses by itself.
     """
     # `--help | head` ends quietly.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)

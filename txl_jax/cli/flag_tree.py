@@ -432,7 +432,7 @@ def refuse_code(plan: Any, places: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def naming_places(places: Mapping[str, str], base: str) -> Iterator[None]:
-    """Adds the origin of settings that an error names and that the user has not typed.
+    """Adds to an error the origin of settings that it names and the user has not typed.
 
     Args:
       places: Where each flag was set, as in `Job.places`.

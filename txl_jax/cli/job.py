@@ -37,8 +37,8 @@ class Job:
         """Returns the flags applied to the defaults, or to a run's recorded config.
 
         All processes call it. `precedence` documents which settings take precedence. For each
-        setting of a flagfile that yields, a line is added to the run's notes, or printed if there
-        is no run.
+        setting of a flagfile that yields, a line is added to the run's notes, or printed if `run`
+        is None.
 
         Raises:
           UserError: If settings are incompatible, or describe another model than the weights that
@@ -63,7 +63,7 @@ class Job:
     def _config_of_new(self, run: Run) -> tuple[ExperimentConfig, list[str]]:
         """Returns the config of a run that has no record, and the notes about it.
 
-        With `init_from`, the trained model's settings replace the defaults.
+        With `init_from`, the trained model's settings replace the defaults of the same settings.
         """
         # The flags over the defaults say which weights and which text are meant. If they are wrong
         # in one process, all processes end here.

@@ -268,7 +268,7 @@ class _Watch:
                 _start_thread(self._admit, connection)
 
     def _admit(self, connection: socket.socket) -> None:
-        """Process 0: follows a connection, unless a stranger has sent another key."""
+        """Follows a connection to process 0, unless a stranger has sent another key."""
         with connection, contextlib.suppress(OSError, KeyError):
             number = self._expected.pop(connection.recv(100))
             self._follow(connection, number)

@@ -80,8 +80,8 @@ def defaults_in_force(
 ) -> ExperimentConfig:
     """Returns the values of all settings that no further flag sets, which `--help` shows.
 
-    The arguments are those of `config_of_words`. Settings may be incompatible, as further flags
-    may change them, such as the file of a text.
+    The arguments are the same as for `config_of_words`. Incompatible settings are not an error,
+    because further flags may change them, such as the file of a text.
 
     Raises:
       UserError: If a flag has a wrong name or value.

@@ -70,7 +70,7 @@ class TrainPlan(WatchPlan, TimedPlan, TextPlan):
     workdir: str | None = setting(
         None,
         "Directory for the run's checkpoints, logs and results. Created if missing. "
-        "The default for training is runs/NAME, with the name of the flagfile or of the corpus.",
+        "The default for training is runs/NAME, named after the flagfile, or the corpus if none.",
         path=True,
     )
     ensemble_member: str | None = setting(

@@ -55,7 +55,7 @@ def decompress(
     Bits from another text, model or machine give a wrong text, which usually only its digest shows.
 
     Raises:
-      UserError: If the bits are not those of any text.
+      UserError: If no text has these bits.
       NonFiniteError: If the model predicts nan.
     """
     streams = _Streams(text_bytes, predictor.coding.streams)

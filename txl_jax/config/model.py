@@ -199,8 +199,8 @@ class CompatConfig(Config, prefix="model.compat."):
     def window(self, mem_len: int, *, same_length: bool) -> int | None:
         """Returns the maximum number of keys that a query attends to, or None for no limit.
 
-        Without `same_length` there is no limit: queries attend to the whole memory and to all
-        earlier tokens of the segment. The query itself is included.
+        Without `same_length` queries attend to the whole memory and to all earlier tokens of the
+        segment. The query itself is included.
         """
         if not same_length:
             return None

@@ -175,7 +175,7 @@ def largest_difference(
 
     Returns:
       (name of the array that differs most, its difference). An array's difference is the largest
-        difference of its elements, divided by the reference's largest element, or infinity for nan.
+      difference of its elements, divided by the reference's largest element, or infinity for nan.
     """
     wide_inputs = {
         name: array.astype(jnp.promote_types(array.dtype, jnp.float32))

@@ -137,7 +137,7 @@ class Built:
 
     @property
     def members(self) -> Members:
-        """Members of an ensemble. For a single run there are no names, and trees are unchanged."""
+        """Members of an ensemble. For a single run they have no names and do not change trees."""
         return Members(tuple(self.configs))
 
     @functools.cached_property

@@ -100,8 +100,8 @@ class DynamicModel:
     ) -> Totals:
         """Computes the losses of a text, and learns from each segment after it is scored.
 
-        Its arguments are those of `runs.score.score` after the parameters. The first token is not
-        scored.
+        The arguments are the same as for `runs.score.score`, without the parameters. The first
+        token is not scored.
 
         Args:
           tokens: Ids [T] of the text.

@@ -301,8 +301,8 @@ def _check(file: _File, shapes: Mapping[str, tuple[int, ...]]) -> None:
       shapes: The shapes of the parameters, by path.
 
     Raises:
-      CheckpointError: If a parameter does not have an array of sums of squares, or the arrays have
-        changed since they were written.
+      CheckpointError: If the file does not contain exactly one array of sums of squares for each
+        parameter, or the arrays have changed since they were written.
     """
     floats = (np.dtype(np.float32), np.dtype(np.float64))
     described = {name: str(list(leaf.shape)) for name, leaf in file.sums.items()}

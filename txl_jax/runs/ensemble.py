@@ -2,7 +2,7 @@
 
 The runs differ in seed, learning rate or dropout. `train_run` trains them.
 
-- They share one workdir, one compiled training step (`txl_jax.training.member_axis`) and one
+- The runs share one workdir, one compiled training step (`txl_jax.training.member_axis`) and one
   checkpoint, whose arrays have the member axis.
 - The best parameters are kept per member, and records name their member.
 - All members have made the same number of updates. If the loss of a member is not finite, all stop.

@@ -163,7 +163,7 @@ def load(built: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
 
     Returns:
       The warm start. If the run resumes from a checkpoint, no weights are read: the result is then
-        only their record, or None if the run did not start from weights.
+      only their record, or None if the run did not start from weights.
 
     Raises:
       UserError: If the weights cannot be read, or are from another model.

@@ -525,9 +525,9 @@ def locked(path: AnyPath) -> Iterator[bool]:
 def lock_now(handle: IO[str], *, seconds: float, shared: bool = False) -> str | None:
     """Locks an open file until it is closed.
 
-    Returns None, or a clause with the reason why there is no lock: some network drives, such as a
-    Google Drive that is mounted in Colab, do not support locks. Raises BlockingIOError if another
-    process keeps the lock.
+    Returns None, or a clause with the reason why the file is not locked: some network drives, such
+    as a Google Drive that is mounted in Colab, do not support locks. Raises BlockingIOError if
+    another process keeps the lock.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     until = time.monotonic() + seconds

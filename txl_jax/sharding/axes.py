@@ -240,11 +240,11 @@ def ones(*names: str | None) -> Initializer:
 
 
 def _with_names(initializer: Initializer, names: tuple[str | None, ...]) -> Initializer:
-    """Returns an initializer that boxes its array with its logical axes where there is a mesh.
+    """Returns an initializer that, on a mesh, puts its array in a box with its logical axes.
 
-    Without an ambient mesh of several devices nothing is sharded, and the array stays plain. A box
-    would be in the way of everybody who calls `init`, and NNX rejects it: it shards a parameter as
-    soon as it exists, by the names on its box, and there is no mesh that has them.
+    Without an ambient mesh of multiple devices nothing is sharded, and the array stays plain. A box
+    would be in the way of every caller of `init`. NNX would even raise: it shards a parameter as
+    soon as it is created, by the names on its box, and no mesh has axes with these names.
     """
 
     def initialize(*arguments: Any) -> Any:

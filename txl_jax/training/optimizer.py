@@ -163,7 +163,7 @@ def make_optimizer(
     """Returns gradient clipping, then the update rule, with weight decays and rates.
 
     Gradients are clipped by their global norm over all devices. `peak` is the peak learning rate,
-    and `lengths` are those of its schedule. Both may be traced, or None for the config's.
+    and `lengths` are the lengths of its schedule. Both may be traced, or None for the config's.
     """
     optimizer = config.optimizer
     rule = update_rule(config)

@@ -201,8 +201,8 @@ class Program:
     def source_of(self, line: Instruction, computation: Computation) -> tuple[str, str]:
         """Returns the file and line of Python code of an instruction, and JAX's name of it.
 
-        For copies and fetches that the compiler has added, the source is that of the first
-        instruction that uses the result. Both texts are empty if it has no source either.
+        Copies and fetches that the compiler has added get the source of the first instruction that
+        uses their result. Both texts are empty if it has no source either.
         """
         for _ in range(_LONGEST_CHAIN):
             source = self._own_source(line)

@@ -165,7 +165,7 @@ class PositionEncoding:
     def shared_codes(
         self, n_keys: int, *, clamp_len: int | None, drop: Callable[[jax.Array], jax.Array]
     ) -> jax.Array | None:
-        """Returns all layers' encoding of the distances K - 1, .., 0: codes [K, D], or None.
+        """Returns the codes [K, D] of the distances K - 1, .., 0 for all layers, or None.
 
         With a learned table the codes are the distances themselves, int [K], clamped to the table.
 

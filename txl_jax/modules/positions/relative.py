@@ -42,7 +42,7 @@ class RelativePositions(PositionEncoding):
     def num_projected_codes(self, n_keys: int) -> int:
         """Returns K, the number of position keys, plus 1 with `tie_positions`.
 
-        The additional encoding is that of distance 0, from which u and v are projected.
+        The additional encoding is for distance 0, from which u and v are projected.
         """
         if self.config.tie_positions:
             return n_keys + 1

@@ -8,7 +8,7 @@
     tiled/        the same over tiles of the scores, in plain XLA: the path of CPUs
     stored.py     the same in plain XLA with its own backward pass: the path of GPUs in training
     tpu/          the same in Pallas kernels for TPUs
-    masks.py      the keys that a query attends to, as parameters and as booleans
+    masks.py      the keys that a query attends to, as descriptions and as booleans
     saved.py      names of the arrays that the backward pass reads, for activation checkpointing
     dropout.py    `ProbabilityDropout` on the probabilities, the same mask on every path
     distances.py  distances, their sinusoids, and the relative shift
