@@ -329,7 +329,7 @@ class Ours:
     def prepare(self, pace: Pace) -> None:
         """Chooses the warm-up and the place of the layer norms, and returns to the initial state.
 
-        The choices are those of `cli.plans.TimedPlan.fit_steps`.
+        The choices match `cli.plans.TimedPlan.fit_steps`.
         """
         planned = pace.planned_steps
         warmup = warmup_of(planned, self._config.optimizer.warmup_steps)
@@ -506,10 +506,10 @@ class Window(NamedTuple):
 
 
 def windows_of(n_token: int, *, block: int, stride: int) -> Iterator[Window]:
-    """Yields windows of `block` inputs in which each token but the first is scored once.
+    """Yields windows of `block` inputs in which each token except the first is scored once.
 
-    A window scores the `stride` tokens after those that the windows before it have scored. The
-    first window scores all of its targets.
+    A window scores the next `stride` tokens that earlier windows have not scored. The first window
+    scores all of its targets.
 
     Raises:
       UserError: If the text is shorter than one window.
@@ -639,7 +639,7 @@ COLUMNS = (
 
 
 def read_results(path: Path) -> dict[Run, Result]:
-    """Returns the results in a file. Without a file there are none."""
+    """Returns the results in a file. If the file does not exist, the result is empty."""
     results: dict[Run, Result] = {}
     if not path.exists():
         return results

@@ -184,7 +184,7 @@ def path_exists(path):
 
 
 def names_something(code, *, folders):
-    """Returns whether a code exists, or is no name of a module, class or file of this project.
+    """Returns whether a code exists, or does not name a module, class or file of this project.
 
     Args:
       code: Text of a page, without an argument list.
@@ -276,8 +276,8 @@ def test_no_page_measurement_or_message_names_a_commit():
 def measured_commands(path):
     """Returns the commands of a file of measurements, which has a column for them.
 
-    Without those that say that they were typed before 0.1, when programs had other names or
-    numbers.
+    Commands that are marked as typed before 0.1, when programs had other names or numbers, are
+    omitted.
     """
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file, strict=True))

@@ -14,7 +14,7 @@ from txl_jax.config import MemoryStart
 from txl_jax.runs.convert import TargetFormat, convert
 
 PAGE = "docs/from-transformers.md"
-# Like the published checkpoint it has no file of ours, and a memory that starts with zeros.
+# Like the published checkpoint, without a txl_jax.json, and with a memory that starts with zeros.
 PUBLISHED = drawn_run.WT103 | {
     "model.untie_r": True,
     "model.compat.memory_start": MemoryStart.ZEROS,

@@ -79,7 +79,7 @@ def test_nnx_begins_with_parameters_of_linen(run):
 
 @pytest.mark.full
 def test_a_loaded_model_is_trained_in_jit(run):
-    """The page asserts that its losses are those of `score`, and that the tuned model's fall."""
+    """The page asserts that its losses equal `score`'s, and that the tuned model's losses fall."""
     names = run("txl_jax.load")
 
     assert names["tuned"].params is names["params"]

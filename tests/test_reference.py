@@ -30,7 +30,7 @@ class Total(Generic[T]):
     """A sum.
 
     Raises:
-      ValueError: If there are no numbers, or one is
+      ValueError: If the numbers are missing, or one is
         *NaN*.
     """
 
@@ -97,7 +97,7 @@ A sum.
 
 Raises:
 
-- `ValueError`: If there are no numbers, or one is \\*NaN\\*.
+- `ValueError`: If the numbers are missing, or one is \\*NaN\\*.
 
 Fields:
 

@@ -1,6 +1,6 @@
 """The reference of modules as Markdown.
 
-Private names are left out. The public names of a module, which `import txl_jax` gives, come first,
+Private names are omitted. The public names of a module, which `import txl_jax` gives, come first,
 with "txl_jax." in front.
 """
 

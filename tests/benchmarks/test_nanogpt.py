@@ -257,7 +257,7 @@ def test_results_are_read_as_they_were_written(tmp_path):
 
 
 def test_the_same_command_makes_only_the_runs_that_are_missing(tmp_path, monkeypatch):
-    """A command that was interrupted after two runs goes on with the third."""
+    """A command that was interrupted after two runs continues with the third."""
     text = tmp_path / "text"
     text.write_bytes(bytes(1000))
     words = ["run", "--side=ours", f"--text={text}", "--bytes=1000", "--seconds=10"]
@@ -296,7 +296,7 @@ def test_a_side_without_its_clone_is_exit_code_2(tmp_path, capsys):
 
 @pytest.mark.parametrize(("planned", "place"), [(40, "post"), (900, "pre")])
 def test_our_side_is_own_bytes_with_the_choices_of_minutes(planned, place, monkeypatch):
-    """The warm-up is a tenth of few steps, few steps get post-norm, and the weights begin anew."""
+    """The warm-up is a tenth of few steps, few steps get post-norm, and the weights are reset."""
     small = {"model.n_layer": 1, "model.d_model": 16, "model.d_inner": 16, "model.d_head": 4}
     own_bytes = nanogpt.config_tree.replace(nanogpt.preset("own_bytes"), small)
     monkeypatch.setattr(nanogpt, "preset", {"own_bytes": own_bytes}.__getitem__)
@@ -321,7 +321,7 @@ def test_our_side_is_own_bytes_with_the_choices_of_minutes(planned, place, monke
     assert 1.9 < after < before - 3.0
 
 
-# nanoGPT's side, with a model in place of its clone
+# nanoGPT's side, with a model instead of its clone
 
 BIGRAMS = """
 import dataclasses

@@ -51,7 +51,7 @@ class Table:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The headings, or "column 2" where there is none or one that another column has."""
+        """The headings, or "column 2" if a heading is missing or not unique."""
         names = []
         for number, heading in enumerate(self.header, start=1):
             if heading and self.header.count(heading) == 1:

@@ -64,7 +64,7 @@ class Terminal:
     def start(self, command: str, answers: str | None, seconds: float) -> None:
         """Starts a shell command that does not end, such as a server.
 
-        Returns once the URL `answers` does, or after a second if there is none.
+        Returns once the URL `answers` responds, or after a second if it is None.
 
         Raises:
           TerminalError: If the command ends, or does not answer after these seconds.
