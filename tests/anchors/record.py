@@ -47,9 +47,11 @@ STEPS = 4
 FLOAT32 = 1e-4
 FLOAT64 = 1e-9
 BFLOAT16 = 1e-3
-# A number in bfloat16 has an error of up to 4e-3 of itself. From version 0.11 of JAX on, XLA rounds
-# at other places than when the numbers were recorded: the first norm differs by 1.3e-3.
-BFLOAT16_OF_LATER_VERSIONS = 4e-3
+# From version 0.11 of JAX on, XLA rounds bfloat16 at other places than when the numbers were
+# recorded. With 0.12.0.1, the first norm differs by 1.3e-3, and losses of the evaluations by up to
+# 1.0e-3. Losses of training differ by at most 3.4e-4, so they keep the narrow bound. They alone
+# notice a run in float32 without dropout, by 1.3e-3.
+BFLOAT16_OF_LATER_VERSIONS = 2e-3
 INITIAL = 1e-6
 
 MODEL: dict[str, Any] = {
@@ -319,31 +321,39 @@ def _cases() -> dict[str, Callable[[Path], dict[str, Any]]]:
 CASES = _cases()
 
 
-def tolerance(name: str) -> float:
-    """Returns the relative tolerance of the losses, norms and texts of a case."""
-    name = name.removesuffix(TWIN)
-    if name.endswith("float64"):
+def tolerance(case: str, path: str) -> float:
+    """Returns the relative tolerance of some numbers of a case.
+
+    Args:
+      case: Name of the case.
+      path: Keys of the numbers in its file, such as "curves train loss".
+    """
+    if path.startswith("initial "):
+        return INITIAL
+    case = case.removesuffix(TWIN)
+    if case.endswith("float64"):
         return FLOAT64
-    if name == "bfloat16":
-        if jax.__version_info__ >= (0, 11):
+    if case == "bfloat16":
+        if jax.__version_info__ >= (0, 11) and path != "curves train loss":
             return BFLOAT16_OF_LATER_VERSIONS
         return BFLOAT16
     return FLOAT32
 
 
-def differences(found: Any, expected: Any, relative: float, path: str = "") -> Iterator[str]:
-    """Yields the places where two trees differ.
+def differences(found: Any, expected: Any, case: str, path: str = "") -> Iterator[str]:
+    """Yields the places where two trees of a case differ.
 
-    Lists of floats may differ by this part of their largest number. All else must be equal.
+    Lists of floats may differ by a part of their largest number (`tolerance`). All else must be
+    equal.
     """
     if isinstance(expected, dict) and isinstance(found, dict) and found.keys() == expected.keys():
         for key in expected:
-            bound = INITIAL if key == "initial" else relative
-            yield from differences(found[key], expected[key], bound, f"{path} {key}".strip())
+            yield from differences(found[key], expected[key], case, f"{path} {key}".strip())
         return
 
     if isinstance(expected, list) and expected and isinstance(expected[0], float):
-        are_equal = _are_close(found, expected, bound=relative * max(map(abs, expected)))
+        bound = tolerance(case, path) * max(map(abs, expected))
+        are_equal = _are_close(found, expected, bound=bound)
     else:
         are_equal = found == expected
     if not are_equal:

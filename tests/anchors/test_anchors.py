@@ -26,4 +26,4 @@ def test_numbers_are_those_that_were_recorded(name, tmp_path):
 
     numbers = record.CASES[name](tmp_path)
 
-    assert list(record.differences(numbers, expected, record.tolerance(name))) == []
+    assert list(record.differences(numbers, expected, name)) == []
