@@ -4,11 +4,11 @@ import csv
 import re
 import runpy
 
-import jax
 import pytest
 
 import txl_jax
 from support import ROOT
+from support.pages import execute, python_blocks
 
 PAGE = (ROOT / "docs" / "concepts.md").read_text()
 FIGURES = ROOT / "docs" / "figures" / "concepts.py"
@@ -31,12 +31,9 @@ def table_rows(first_cell):
 @pytest.mark.full
 def test_the_page_runs_in_one_piece():
     """Its blocks assert what they show."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    blocks = python_blocks("docs/concepts.md")
     assert len(blocks) == 3
-    names = {"__name__": "page"}
-    with jax.numpy_rank_promotion("allow"):  # A reader's code runs with jax's own settings.
-        for block in blocks:
-            exec(block, names)
+    execute(blocks)
 
 
 def test_the_pictures_are_the_ones_that_the_script_draws(tmp_path):

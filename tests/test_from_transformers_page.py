@@ -2,13 +2,10 @@
 what the old code does with transformers 4.35.2.
 """
 
-import re
-
-import jax
 import numpy as np
 import pytest
 
-from support import ROOT, drawn_run
+from support import drawn_run
 from support.pages import execute, python_blocks
 from txl_jax.config import MemoryStart
 from txl_jax.runs.convert import TargetFormat, convert
@@ -21,10 +18,8 @@ PUBLISHED = drawn_run.WT103 | {
 }
 
 
-def titled_blocks(title):
-    """The blocks of Python under a title on the page."""
-    pattern = rf'```python title="{re.escape(title)}"\n(.*?)```'
-    return re.findall(pattern, (ROOT / PAGE).read_text(), flags=re.DOTALL)
+def old_blocks():
+    return python_blocks(PAGE, title="transformers 4.35.2")
 
 
 @pytest.fixture
@@ -40,20 +35,14 @@ def converted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def new_names():
-    """What the new blocks define. A reader's code runs with jax's own settings."""
-    with jax.numpy_rank_promotion("allow"):
-        return execute(python_blocks(PAGE))
-
-
 def test_each_old_block_has_a_new_one():
-    assert len(titled_blocks("transformers 4.35.2")) == len(python_blocks(PAGE)) == 8
+    assert len(old_blocks()) == len(python_blocks(PAGE)) == 8
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("converted")
 def test_the_new_code_runs():
-    names = new_names()
+    names = execute(python_blocks(PAGE))
 
     n_token = names["ids"].shape[1]
     assert n_token == 6
@@ -76,8 +65,8 @@ def test_the_new_code_computes_what_the_old_code_does():
     import torch
 
     torch.set_num_threads(1)
-    old = execute(titled_blocks("transformers 4.35.2"))
-    new = new_names()
+    old = execute(old_blocks())
+    new = execute(python_blocks(PAGE))
 
     for name in ("ids", "continuation", "num_parameters"):
         assert np.array_equal(old[name], new[name]), name
@@ -101,9 +90,9 @@ def test_the_new_code_computes_what_the_old_code_does():
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.usefixtures("converted")
 def test_the_page_splits_text_as_their_tokenizer_does():
-    [block] = titled_blocks("with sacremoses")
+    [block] = python_blocks(PAGE, title="with sacremoses")
     like_wikitext = execute([block])["like_wikitext"]
-    tokenizer = execute(titled_blocks("transformers 4.35.2")[:1])["tokenizer"]
+    tokenizer = execute(old_blocks()[:1])["tokenizer"]
 
     for text in (
         "23,000 people, 1.80m tall, don't agree (or do they?).",

@@ -24,9 +24,7 @@ def run(tmp_path, monkeypatch):
     def run_block(words):
         first, *others = python_blocks(PAGE)
         [block] = [block for block in others if words in block]
-        # A reader's code runs with jax's own settings.
-        with jax.numpy_rank_promotion("allow"):
-            return execute([first, block])
+        return execute([first, block])
 
     return run_block
 

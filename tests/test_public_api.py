@@ -137,8 +137,7 @@ def test_a_page_trains_with_a_loop_of_its_own(updates, limit, capsys):
     """And the bits per byte of its text, which repeats itself, fall below a limit."""
     [loop] = [block for block in python_blocks("docs/usage.md") if "scan_segments" in block]
     assert "range(0, 200, 10)" in loop  # The page makes 200 updates, ten per call.
-    with jax.numpy_rank_promotion("allow"):  # A reader's code runs with jax's own settings.
-        execute([loop.replace("200", str(updates))])
+    execute([loop.replace("200", str(updates))])
     bits = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
     assert len(bits) == updates // 10
     assert bits[0] > 4

@@ -6,6 +6,8 @@ import re
 import subprocess
 from typing import Any
 
+import jax
+
 from support import ROOT
 
 # README and the guides. BUILD.md and CONTRIBUTING.md are for those who change this project.
@@ -15,7 +17,8 @@ PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").g
 OUTPUT = {"", "text"}
 
 _FENCED = re.compile(
-    r"^```(?P<language>\w*)(?P<title>[^\n]*)\n(?P<source>.*?)^```$", re.DOTALL | re.MULTILINE
+    r'^```(?P<language>\w*)(?: title="(?P<title>.*?)")?\n(?P<source>.*?)^```$',
+    re.DOTALL | re.MULTILINE,
 )
 # Lines that are indented by four spaces below an empty line. A list item's further lines have two.
 _INDENTED = re.compile(r"(?<=\n\n)(?P<source>(?: {4}.*\n)+)")
@@ -32,7 +35,7 @@ class Block:
     line: int  # Of the page, where the source begins.
     language: str  # What stands behind the fence.
     source: str
-    title: str = ""  # Such as `title="transformers 4.35.2"`: a block for another environment.
+    title: str = ""  # Such as "transformers 4.35.2": a block for another environment.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,18 +62,19 @@ def blocks(page: str) -> list[Block]:
     such as signatures, are omitted.
     """
     text = (ROOT / page).read_text()
-    found = []
+    all_blocks = []
     for match in _FENCED.finditer(text):
         line = text.count("\n", 0, match.start("source")) + 1
-        found.append(Block(page, line, match["language"], match["source"], match["title"].strip()))
+        title = match["title"] or ""
+        all_blocks.append(Block(page, line, match["language"], match["source"], title))
     # Keeps the lines' numbers, and hides code that is indented within a fence.
     outside = _FENCED.sub(lambda match: "\n" * match[0].count("\n"), text)
     for match in _INDENTED.finditer(outside):
         source = re.sub(r"^ {4}", "", match["source"], flags=re.MULTILINE)
         if source.split()[0] in _FIRST_WORDS_OF_COMMANDS:
             line = outside.count("\n", 0, match.start("source")) + 1
-            found.append(Block(page, line, "sh", source))
-    return sorted(found, key=lambda block: block.line)
+            all_blocks.append(Block(page, line, "sh", source))
+    return sorted(all_blocks, key=lambda block: block.line)
 
 
 @functools.cache  # Each command is read by bash.
@@ -123,18 +127,22 @@ def with_flags(command: str, flags: str) -> str:
     return f"{code[0].rstrip()} {flags}"
 
 
-def python_blocks(page: str = "README.md") -> list[str]:
-    """The text of each block of Python on a page, from the first to the last."""
-    found = []
+def python_blocks(page: str = "README.md", *, title: str = "") -> list[str]:
+    """The text of each block of Python on a page with this title, from the first to the last."""
+    sources = []
     for block in blocks(page):
-        if block.language == "python" and not block.title:
-            found.append(block.source)
-    return found
+        if block.language == "python" and block.title == title:
+            sources.append(block.source)
+    return sources
 
 
 def execute(sources: list[str], **names: Any) -> dict[str, Any]:
-    """Runs the blocks of a page one after the other, and returns the names that they define."""
+    """Runs the blocks of a page one after the other, and returns the names that they define.
+
+    A reader's code runs with jax's own settings, unlike this suite.
+    """
     names["__name__"] = "page"
-    for source in sources:
-        exec(source, names)
+    with jax.numpy_rank_promotion("allow"):
+        for source in sources:
+            exec(source, names)
     return names
