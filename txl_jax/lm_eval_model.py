@@ -25,6 +25,7 @@ from lm_eval.api.registry import register_model
 from txl_jax.config import GenerateConfig
 from txl_jax.data import encode
 from txl_jax.errors import UserError
+from txl_jax.runs.generate import start_ids
 from txl_jax.runtime import distributed
 from txl_jax.trained_model import load
 
@@ -91,7 +92,7 @@ class HarnessModel(LM):
         self._max_gen_toks = max_gen_toks
 
         vocabulary = self.model.vocabulary
-        first_tokens = vocabulary.start
+        first_tokens = start_ids(self.model.config, vocabulary)
         if first is not None:
             first_tokens = encode.one_token(vocabulary, first)
         self._first = int(first_tokens[0])

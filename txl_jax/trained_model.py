@@ -33,7 +33,7 @@ from txl_jax.runs.build import Built, build_for
 from txl_jax.runs.documents import DocumentReader, check_batch_size, read_all, takes_embeddings
 from txl_jax.runs.dynamic import DynamicModel, NamedDocument, built_with_rule, document_config
 from txl_jax.runs.dynamic_statistics import learning_model
-from txl_jax.runs.generate import check_can_generate, or_start, read_stop
+from txl_jax.runs.generate import check_can_generate, or_start, read_stop, start_ids
 from txl_jax.runs.trained import TrainedModel, open_weights
 from txl_jax.runtime import distributed
 
@@ -279,7 +279,7 @@ class LanguageModel:
             continuation does not add a token to its context, such as a space for a word model.
         """
         if first is None:
-            before = self.vocabulary.start
+            before = start_ids(self.config, self.vocabulary)
         else:
             before = encode.one_token(self.vocabulary, first)
 
@@ -380,7 +380,7 @@ class LanguageModel:
 
         Args:
           prompts: Texts or token ids to continue, of any lengths. An empty prompt starts from an
-            empty memory.
+            empty memory, after the token that ends a document if `data.reset_at` names one.
           settings: Length, temperature, top_k, top_p, stop and seed, or None for the run's
             `generate` settings.
           stop: Strings, which need not be single tokens. The first one generated ends a text, which
@@ -439,7 +439,7 @@ class LanguageModel:
             )
 
         return self._generator.pieces(
-            [or_start(ids, self.vocabulary) for ids in prompt_ids],
+            [or_start(ids, self.config, self.vocabulary) for ids in prompt_ids],
             settings,
             draws=[(seed, 0) for seed in seeds],
             decode=self.vocabulary.decode,

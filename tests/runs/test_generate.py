@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import json
 import re
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from txl_jax.data.word_tokens import CharacterVocabulary, WordVocabulary
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.inference.generate import BLOCK
-from txl_jax.runs.generate import generate_text, read_prompt, read_stop
+from txl_jax.runs.generate import continue_prompts, generate_text, read_prompt, read_stop
+from txl_jax.runs.trained import TrainedModel
 
 pytestmark = pytest.mark.usefixtures("traces_kept")
 
@@ -66,6 +68,30 @@ def letter_of_first_block(texts):
         if is_early[0] and not all(is_early):
             return letter
     pytest.fail(f"no such letter: {texts}")
+
+
+def test_without_a_prompt_a_model_of_documents_begins_a_document(run, whole, tmp_path):
+    """It continues the token that ends a document, in every way to generate."""
+    config, corpus, _ = run
+    config = config_tree.replace(config, {"data.reset_at": "s"})
+    workdir, _ = drawn_run.make(tmp_path / "run", config, corpus)
+
+    texts, _ = write((config, corpus, workdir))
+    after_end, _ = write((config, corpus, workdir), prompt="s")
+    assert texts == [text.removeprefix("s") for text in after_end]
+    assert texts != whole, "a model without documents continues a newline"
+
+    records = []
+    model = TrainedModel.of(workdir, config)
+    continue_prompts(model, [(1, b"")], name="prompts", write=records.append)
+    assert [json.loads(record)["text"] for record in records] == texts
+
+    loaded = txl_jax.load(workdir.path)
+    first = dataclasses.replace(config.generate, samples=1)
+    assert loaded.generate([""], first) == texts[:1]
+    pair = ("", "the")
+    assert loaded.score_continuations([pair]) == loaded.score_continuations([pair], first="s")
+    assert loaded.score_continuations([pair]) != loaded.score_continuations([pair], first="\n")
 
 
 def test_each_sample_ends_with_its_first_stop(run, whole):

@@ -104,7 +104,7 @@ def continue_prompts(
 
         texts = [""] * len(batch)
         pieces = generator.pieces(
-            [or_start(request.ids, vocabulary) for request in batch],
+            [or_start(request.ids, model.config, vocabulary) for request in batch],
             config,
             draws=[(config.seed, request.sample) for request in batch],
             decode=vocabulary.decode,
@@ -145,12 +145,21 @@ def _requests(
             yield _Request(index, sample, prompt, ids)
 
 
-def or_start(ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
-    """Returns the ids that a model continues: a prompt's, or the start token for an empty one.
+def or_start(ids: np.ndarray, config: ExperimentConfig, vocabulary: Vocabulary) -> np.ndarray:
+    """Returns the ids [T] that a model continues: a prompt's, or `start_ids` for an empty one."""
+    return ids if len(ids) else start_ids(config, vocabulary)
 
-    The start token is a token that could precede a text, such as a newline.
+
+def start_ids(config: ExperimentConfig, vocabulary: Vocabulary) -> np.ndarray:
+    """Returns the ids [1] that a text without a prompt continues.
+
+    If `data.reset_at` names the token that ends a document, it is this token, so that a new
+    document begins. Otherwise it is a token that could precede a text, such as a newline.
     """
-    return ids if len(ids) else vocabulary.start
+    if config.data.reset_at is None:
+        return vocabulary.start
+    end_ids = encode.find_tokens(vocabulary, config.data.reset_at, name="data.reset_at")
+    return np.array(end_ids)
 
 
 def make_sampler(config: ExperimentConfig, vocabulary: Vocabulary) -> "Sampler":
@@ -215,7 +224,7 @@ class Sampler:
         # The parameters are cast, scaled and laid out once for inference (`inference.prepare`).
         generator = built.generator(built.prepare_params(params))
         blocks = generator.tokens(
-            or_start(self.ids, self.vocabulary),
+            or_start(self.ids, built.config, self.vocabulary),
             self.settings,
             # A token ends a sample in the generator. The stream finds strings in the text.
             stop_token=self.ending,
