@@ -367,6 +367,7 @@ def test_archives_and_files_of_a_text():
         b"(\xb5/\xfd": "zstd",
         b"\xff\xfe": "UTF-16",
         b"\xfe\xff": "UTF-16",
+        b"MThd": "MIDI (docs/music.md shows how to convert it to ids)",
     }
 
 

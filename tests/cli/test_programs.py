@@ -415,6 +415,24 @@ def test_a_compressed_text_is_trained_on_if_bytes_are_asked_for_by_name(tmp_path
     succeed("text", *flags)
 
 
+def test_a_midi_file_is_an_error_that_names_the_page_about_music(tmp_path):
+    path = tmp_path / "song.mid"
+    path.write_bytes(b"MThd" + np.random.default_rng(0).bytes(3000))
+    for tokenizer in ([], ["--tokenizer=word"], ["--tokenizer=id"]):
+        err = fail(
+            "text",
+            *programs.TINY,
+            *SHORT,
+            f"--data.file={path}",
+            f"--cache_dir={tmp_path}",
+            f"--workdir={tmp_path / 'run'}",
+            *tokenizer,
+        )
+        assert "MIDI" in err
+        assert "docs/music.md" in err
+        assert not (tmp_path / "run").exists()
+
+
 def test_json_lines_are_trained_on_and_scored(tmp_path):
     path = tmp_path / "d.jsonl"
     documents = [{"text": f"one two {number}\nthree"} for number in range(200)]

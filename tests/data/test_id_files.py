@@ -186,7 +186,11 @@ def npy(header):
     [
         pytest.param("ids.bin", b"123", r"ids\.bin\b.*uint16", id="three bytes of uint16"),
         pytest.param("ids.bin", b"", r"ids\.bin", id="empty"),
-        pytest.param("ids.txt", b"1 2 3", r"\.npy\b.*\.bin\b", id="text"),
+        pytest.param("ids.txt", b"1 2 3", r"ids\.txt\b.*\.npy\b.*\.bin\b", id="text"),
+        # Bytes of an even number can be read as uint16.
+        pytest.param("ids.npz", b"PK\3\4", r"ids\.npz\b.*\.npy\b.*\.bin\b", id="npz"),
+        pytest.param("a.mid", b"MThd", r"a\.mid\b.*MIDI\b.*\bdocs/music\.md\b", id="MIDI"),
+        pytest.param("A.MIDI", b"MThd", r"A\.MIDI\b.*\bdocs/music\.md\b", id="MIDI in capitals"),
         pytest.param("ids.npy", b"1 2 3", r"ids\.npy\b", id="text called .npy"),
     ],
 )
@@ -286,5 +290,12 @@ def test_an_array_that_was_cut_off_is_named(read, tmp_path):
 def test_a_split_of_two_files_is_an_error_that_names_the_flag(read):
     for name in ("1.bin", "2.bin", "v.bin"):
         IDS.astype("<u2").tofile(name)
-    with pytest.raises(UserError, match=r"--data\.train\b.*\b2 files\b"):
+    with pytest.raises(UserError, match=r"--data\.train\b.*\b2 files\b.*--train\b.*--test\b"):
         read(train=("[12].bin",), valid=("v.bin",))
+
+
+def test_a_pattern_of_midi_files_is_an_error_that_names_the_page_about_music(read, tmp_path):
+    for name in ("1.mid", "2.mid"):
+        (tmp_path / name).write_bytes(b"MThd")
+    with pytest.raises(UserError, match=r"1\.mid\b.*\bdocs/music\.md\b"):
+        read(file="*.mid")

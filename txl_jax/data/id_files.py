@@ -45,6 +45,9 @@ _FEWEST_BYTES = 1024
 # Overlap of the distributions of upper and lower bytes. It is 1 for one-byte ids, and below 1/2 for
 # uint16 ids of text, whose frequent ids are small.
 _ALIKE = 0.8
+# Ends of the names of files of ids, and of files that musicians may pass instead.
+_SUFFIXES = (".npy", ".bin")
+_MIDI_SUFFIXES = (".mid", ".midi")
 _FORMATS = (
     "A file of ids must be .npy (numpy.save) with integers along one axis, or .bin with uint16."
 )
@@ -127,10 +130,16 @@ def _open(name: str, paths: Sequence[str]) -> np.memmap:
       paths: The setting's names and patterns.
     """
     path, *others = expanded(paths, flag=f"--data.{name}")
+    if path.lower().endswith(_MIDI_SUFFIXES):
+        raise UserError(
+            f"{path} must have token ids, got a MIDI file. docs/music.md shows how to convert it."
+        )
+    if not path.endswith(_SUFFIXES):
+        raise UserError(f"{path} is not a file of ids. {_FORMATS}")
     if others:
         raise UserError(
             f"--data.{name} must name one file of ids, got {1 + len(others)} files. "
-            "Concatenate them."
+            "Concatenate them, or pass one file per split with --train, --valid and --test."
         )
 
     array: Any
@@ -145,7 +154,7 @@ def _open(name: str, paths: Sequence[str]) -> np.memmap:
     # A renamed .npz is not an array, and other arrays are not ids. Not by `np.issubdtype`, which
     # takes durations (timedelta64) for integers.
     is_ids = isinstance(array, np.memmap) and array.ndim == 1 and array.dtype.kind in "iu"
-    if not path.endswith((".npy", ".bin")) or not is_ids:
+    if not is_ids:
         content = type(array).__name__
         if isinstance(array, np.ndarray):
             content = f"type {array.dtype} and shape {array.shape}"

@@ -31,6 +31,7 @@ _PACKED = {
     b"(\xb5/\xfd": "zstd",
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
+    b"MThd": "MIDI (docs/music.md shows how to convert it to ids)",
 }
 # Number of bytes. Longer ranges without white space are cut between characters.
 _LONGEST_WORD = 1 << 16
@@ -260,7 +261,7 @@ def is_inside_character(byte: int) -> bool:
 
 
 def packed_as(head: bytes) -> str:
-    """Returns the format of a file that begins like a compressed or UTF-16 file, otherwise ""."""
+    """Returns the format of a file that begins like a compressed, UTF-16 or MIDI file, or ""."""
     for start, kind in _PACKED.items():
         if head.startswith(start):
             return kind
