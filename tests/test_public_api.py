@@ -9,7 +9,6 @@ import subprocess
 import sys
 from unittest import mock
 
-import jax
 import numpy as np
 import pytest
 
