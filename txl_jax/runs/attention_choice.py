@@ -18,7 +18,7 @@ from txl_jax.modules.positions import encoding_of
 from txl_jax.ops.attention import AttentionCall, AttentionPaths, Implementation, choose
 from txl_jax.ops.attention.distances import table_length
 from txl_jax.runs import attention_check
-from txl_jax.sharding.axes import batch_axes, num_batch_shards
+from txl_jax.sharding.axes import batch_axis, num_batch_shards
 from txl_jax.sharding.mesh import TENSOR
 
 
@@ -149,7 +149,7 @@ def evaluation_call(config: ExperimentConfig, mesh: Mesh | AbstractMesh) -> Atte
 
     # If rows cannot be split evenly, each device has all of them.
     batch = lengths.batch_size
-    if batch_axes(mesh, batch) is not None:
+    if batch_axis(mesh, batch) is not None:
         batch //= num_batch_shards(mesh)
 
     capacity = cache_capacity(mem_len=lengths.mem_len, segment_len=lengths.segment_len)

@@ -35,7 +35,7 @@ from txl_jax.runs.attention_choice import ChosenPath, choose_attention
 from txl_jax.runs.remat_choice import ChosenRemat, choose_remat
 from txl_jax.runtime.environment import bytes_on_device
 from txl_jax.sharding import axes
-from txl_jax.sharding.axes import batch_axes, named_sharding, num_batch_shards, param_shardings
+from txl_jax.sharding.axes import batch_axis, named_sharding, num_batch_shards, param_shardings
 from txl_jax.sharding.mesh import FSDP, TENSOR, bind_mesh, make_mesh, use_mesh
 from txl_jax.training import optimizer as optimizer_lib
 from txl_jax.training.member_axis import Members
@@ -288,7 +288,7 @@ class Built:
         if jax.process_count() == 1:
             return all_rows
 
-        sharding = self._sharding(batch_axes(self.mesh, batch_size))
+        sharding = self._sharding(batch_axis(self.mesh, batch_size))
         slices = sharding.addressable_devices_indices_map((batch_size,))
         if not slices:
             raise UserError(
@@ -342,7 +342,7 @@ class Built:
 
     def _segment_shardings(self, batch_size: int) -> Any:
         """Returns `Segments` of shardings."""
-        rows = batch_axes(self.mesh, batch_size)
+        rows = batch_axis(self.mesh, batch_size)
         tokens = self._sharding(None, rows, axes.LENGTH)
         return Segments(
             inputs=tokens, targets=tokens, weights=tokens, reset=self._sharding(None, rows)
@@ -350,7 +350,7 @@ class Built:
 
     def _memory_shardings(self, batch_size: int) -> Any:
         """Returns a training `Memory` of shardings."""
-        rows = batch_axes(self.mesh, batch_size)
+        rows = batch_axis(self.mesh, batch_size)
         return Memory(
             hidden=self._sharding(axes.LAYERS, rows, axes.LENGTH, None), valid=self._sharding(rows)
         )
@@ -418,7 +418,7 @@ class Built:
         if isinstance(self.model, RecurrentModel):
             shardings = self._memory_shardings(lengths.batch_size)
         else:
-            rows = batch_axes(self.mesh, lengths.batch_size)
+            rows = batch_axis(self.mesh, lengths.batch_size)
             layer = self._sharding(rows, axes.HEADS, None, None)
             layers = (layer,) * self.config.model.n_layer
             shardings = KVCache(

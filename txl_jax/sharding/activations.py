@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from txl_jax.sharding import axes
-from txl_jax.sharding.axes import batch_axes, spec
+from txl_jax.sharding.axes import batch_axis, spec
 from txl_jax.sharding.mesh import ambient_mesh
 
 
@@ -46,7 +46,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     for name, size in zip(names, x.shape, strict=True):
         if name == axes.BATCH:
             # None if the rows do not divide among the devices.
-            name = batch_axes(mesh, size)
+            name = batch_axis(mesh, size)
         divisible_names.append(name)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(*divisible_names)))
 
@@ -98,6 +98,6 @@ def batch_spec(batch_size: int) -> tuple[str, ...]:
     The result is empty if the rows do not divide among the axes.
     """
     mesh = ambient_mesh()
-    if mesh is None or batch_axes(mesh, batch_size) is None:
+    if mesh is None or batch_axis(mesh, batch_size) is None:
         return ()
     return spec(axes.BATCH)[0]

@@ -72,18 +72,27 @@ def named_sharding(mesh: Mesh, *names: str | None) -> NamedSharding:
 
 
 def param_shardings(mesh: Mesh, tree: Any) -> Any:
-    """Returns the shardings of a tree of parameters boxed with logical axis names.
+    """Returns the sharding of each parameter, or of each array of an optimizer's state.
 
-    The result is shaped like `nn.unbox(tree)`.
+    Most parameters are sharded over the mesh axes of their logical axes (`spec`). The exceptions:
 
-    The sizes of vocabularies and clusters come from the text (205 bytes in enwik8). A table whose
-    tokens do not divide over `tensor` is replicated there, and over `fsdp` its tokens are sharded
-    if its width does not divide. (Sharding the width over `tensor` would need an all-gather for
-    every use, which reads parts of the tokens.)
+    - Embedding tables, axes (`VOCAB`, `CLUSTER_EMBED`). Their numbers of tokens come from the text
+      (205 bytes in enwik8) and need not divide among the devices. The tokens are sharded over
+      `tensor` if they divide, and otherwise replicated over it. Over `fsdp` the width is sharded
+      if it divides, or else the tokens if they divide. The width is never sharded over `tensor`:
+      the softmax uses a part of the tokens at a time, and each use would need an all-gather.
+    - The softmax's bias, axis (`VOCAB`,), is replicated.
+    - Arrays without a box are replicated. On one device, no parameter has a box.
+    - Arrays whose shape does not fit their box are replicated. Adafactor's state has such arrays:
+      optax copies a parameter's box to the means over its rows, which have one axis less.
 
-    An optimizer's state has the boxes of its parameters, as optax maps over them. Bare arrays are
-    replicated, like all parameters on one device, and so is an array that its box does not fit,
-    such as Adafactor's means of rows.
+    Args:
+      mesh: The mesh.
+      tree: Arrays, most of them in a box with their logical axes (`nn.LogicallyPartitioned`), as
+        `init` creates them on a mesh. The shapes of the arrays are enough.
+
+    Returns:
+      A tree of `NamedSharding`, with the structure of `nn.unbox(tree)`.
     """
     return jax.tree.map(
         functools.partial(_param_sharding, mesh),
@@ -121,7 +130,11 @@ def _param_sharding(mesh: Mesh, names: PartitionSpec, array: Any) -> Any:
 
 
 def _table_spec(mesh: Mesh | AbstractMesh, sizes: dict[str, int]) -> PartitionSpec:
-    """Returns the mesh axes of an embedding table, from its sizes by logical axis."""
+    """Returns the mesh axes of an embedding table [tokens, width] (`param_shardings`).
+
+    `sizes` has the table's two sizes by logical axis, in the order of its axes: `VOCAB`, the
+    number of tokens, and `CLUSTER_EMBED`, the width of their vectors before the projection to D.
+    """
     mesh_axes: dict[str, list[str]] = {name: [] for name in sizes}
 
     def divides(name: str, mesh_axis: str) -> bool:
@@ -141,21 +154,26 @@ def _table_spec(mesh: Mesh | AbstractMesh, sizes: dict[str, int]) -> PartitionSp
 
 
 class TablePlaces(NamedTuple):
-    """The mesh axes, of more than one device, over which the parts of a table are spread."""
+    """The mesh axes over which an embedding table is sharded while tokens are looked up in it.
 
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
+    Only axes with more than one device are named.
+    """
+
+    rows: tuple[str, ...]  # Mesh axes that share the tokens.
+    columns: tuple[str, ...]  # Mesh axes that share the width.
 
     def spec(self) -> PartitionSpec:
-        """Returns the mesh axes of each axis of the table."""
+        """Returns these axes as the `PartitionSpec` of a table [rows, width]."""
         return PartitionSpec(self.rows or None, self.columns or None)
 
 
 def table_places(mesh: Mesh | AbstractMesh, rows: int, width: int) -> TablePlaces:
-    """Returns where the parts of an embedding table [rows, width] are to be looked up.
+    """Returns how an embedding table [rows, width] is sharded while tokens are looked up in it.
 
-    It is where they are stored, except that the rows are always sharded over `tensor`, padded if
-    they do not divide: so are the softmax's, and their gradients.
+    It is for the tables of the input embedding. A table is sharded as it is stored
+    (`param_shardings`), with one exception: its rows are always sharded over `tensor`, and padded
+    if they do not divide. The softmax's tables are sharded over `tensor` in the same way, and so
+    are the gradients of both.
     """
     stored_rows, stored_columns = _table_spec(mesh, {VOCAB: rows, CLUSTER_EMBED: width})
     row_axes = (TENSOR,) if mesh.shape[TENSOR] > 1 else ()
@@ -165,13 +183,16 @@ def table_places(mesh: Mesh | AbstractMesh, rows: int, width: int) -> TablePlace
         return TablePlaces(row_axes, (FSDP,))
     if stored_rows == (TENSOR, FSDP):
         return TablePlaces((*row_axes, FSDP), ())
-    # Each device of `fsdp` has the whole width, and all rows or those of `tensor`. A table whose
-    # rows divide by `fsdp` but not by `tensor`, and whose width does not, is gathered for that.
+    # Each device of `fsdp` has the whole width, of all rows or of its `tensor` part of the rows. A
+    # table that is stored with its rows over `fsdp` only is gathered over `fsdp` for the lookup.
     return TablePlaces(row_axes, ())
 
 
-def batch_axes(mesh: Mesh | AbstractMesh, batch_size: int) -> str | None:
-    """Returns `BATCH` if a batch divides among the devices, otherwise None (replicated)."""
+def batch_axis(mesh: Mesh | AbstractMesh, batch_size: int) -> str | None:
+    """Returns the logical axis of a batch's rows.
+
+    It is `BATCH` if the rows divide among the devices, or None (replicated) if they do not.
+    """
     return BATCH if batch_size % num_batch_shards(mesh) == 0 else None
 
 
@@ -197,10 +218,14 @@ def head_part_axis(d_head: int) -> str | None:
 
     The result is None if the axis has one device, or if E does not divide among its devices.
     """
-    num_shards = num_weight_shards()
+    mesh = ambient_mesh()
+    if mesh is None:
+        return None
+    mesh_axis = _MESH_AXES[HEAD_PART]
+    num_shards = mesh.shape[mesh_axis]
     if num_shards == 1 or d_head % num_shards:
         return None
-    return _MESH_AXES[HEAD_PART]
+    return mesh_axis
 
 
 def num_vocab_shards() -> int:
@@ -240,11 +265,12 @@ def ones(*names: str | None) -> Initializer:
 
 
 def _with_names(initializer: Initializer, names: tuple[str | None, ...]) -> Initializer:
-    """Returns an initializer that, on a mesh, puts its array in a box with its logical axes.
+    """Returns `initializer`, changed to label its arrays with logical axes on a mesh.
 
-    Without an ambient mesh of multiple devices nothing is sharded, and the array stays plain. A box
-    would be in the way of every caller of `init`. NNX would even raise: it shards a parameter as
-    soon as it is created, by the names on its box, and no mesh has axes with these names.
+    On an ambient mesh of multiple devices, each array that the result creates is in a box with
+    `names`, for `param_shardings`. Otherwise nothing is sharded, and the result returns plain
+    arrays. There, every caller of `init` would have to unbox them, and NNX would raise: it shards
+    a boxed parameter when it is created, over mesh axes called `names`, which no mesh has.
     """
 
     def initialize(*arguments: Any) -> Any:
