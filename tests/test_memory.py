@@ -2,7 +2,6 @@
 over segments.
 """
 
-import functools
 import math
 
 import jax
@@ -87,7 +86,7 @@ def test_update_stops_the_gradient_of_what_enters(segment_len):
 def test_reset_touches_only_the_marked_rows(how):
     fresh = start(how)
     memory = update(fresh, layer_inputs(4))
-    reset = memory_lib.reset(memory, jnp.asarray([False, True, False]), how)
+    reset = memory_lib.reset(memory, jnp.asarray([False, True, False]))
 
     assert reset.valid.tolist() == [memory.valid[0], fresh.valid[1], memory.valid[2]]
     before = np.asarray(memory.hidden)
@@ -98,6 +97,16 @@ def test_reset_touches_only_the_marked_rows(how):
     else:  # And the rows fill independently.
         # Rows that had four filled slots have five, which is M.
         assert update(reset, layer_inputs(1)).valid.tolist() == [M, 1, M]
+
+
+@pytest.mark.parametrize("how", MemoryStart)
+def test_reset_with_another_start_than_the_memory_is_an_error(how):
+    [other] = set(MemoryStart) - {how}
+    rows = jnp.asarray([False, True, False])
+    with pytest.raises(UserError) as raised:
+        memory_lib.reset(start(how), rows, other)
+    assert f"{how}, got {other}" in str(raised.value)
+    assert memory_lib.reset(start(how), rows, how).start is how
 
 
 def body(state, memory, segment):
@@ -117,7 +126,7 @@ def test_the_scan_is_a_loop(how, resets):
     segments = Segments(inputs, targets, np.ones((S, B, L), np.float32), np.zeros((S, B), bool))
     for place in resets:
         segments.reset[place] = True
-    reset = functools.partial(memory_lib.reset, start=how)
+    reset = memory_lib.reset
 
     @jax.jit
     def scan(state, memory, segments):

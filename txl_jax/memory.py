@@ -17,12 +17,14 @@ from txl_jax.config import MemoryStart
 from txl_jax.errors import UserError
 
 
-@flax.struct.dataclass
-class Memory:
+class Memory(flax.struct.PyTreeNode):
     """States of the last M positions. Rows are independent: a microbatch uses its own rows."""
 
     hidden: jax.Array  # [N, B, M, D], inputs of the layers, oldest position first.
     valid: jax.Array  # int32 [B], number of filled slots of each row, which are the last ones.
+    # How the memory starts, and what `reset` sets rows back to. It is not an array: memories that
+    # start differently have different tree structures.
+    start: MemoryStart = flax.struct.field(pytree_node=False, default=MemoryStart.MASKED)
 
     @property
     def mem_len(self) -> int:
@@ -78,6 +80,7 @@ def init(
     return Memory(
         hidden=jnp.zeros((n_layer, batch_size, mem_len, d_model), dtype),
         valid=jnp.full((batch_size,), start_valid(mem_len, start), jnp.int32),
+        start=start,
     )
 
 
@@ -97,7 +100,7 @@ def update(memory: Memory, layer_inputs: jax.Array, lengths: jax.Array | None = 
     # gradients stopped when they were new.
     kept = memory.hidden[:, :, min(segment_len, mem_len) :]
     new = jax.lax.stop_gradient(layer_inputs[:, :, max(segment_len - mem_len, 0) :])
-    return Memory(
+    return memory.replace(
         hidden=jnp.concatenate([kept, new.astype(kept.dtype)], axis=2),
         valid=jnp.minimum(memory.valid + segment_len, mem_len),
     )
@@ -114,7 +117,7 @@ def _update_padded(memory: Memory, layer_inputs: jax.Array, lengths: jax.Array) 
     def last_slots(row: jax.Array, n_token: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(row, n_token, mem_len, axis=1)
 
-    return Memory(
+    return memory.replace(
         hidden=jax.vmap(last_slots, in_axes=(1, 0), out_axes=1)(states, lengths),
         valid=jnp.minimum(memory.valid + lengths, mem_len),
     )
@@ -190,18 +193,30 @@ def documents(
 
 
 @jax.named_scope("memory")
-def reset(memory: Memory, rows: jax.Array, start: MemoryStart = MemoryStart.MASKED) -> Memory:
-    """Empties the rows marked in `rows` (bool [B]), as `init` with the same `start` makes them.
+def reset(memory: Memory, rows: jax.Array, start: MemoryStart | None = None) -> Memory:
+    """Sets the rows marked in `rows` (bool [B]) back to the memory's start, `memory.start`.
 
-    `start` must be the model's `compat.memory_start`. Masked slots keep their states, which nothing
-    attends to, because clearing a memory of gigabytes takes time. So a row whose states are not
-    finite needs a new memory: a mask does not hide nan.
+    Masked slots keep their states, which nothing attends to, because clearing a memory of gigabytes
+    takes time. So a row whose states are not finite needs a new memory: a mask does not hide nan.
+
+    Args:
+      memory: The memory, from a model's `init_memory`.
+      rows: bool [B].
+      start: None, or the memory's start, which is checked.
+
+    Raises:
+      UserError: If `start` is not the memory's start.
     """
+    if start is not None and start is not memory.start:
+        raise UserError(
+            f"start must be the memory's start, {memory.start}, got {start}. Leave it out: the "
+            "memory records how it starts"
+        )
     hidden = memory.hidden
-    if start is MemoryStart.ZEROS:
+    if memory.start is MemoryStart.ZEROS:
         hidden = jnp.where(rows[None, :, None, None], 0, hidden)
-    valid = jnp.where(rows, start_valid(memory.mem_len, start), memory.valid)
-    return Memory(hidden=hidden, valid=valid)
+    valid = jnp.where(rows, start_valid(memory.mem_len, memory.start), memory.valid)
+    return memory.replace(hidden=hidden, valid=valid)
 
 
 def start_valid(mem_len: int, start: MemoryStart) -> int:

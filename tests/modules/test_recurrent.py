@@ -107,14 +107,14 @@ def test_a_row_that_is_reset_starts_again(network, how):
 
     The same text is read twice, so a row without a reset has other states the second time.
     """
-    model = make(network)
+    model = make(network, **{"compat.memory_start": how})
     variables = {"params": tiny_run.params(model)}
     encode = tiny.encoder(model)
     start = model.init_memory(batch_size=tiny.B, mem_len=0)
     first_states, memory = encode(variables, tiny.text(L), start)
     first_states = np.asarray(first_states)
 
-    memory = memory_lib.reset(memory, np.asarray([False, True, False]), how)
+    memory = memory_lib.reset(memory, np.asarray([False, True, False]))
 
     states = np.asarray(encode(variables, tiny.text(L), memory)[0])
     np.testing.assert_array_equal(states[1], first_states[1])

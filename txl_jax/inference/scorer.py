@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax import memory as memory_lib
-from txl_jax.config import EvalConfig, MemoryStart
+from txl_jax.config import EvalConfig
 from txl_jax.inference import cache as cache_lib
 from txl_jax.inference import forward
 from txl_jax.inference.prepare import prepare_params
@@ -117,7 +117,7 @@ def _of_recurrent(model: RecurrentModel, eval_config: EvalConfig) -> Scorer:
         return model.apply({"params": params}, hidden, targets, method=model.nll)
 
     def reset(params: Any, memory: Any, rows: jax.Array) -> Any:
-        return memory_lib.reset(memory, rows, MemoryStart.MASKED)
+        return memory_lib.reset(memory, rows)
 
     return Scorer(
         prepare_params=lambda params: params,

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax import memory as memory_lib
-from txl_jax.config import MemoryStart, ModelConfig, Network
+from txl_jax.config import ModelConfig, Network
 from txl_jax.memory import Memory
 from txl_jax.modules.attention import sow_if_asked
 from txl_jax.modules.dropout import dropout
@@ -113,8 +113,8 @@ class RecurrentModel(nn.Module):
             mem_len=2,  # The two slots of a state.
             d_model=self.config.d_model,
             dtype=jnp.dtype(self.config.dtype),
-            # Slots that are not filled are zeros in either case (`__call__`).
-            start=MemoryStart.MASKED,
+            # It does not matter to `__call__`, which reads slots that are not filled as zeros.
+            start=self.config.compat.memory_start,
         )
 
 

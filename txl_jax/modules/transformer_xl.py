@@ -143,7 +143,7 @@ class TransformerXL(nn.Module):
         memory = memory_lib.update(memory, layer_inputs, lengths)
         if documents is not None:
             # The next segment attends only to slots of the last document.
-            memory = Memory(memory.hidden, documents.valid(memory.valid, lengths))
+            memory = memory.replace(valid=documents.valid(memory.valid, lengths))
         return hidden, memory
 
     def embed(

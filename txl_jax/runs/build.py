@@ -352,7 +352,9 @@ class Built:
         """Returns a training `Memory` of shardings."""
         rows = batch_axis(self.mesh, batch_size)
         return Memory(
-            hidden=self._sharding(axes.LAYERS, rows, axes.LENGTH, None), valid=self._sharding(rows)
+            hidden=self._sharding(axes.LAYERS, rows, axes.LENGTH, None),
+            valid=self._sharding(rows),
+            start=self.config.model.compat.memory_start,
         )
 
     def _sharding(self, *logical_axes: str | None) -> Any:

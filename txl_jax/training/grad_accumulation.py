@@ -86,7 +86,7 @@ def in_microbatches(gradient: Gradient, microbatches: int) -> Gradient:
             accumulated: _Accumulated, index: jax.Array
         ) -> tuple[_Accumulated, jax.Array]:
             whole_memory = accumulated.memory
-            part_memory = Memory(
+            part_memory = whole_memory.replace(
                 hidden=division.take(whole_memory.hidden, index, axis=1),
                 valid=division.take(whole_memory.valid, index, axis=0),
             )
@@ -96,7 +96,7 @@ def in_microbatches(gradient: Gradient, microbatches: int) -> Gradient:
             grads, outputs = gradient(params, part_memory, part, key, tokens)
             part_memory = outputs.memory
 
-            whole_memory = Memory(
+            whole_memory = whole_memory.replace(
                 hidden=division.put(whole_memory.hidden, part_memory.hidden, index, axis=1),
                 valid=division.put(whole_memory.valid, part_memory.valid, index, axis=0),
             )

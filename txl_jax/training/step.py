@@ -144,9 +144,7 @@ def make_update(
 
     def update(state: TrainState, segment: Segments) -> tuple[TrainState, UpdateMetrics]:
         # Rows whose text begins again with this segment lose their memory.
-        memory = memory_lib.reset(
-            state.memory, jnp.asarray(segment.reset), start=config.model.compat.memory_start
-        )
+        memory = memory_lib.reset(state.memory, jnp.asarray(segment.reset))
         segment = _mask_unscored(segment, config.train)
         # The number of scored targets. The loss is a mean over all of them, also in microbatches.
         tokens = jnp.sum(segment.weights)
