@@ -26,13 +26,14 @@ import pytest
 from support import ON_PATH, ROOT
 from support.pages import PAGES
 
-TABLES = tomllib.loads(Path(__file__).with_name("numbers.toml").read_text())["table"]
-
-# A number that is not part of a name such as enwik8, 2.1M or 20/20.
-NUMBER = re.compile(r"(?<![\w.,/-])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w/]|[.,]\d)")
+# A number that is not part of a name such as enwik8, 2.1M or 20/20. A unit may follow at once.
+UNIT = r"(?:ns|us|µs|ms|s|min|h|x|[kKMGT]i?B)?"
+NUMBER = re.compile(
+    r"(?<![\w.,/-])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?" + rf"(?={UNIT}(?![\w/]|[.,]\d))"
+)
 # In a CSV file a unit may follow at once, and a plus or minus is a sign.
 NUMBER_IN_CSV = re.compile(r"(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
-CODE_OR_LINK = re.compile(r"`[^`]*`|\]\([^)]*\)|\*\*")
+CODE_OR_ADDRESS = re.compile(r"`[^`]*`|\]\([^)]*\)|\*\*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,15 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True)
+class Exceptions:
+    """Numbers of a cell that are not measurements of this project."""
+
+    row: str  # How the row begins.
+    column: str
+    numbers: dict[str, str]  # The reasons, by number.
+
+
+@dataclasses.dataclass(frozen=True)
 class Source:
     """Where the numbers of a table come from. The head of numbers.toml explains the fields."""
 
@@ -77,14 +87,21 @@ class Source:
     output: str = ""
     in_output: tuple[str, ...] = ()
     stated: dict[str, str] = dataclasses.field(default_factory=dict)
-    exceptions: dict[str, str] = dataclasses.field(default_factory=dict)
+    exceptions: tuple[Exceptions, ...] = ()
+
+    @classmethod
+    def from_entry(cls, entry: dict[str, Any]) -> "Source":
+        """Returns an entry of numbers.toml."""
+        exceptions = tuple(Exceptions(**cell) for cell in entry.get("exceptions", ()))
+        return cls(**(entry | {"exceptions": exceptions}))
 
     def is_of(self, table: Table) -> bool:
         """Returns whether the table is on this source's page and begins with its words."""
         return table.page == self.page and table.name.startswith(self.begins)
 
 
-SOURCES = [Source(**table) for table in TABLES]
+ENTRIES = tomllib.loads(Path(__file__).with_name("numbers.toml").read_text())["table"]
+SOURCES = [Source.from_entry(entry) for entry in ENTRIES]
 
 
 def cells(line):
@@ -104,12 +121,15 @@ def tables(page):
     return all_tables
 
 
-ALL_TABLES = [table for page in PAGES for table in tables(page)]
+PAGE_TABLES = [table for page in PAGES for table in tables(page)]
 
 
 def numbers(text):
-    """Returns the numbers of a cell as they are written, without those in code and links."""
-    return NUMBER.findall(CODE_OR_LINK.sub(" ", text))
+    """Returns the numbers of a cell as they are written, in links' texts too.
+
+    Numbers in code and in the addresses of links are left out.
+    """
+    return NUMBER.findall(CODE_OR_ADDRESS.sub(" ", text))
 
 
 def value_of(number):
@@ -200,14 +220,20 @@ def means(rows, columns):
     """Returns a row of means for the rows of a CSV file that are equal in these columns."""
     rows_of_means = []
     for group in groups(rows, columns):
-        mean = dict(group[0])
-        for column in mean:
-            try:
-                mean[column] = str(statistics.fmean(float(row[column]) for row in group))
-            except ValueError:
-                continue  # Not a column of numbers.
-        rows_of_means.append(mean)
+        rows_of_means.append({column: mean([row[column] for row in group]) for column in group[0]})
     return rows_of_means
+
+
+def mean(cells_of_column):
+    """Returns the mean of cells of a CSV file, as a cell.
+
+    If one of them is not a number, the result is their common content, or empty if they differ.
+    """
+    try:
+        return str(statistics.fmean(float(cell) for cell in cells_of_column))
+    except ValueError:
+        are_equal = len(set(cells_of_column)) == 1
+        return cells_of_column[0] if are_equal else ""
 
 
 @functools.cache
@@ -233,6 +259,16 @@ def rows_with_all(cell_of, group, csv_rows):
     return rows
 
 
+def excused(source, cells_of_row):
+    """Returns the numbers of a table's row that are exceptions, as pairs (column, number)."""
+    line = " | ".join(cells_of_row)
+    pairs = set()
+    for exceptions in source.exceptions:
+        if line.startswith(exceptions.row):
+            pairs.update((exceptions.column, number) for number in exceptions.numbers)
+    return pairs
+
+
 def not_found(table, source):
     """Yields the row, the column and the number of each number without a source."""
     csv_rows = read_csv(source.csv) if source.csv else []
@@ -242,6 +278,7 @@ def not_found(table, source):
         csv_rows = quotients(csv_rows, **source.quotients)
     for cells_of_row in table.rows:
         cell_of = dict(zip(table.columns, cells_of_row, strict=True))
+        exceptions = excused(source, cells_of_row)
         in_groups = set()
         for group in source.one_row:
             if rows_with_all(cell_of, group, csv_rows):
@@ -250,7 +287,7 @@ def not_found(table, source):
             if column in source.stated or column in in_groups:
                 continue
             for number in numbers(cell):
-                is_known = number in source.exceptions
+                is_known = (column, number) in exceptions
                 if column in source.any_row:
                     expressions = source.any_row[column]
                     is_known |= any(is_among(number, expressions, row) for row in csv_rows)
@@ -268,7 +305,7 @@ def sources_of(table):
     return [source for source in SOURCES if source.is_of(table)]
 
 
-@pytest.mark.parametrize("table", ALL_TABLES, ids=lambda table: f"{table.page}:{table.line}")
+@pytest.mark.parametrize("table", PAGE_TABLES, ids=lambda table: f"{table.page}:{table.line}")
 def test_each_number_of_a_table_has_a_source(table):
     has_numbers = any(numbers(cell) for row in table.rows for cell in row)
     sources = sources_of(table)
@@ -289,7 +326,7 @@ def test_each_number_of_a_table_has_a_source(table):
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: f"{source.page}: {source.begins}")
 def test_an_entry_is_about_one_table(source):
-    matching = [table for table in ALL_TABLES if source.is_of(table)]
+    matching = [table for table in PAGE_TABLES if source.is_of(table)]
     if not source.begins:
         assert matching and source.not_measured
         return
@@ -299,8 +336,10 @@ def test_an_entry_is_about_one_table(source):
     for group in source.one_row:
         named.extend(group)
     assert set(named) <= set(table.columns)
-    all_numbers = {number for row in table.rows for cell in row for number in numbers(cell)}
-    assert source.exceptions.keys() <= all_numbers
+    for exceptions in source.exceptions:
+        [row] = [row for row in table.rows if " | ".join(row).startswith(exceptions.row)]
+        cell = row[table.columns.index(exceptions.column)]
+        assert exceptions.numbers.keys() <= set(numbers(cell))
     if not source.not_measured:
         assert source.csv or source.output
 
@@ -315,6 +354,21 @@ def test_each_measurement_has_its_command(path):
         assert row["command"]
 
 
+def test_an_exception_is_about_one_cell():
+    table = Table("page.md", 1, ("run", "a", "b"), (("first", "7", "7"), ("second", "7", "")))
+    exceptions = (Exceptions(row="first | 7", column="a", numbers={"7": "a size"}),)
+    source = Source("page.md", exceptions=exceptions)
+    assert list(not_found(table, source)) == [("first", "b", "7"), ("second", "a", "7")]
+
+
+def test_a_blank_cell_has_no_mean():
+    rows = [
+        {"name": "a", "host": "x", "bpc": "1.0", "seconds": "3"},
+        {"name": "a", "host": "x", "bpc": "", "seconds": "5"},
+    ]
+    assert means(rows, ["name"]) == [{"name": "a", "host": "x", "bpc": "", "seconds": "4.0"}]
+
+
 def test_a_number_agrees_with_what_it_is_rounded_from():
     assert do_agree("1.06", 1.0649, 1.0649)
     assert not do_agree("1.06", 1.0651, 1.0651)
@@ -327,3 +381,4 @@ def test_a_number_agrees_with_what_it_is_rounded_from():
     assert numbers("`--x=3` 2.1M, enwik8, 20 of 4,682 (0.5), -1.2 [9](a/8.md)") == [
         *("20", "4,682", "0.5", "-1.2", "9")
     ]
+    assert numbers("31ms, 1.3x, 206MB, 2.5 s, 12L, 1.3xl") == ["31", "1.3", "206", "2.5"]
