@@ -213,6 +213,36 @@ def test_a_module_becomes_markdown(monkeypatch, tmp_path):
     assert modules.reference("sample") == REFERENCE.strip()
 
 
+def markdown(text, **types):
+    return docstrings.markdown(docstrings.parse(text), types)
+
+
+def test_text_after_a_section_stays_after_it():
+    text = "Doubles.\n\nArgs:\n  x: A number.\n\n>>> double(1)\n2\n\nReturns:\n  Twice x.\n\nLast."
+    blocks = markdown(text).split("\n\n")
+    assert blocks == [
+        *("Doubles.", "Args:", "- `x`: A number.", "```pycon\n>>> double(1)\n2\n```"),
+        *("Returns: Twice x.", "Last."),
+    ]
+
+
+def test_a_line_of_a_paragraph_is_not_an_item_or_a_quotation():
+    assert markdown("p\n- q\n> 3") == "p\n\\- q\n\\> 3"
+    assert markdown("- an item\n- another") == "- an item\n- another"
+
+
+def test_arguments_with_one_entry_have_one_type():
+    text = "Adds.\n\nArgs:\n  x, *y: Numbers."
+    assert "- `x`, `*y` (`int`): Numbers." in markdown(text, x="int", y="int")
+    with pytest.raises(ValueError, match="x, "):
+        markdown(text, x="int", y="float")
+
+
+def test_a_drawing_with_blank_lines_has_one_fence():
+    text = "Draws.\n\n    a\n      b\n\n    c\n\nThe end."
+    assert markdown(text) == "Draws.\n\n```text\na\n  b\n\nc\n```\n\nThe end."
+
+
 def test_code_has_at_most_100_columns():
     for path in API.glob("*.md"):
         for block in re.findall(r"^```\w+\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE):

@@ -2,22 +2,23 @@
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 SECTIONS = ("Args", "Returns", "Yields", "Raises")
 CODE_SPAN = re.compile(r"(`[^`]*`)")
-# The start of a line that Markdown could take for an item of a list, such as "- q".
+# The start of a line that Markdown would take for an item of a list or for a quotation. In a
+# paragraph it is a sign, such as the minus of a formula whose second line is "- q".
 BULLET = re.compile(r"^(?=[-+*>] )", re.MULTILINE)
 # Stars and underscores that Markdown could take for emphasis, because they touch a word.
 EMPHASIS = re.compile(r"\*(?=\S)|(?<=\S)\*|_(?!\w)|(?<!\w)_")
 
 
-class Docstring(NamedTuple):
-    """The parts of a docstring, as they are in the source."""
+class Part(NamedTuple):
+    """A section of a docstring, or the text before, between or after sections."""
 
-    text: str  # All but the sections. The first paragraph is the summary.
-    sections: dict[str, str]  # Contents of "Args" and others by name, not indented.
+    section: str  # One of `SECTIONS`, or empty for text.
+    content: str  # As it is in the source. A section's is not indented.
 
 
 class Entry(NamedTuple):
@@ -27,29 +28,38 @@ class Entry(NamedTuple):
     description: str
 
 
-def parse(docstring: str) -> Docstring:
-    r"""Splits a docstring, which `ast.get_docstring` has cleaned, into text and sections.
+def parse(docstring: str) -> list[Part]:
+    r"""Splits a docstring, which `ast.get_docstring` has cleaned, into its parts, in order.
 
     >>> parse("Doubles.\n\nArgs:\n  x: A number,\n    not 0.\n")
-    Docstring(text='Doubles.', sections={'Args': 'x: A number,\n  not 0.'})
+    [Part(section='', content='Doubles.'), Part(section='Args', content='x: A number,\n  not 0.')]
     """
-    text: list[str] = []
-    sections: dict[str, list[str]] = {}
-    current = text
+    section = ""
+    lines: list[str] = []
+    parts = []
     for line in docstring.splitlines():
         name = line.removesuffix(":")
         if line.endswith(":") and name in SECTIONS:
-            current = sections.setdefault(name, [])
+            parts.append(_part(section, lines))
+            section = name
+            lines = []
             continue
         # A section ends with the first line that is not indented.
-        if line and not line.startswith(" "):
-            current = text
-        current.append(line)
+        if section and line and not line.startswith(" "):
+            parts.append(_part(section, lines))
+            section = ""
+            lines = []
+        lines.append(line)
+    parts.append(_part(section, lines))
+    return [part for part in parts if part.content]
 
-    contents = {}
-    for name, lines in sections.items():
-        contents[name] = textwrap.dedent("\n".join(lines)).strip()
-    return Docstring("\n".join(text).strip(), contents)
+
+def _part(section: str, lines: list[str]) -> Part:
+    """Returns a part with these lines, without blank lines at its ends."""
+    content = "\n".join(lines)
+    if section:
+        content = textwrap.dedent(content)
+    return Part(section, content.strip("\n").rstrip())
 
 
 def entries(section: str) -> list[Entry]:
@@ -78,25 +88,30 @@ def escape(text: str) -> str:
     return "".join(parts)
 
 
-def summary(docstring: Docstring) -> str:
+def summary(parts: Sequence[Part]) -> str:
     """Returns the first paragraph of a docstring in one line, as Markdown."""
-    paragraph = docstring.text.partition("\n\n")[0]
+    if not parts or parts[0].section:
+        return ""
+    paragraph = parts[0].content.partition("\n\n")[0]
     return escape(" ".join(paragraph.split()))
 
 
-def markdown(docstring: Docstring, types: Mapping[str, str]) -> str:
-    """Returns a docstring as Markdown.
+def markdown(parts: Sequence[Part], types: Mapping[str, str]) -> str:
+    """Returns the parts of a docstring as Markdown, in their order.
 
     Args:
-      docstring: Its parts.
+      parts: The parts.
       types: Types of arguments by name, and of the result as "return", as far as they are known.
+
+    Raises:
+      ValueError: If arguments of different types have one entry.
     """
     blocks = []
-    for block in docstring.text.split("\n\n"):
-        blocks.append(_block(block))
-
-    for name, content in docstring.sections.items():
-        if name in ("Args", "Raises"):
+    for name, content in parts:
+        if not name:
+            for block in _paragraphs(content):
+                blocks.append(_block(block))
+        elif name in ("Args", "Raises"):
             items = []
             for entry in entries(content):
                 items.append(_item(entry, types))
@@ -106,6 +121,21 @@ def markdown(docstring: Docstring, types: Mapping[str, str]) -> str:
             description = escape(" ".join(content.split()))
             blocks.append(f"{name}{_in_parentheses(types.get('return'))}: {description}")
     return "\n\n".join(blocks)
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Splits a text at its blank lines, but not between indented lines.
+
+    A drawing with blank lines is therefore one paragraph.
+    """
+    paragraphs: list[str] = []
+    for paragraph in text.split("\n\n"):
+        after_drawing = bool(paragraphs) and paragraphs[-1].startswith("    ")
+        if after_drawing and paragraph.startswith("    "):
+            paragraphs[-1] += f"\n\n{paragraph}"
+        else:
+            paragraphs.append(paragraph)
+    return paragraphs
 
 
 def _block(block: str) -> str:
@@ -120,11 +150,20 @@ def _block(block: str) -> str:
 
 
 def _item(entry: Entry, types: Mapping[str, str]) -> str:
-    """Returns an entry as an item of a list. Its name may be several, such as "key, value"."""
+    """Returns an entry as an item of a list.
+
+    An entry may be about several arguments, such as "key, value". They must have the same type,
+    which the item shows once.
+    """
     names = entry.name.split(", ")
     code = ", ".join(f"`{name}`" for name in names)
-    # Arguments that have one entry have one type.
-    type_name = types.get(names[0].removeprefix("*").removeprefix("*"))
+    type_names = {types.get(name.lstrip("*")) for name in names}
+    if len(type_names) > 1:
+        raise ValueError(
+            f"arguments that share an entry must have one type, got {entry.name!r} of the types "
+            f"{sorted(map(str, type_names))}. Write an entry for each"
+        )
+    [type_name] = type_names
     return f"- {code}{_in_parentheses(type_name)}: {escape(entry.description)}"
 
 

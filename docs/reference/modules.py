@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 
 from docs.reference import docstrings, source
-from docs.reference.docstrings import Docstring, escape
+from docs.reference.docstrings import Part, escape
 from docs.reference.public_names import Place, public_names
 from docs.reference.source import DEFINITIONS, FUNCTIONS, Field, Function, Module
 
@@ -130,8 +130,8 @@ def _item(field: Field) -> str:
     return f"- {declaration}: {escape(field.description)}"
 
 
-def _docstring(node: ast.Module | ast.ClassDef | Function) -> Docstring:
-    """Returns the parts of a docstring, which are empty without one."""
+def _docstring(node: ast.Module | ast.ClassDef | Function) -> list[Part]:
+    """Returns the parts of a docstring. Without a docstring there are no parts."""
     return docstrings.parse(ast.get_docstring(node) or "")
 
 
