@@ -36,8 +36,9 @@ def test_the_page_runs_in_one_piece():
     execute(blocks)
 
 
-def test_the_pictures_are_the_ones_that_the_script_draws(tmp_path):
+def test_the_pictures_are_the_ones_that_the_script_draws(monkeypatch, tmp_path):
     """And the page shows all of them, in both themes."""
+    monkeypatch.syspath_prepend(FIGURES.parent)  # As for a script that is started.
     runpy.run_path(str(FIGURES))["draw"](tmp_path)
     drawn = sorted(path.name for path in tmp_path.iterdir())
     assert len(drawn) == 12

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from themes import THEMES
 
 from experiments.bench.timing import EXPONENT, SHIFT
 from txl_jax import Visibility
@@ -20,25 +21,15 @@ from txl_jax.memory import documents
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 520  # Pixels.
-# The same names and colours as in recurrence.py, and others for clusters and for words on cells.
-THEMES = {
+# Further colors, of clusters and of words on cells.
+MORE_COLORS = {
     "light": {
-        "ink": "#1f2933",
-        "faint": "#e4e7eb",
-        "line": "#9aa5b1",
-        "segment": "#3454d1",
-        "memory": "#f0a202",
         "tail": "#0f9d8a",
         "on_segment": "#ffffff",
         "on_memory": "#1f2933",
         "on_faint": "#52606d",
     },
     "dark": {
-        "ink": "#e4e7eb",
-        "faint": "#323f4b",
-        "line": "#7b8794",
-        "segment": "#7b93ff",
-        "memory": "#f5b83d",
         "tail": "#4cc9b0",
         "on_segment": "#10162f",
         "on_memory": "#1f2933",
@@ -379,7 +370,8 @@ PICTURES: dict[str, Callable[[Canvas], float]] = {
 def draw(folder: Path) -> None:
     """Writes all pictures, in both themes."""
     for name, draw_picture in PICTURES.items():
-        for theme, colors in THEMES.items():
+        for theme, shared_colors in THEMES.items():
+            colors = shared_colors | MORE_COLORS[theme]
             canvas = Canvas(colors)
             height = draw_picture(canvas)
             path = folder / f"concepts-{name}-{theme}.svg"

@@ -7,24 +7,10 @@ python docs/figures/recurrence.py
 
 from pathlib import Path
 
+from themes import THEMES
+
 L, SEGMENTS, LAYERS = 4, 4, 3  # The memory of a segment is the segment before it.
 CELL, GAP, LEFT, TOP = 30, 16, 118, 46  # Pixels; a gap is between segments.
-THEMES = {
-    "light": {
-        "ink": "#1f2933",
-        "faint": "#e4e7eb",
-        "line": "#9aa5b1",
-        "segment": "#3454d1",
-        "memory": "#f0a202",
-    },
-    "dark": {
-        "ink": "#e4e7eb",
-        "faint": "#323f4b",
-        "line": "#7b8794",
-        "segment": "#7b93ff",
-        "memory": "#f5b83d",
-    },
-}
 
 
 def column(position: int) -> int:
