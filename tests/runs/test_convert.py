@@ -306,7 +306,10 @@ class Refused(NamedTuple):
 
 
 REFUSED = {
-    "final norm": Refused({"model.layer_norm": NormPlace.PRE}, ["--model.compat.final_norm=false"]),
+    "final norm": Refused(
+        changes={"model.layer_norm": NormPlace.PRE},
+        flags=["--model.compat.final_norm=false", "--model.layer_norm=post"],
+    ),
     "tied positions": Refused({"model.tie_positions": True}, ["--model.tie_positions=false"]),
     "LSTM": Refused({"model.network": Network.LSTM}, ["--model.network=transformer_xl"]),
     "QRNN": Refused({"model.network": Network.QRNN}, ["--model.network=transformer_xl"]),

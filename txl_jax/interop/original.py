@@ -246,8 +246,9 @@ def check_exportable(config: ModelConfig, format: Format) -> None:
         )
     if config.layer_norm is NormPlace.PRE and config.compat.final_norm:
         refuse(
-            "has no layer norm after the last layer (model.compat.final_norm, of a pre-norm model)",
-            "--model.compat.final_norm=false",
+            "has no layer norm after the last layer, but this one has (model.layer_norm is pre "
+            "and model.compat.final_norm on)",
+            f"--model.compat.final_norm=false or with --model.layer_norm={NormPlace.POST}",
         )
     if config.tie_positions:
         refuse(
@@ -621,7 +622,7 @@ def write_model(
     # transformers rejects a file without this word.
     safetensors.write(folder / portable.WEIGHTS, tensors, metadata={"format": "pt"})
     write_json(folder / portable.CONFIG, arguments)
-    return _write_vocabulary(folder, info.vocabulary) + _differences(info.config, format)
+    return _write_vocabulary(folder, info.vocabulary, format) + _differences(info.config, format)
 
 
 def arguments_of(
@@ -653,7 +654,7 @@ def arguments_of(
     }
 
 
-def _write_vocabulary(folder: Path, vocabulary: Vocabulary) -> list[str]:
+def _write_vocabulary(folder: Path, vocabulary: Vocabulary, format: Format) -> list[str]:
     """Writes vocabulary.txt, and tokenizer.json or a vocab.txt that TransfoXLTokenizer reads.
 
     Returns notes on it.
@@ -662,9 +663,11 @@ def _write_vocabulary(folder: Path, vocabulary: Vocabulary) -> list[str]:
     if isinstance(vocabulary, SubwordVocabulary):
         return []
     if not isinstance(vocabulary, WordVocabulary):
-        file = portable.VOCABULARY
-        kind = vocabulary.kind
-        return [f"the tokens are of kind {kind!r}, for which the format has no tokenizer: {file}"]
+        note = (
+            f"the {format} format has no tokenizer for {vocabulary.kind} tokens, so pass token ids "
+            f"to the model. {portable.VOCABULARY} lists the token of each id, from id 0 in line 2"
+        )
+        return [note]
     write_lines(folder / "vocab.txt", (f"{word}\n" for word in vocabulary.words))
     their_unknown = next((word for word in _UNKNOWN if word in vocabulary.words), None)
     if their_unknown == vocabulary.unknown:
@@ -708,8 +711,9 @@ def _differences(config: ExperimentConfig, format: Format) -> list[str]:
     for leaf, our_value, their_value in config_tree.differences(config.model.compat, their_compat):
         if leaf.name not in irrelevant:
             notes.append(
-                f"the {format} format has model.compat.{leaf.name} "
-                f"{config_tree.format_value(their_value)}, but these weights were read with "
-                f"{config_tree.format_value(our_value)}, so losses differ there"
+                f"model.compat.{leaf.name} is {config_tree.format_value(our_value)} in this model, "
+                f"but {config_tree.format_value(their_value)} in every model of the {format} "
+                "format. So its losses in that implementation differ from the losses here "
+                "(docs/weights.md, To other implementations)"
             )
     return notes

@@ -401,9 +401,9 @@ class Trainer:
         new_rate = _share_of_peak(self.built.config, start.step)
         if old_rate != new_rate:
             self._log.note(
-                f"from step {start.step:,} the learning rate is {new_rate} of its peak, not "
-                f"{old_rate}: the schedule ends with train.steps, now {new_steps:,} instead of "
-                f"{old_steps:,}"
+                f"the learning-rate schedule ends at step {new_steps:,} instead of {old_steps:,}, "
+                f"so the rate after step {start.step:,} changes from {old_rate} to {new_rate} of "
+                "its peak"
             )
         change = {"step": start.step, "name": "train.steps", "old": old_steps, "new": new_steps}
         return [*changes, change]
@@ -626,9 +626,10 @@ class Trainer:
         if self._has_ended(step):
             results = self._validation.make_results(step, state)
         if results is None:
-            self._log.print(
-                f"stopped   at step {step}, checkpoint saved. Rerun the same command to resume."
-            )
+            advice = "Rerun the same command to resume."
+            if step >= self._config.steps or self._validation.out_of_patience:
+                advice = "All training steps are done. Rerun the same command to finish scoring."
+            self._log.print(f"stopped   at step {step}, checkpoint saved. {advice}")
         return Outcome(finished=results is not None, step=step, results=results)
 
 

@@ -156,7 +156,10 @@ class StopRequest(contextlib.ExitStack):
             signal.Signals(number).name,
             "stopping",
             with_all=self._is_multiprocess,
-            hint=". A second one stops immediately",
+            hint=(
+                ". This usually takes seconds, or longer while a model is being compiled. "
+                "A second signal stops immediately"
+            ),
         )
         if self._is_multiprocess:
             os.kill(os.getpid(), signal.SIGTERM)
