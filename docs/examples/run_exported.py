@@ -2,7 +2,7 @@
 
 It needs only jax, numpy, safetensors and flatbuffers.
 
-python run_exported.py FOLDER 84 104 101
+python run_exported.py DIRECTORY 84 104 101
 """
 
 import hashlib
@@ -44,13 +44,13 @@ def load(folder):
 def score(model, ids):
     """Returns the loss in nats of each of the ids [T] except the first: floats [T - 1].
 
-    The ids are read in segments, in the first row.
+    The ids are read in segments, in the first row of the batch.
     """
     manifest, weights, memory, functions = model
     rows, length = manifest["rows"], manifest["segment_len"]
     found, reset = [], np.ones(rows, bool)  # The first call empties the memory.
     for start in range(0, len(ids) - 1, length):
-        # Inputs and targets; what lies beyond the text stays 0.
+        # Inputs and targets. Positions after the end of the text stay 0.
         both = np.zeros((2, rows, length), np.int32)
         for each, part in zip(both, (ids[start:-1], ids[start + 1 :]), strict=True):
             each[0, : len(part[:length])] = part[:length]
@@ -61,7 +61,10 @@ def score(model, ids):
 
 
 def generate(model, ids, count, temperature=0.0, seed=0):
-    """Returns `count` ids after the prompt `ids`, which is read token by token in the first row."""
+    """Returns `count` ids that continue the prompt `ids`.
+
+    The prompt is read token by token, in the first row of the batch.
+    """
     manifest, weights, memory, functions = model
     rows, written = manifest["rows"], list(ids)
     for i in range(len(ids) + count - 1):
@@ -84,16 +87,16 @@ def generate(model, ids, count, temperature=0.0, seed=0):
 
 if __name__ == "__main__":
     if len(sys.argv) < 4 or not all(word.isdigit() for word in sys.argv[2:]):
-        sys.exit("give a folder and two or more ids")
+        sys.exit("the arguments must be a directory and two or more ids")
     if not (Path(sys.argv[1]) / "manifest.sha256").is_file():
         sys.exit(
-            f"{sys.argv[1]} holds no exported model: there is no manifest.sha256; "
-            "give the folder of experiments.export"
+            f"{sys.argv[1]} does not contain an exported model (manifest.sha256 is missing). "
+            "Pass the directory that experiments.export wrote"
         )
     model, ids = load(Path(sys.argv[1])), [int(word) for word in sys.argv[2:]]
     pieces = json.loads((Path(sys.argv[1]) / model[0]["vocabulary"]["file"]).read_bytes())
     if max(ids) >= len(pieces):
-        sys.exit(f"{max(ids)} is no id; the vocabulary has those from 0 to {len(pieces) - 1}")
+        sys.exit(f"ids must be from 0 to {len(pieces) - 1}, got {max(ids)}")
     print("nats", score(model, ids).tolist())
     if "generate" in model[3]:
         text = b"".join(bytes.fromhex(pieces[i]) for i in generate(model, ids, 50))

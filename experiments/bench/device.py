@@ -297,7 +297,7 @@ def make_case(
 def find_implementation(path: str, problem: AttentionCall) -> Implementation:
     """Returns the implementation of a path, as --paths describes it.
 
-    Raises `UserError` if it cannot serve the problem.
+    Raises `UserError` if it does not support the problem.
     """
     if path == INTERPRETED:
         problem = dataclasses.replace(problem, platform="tpu", device_kind="")

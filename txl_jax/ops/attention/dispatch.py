@@ -158,7 +158,7 @@ def cached_attention(
 
     Raises:
       ValueError: If shapes or dtypes do not match, or `position` has neither keys nor scores.
-      UserError: If the path is unknown, or cannot serve this call.
+      UserError: If the path is unknown, or does not support this call.
     """
     operands = CachedOperands(query=query, key=key, value=value, ring=ring, position=position)
     check.cached_operands_fit(operands, visibility)

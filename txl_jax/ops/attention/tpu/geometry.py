@@ -65,7 +65,7 @@ _LARGEST_TILES = (Tile(512, 1536), Tile(256, 1536), Tile(256, 512), Tile(128, 25
 
 
 def refusal(problem: AttentionCall) -> str | None:
-    """Returns why the kernels cannot serve a call, or None if they can.
+    """Returns why the kernels do not support a call, or None if they do.
 
     The reason includes the limit and the number found.
     """
