@@ -21,10 +21,10 @@ class KVCache(flax.struct.PyTreeNode):
     Training keeps the layers' inputs instead (`txl_jax.memory.Memory`), since the projections
     change with every update. A segment of L tokens overwrites the oldest L slots, so nothing is
     moved. R is M rounded up to a multiple of L, so that no segment is written across the ring's
-    end. Each layer has its own arrays: one array for all layers would have to be cut apart, that is
-    copied, in every step. The slots of keys are their last axis, the slots of values are not: this
-    is the order in which the products of attention read them (on a CPU, a step of one token takes
-    1.2 times as long with both laid out as the values).
+    end. Each layer has its own arrays, because one array for all layers would have to be split, and
+    therefore copied, in every step. Slots are the last axis of the keys, but not of the values:
+    attention's matmuls read them in this order (on a CPU, a step of one token takes 1.2 times as
+    long if keys have the layout of the values).
     """
 
     # Keys of each layer, [B, H, E, R]. int8 has a scale per row, head and slot.

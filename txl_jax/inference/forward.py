@@ -115,7 +115,7 @@ def forward(params: DecodeParams, tokens: jax.Array, cache: KVCache) -> tuple[ja
     # keep a copy of the cache.
     cache = cache_lib.write(cache, keys, values, after=hidden)
 
-    # Slots of a document that has ended in the segment are no longer seen.
+    # Later queries do not attend to a document that has ended in the segment.
     documents = memory_lib.documents(tokens, params.model.end_token)
     if documents is not None:
         cache = cache.replace(valid=documents.valid(cache.valid))
@@ -272,9 +272,9 @@ def _attend(
 ) -> jax.Array:
     """Computes `cached_attention`, row by row if each has its own index.
 
-    Only attention is: with `vmap` over all of a step, products of 16 rows with a matrix are made as
-    those of one row are (`ops.matmul`), and the server writes 138 tokens/s, not 152 (wt103_base, an
-    AMD EPYC).
+    Only attention is computed row by row. With `vmap` over the whole step, products of 16 rows with
+    a matrix would be computed like products of one row (`ops.matmul`), and the server would write
+    138 instead of 152 tokens/s (wt103_base, AMD EPYC).
     """
     has_shared_index = jnp.ndim(visibility.write_index) == 0
     if has_shared_index:

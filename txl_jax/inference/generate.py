@@ -191,7 +191,7 @@ class Generator:
           config: Length, temperature, top-p and top-k.
           draws: Seed and sample number of each prompt.
           decode: Returns the bytes of token ids.
-          ending: What ends a text, besides the stop strings and its length.
+          ending: Further conditions that end a text, besides the stop strings and its length.
           batch_size: Maximum number of prompts that are continued side by side.
           stop_strings: Strings that end a text, whatever their tokens are.
         """
@@ -237,9 +237,9 @@ class Generator:
         n_before_last += [0] * (rows - len(prompts))
         n_segments, n_rest = np.divmod(n_before_last, segment_len)
 
-        # Each prompt is cut into its whole segments and the known tokens: what is left, with its
-        # last token. That is 1 to L tokens, because the last one is in no segment. They are aligned
-        # on the right. There may be no whole segment at all.
+        # Each prompt is cut into whole segments, if it is long enough, and the known tokens: the
+        # remaining 1 to L tokens, with its last token, which is never part of a segment. They are
+        # aligned on the right.
         segments = np.zeros((n_segments.max(), rows, segment_len), np.int32)
         known = np.zeros((rows, segment_len), np.int32)
         for row, prompt in enumerate(prompts):

@@ -132,8 +132,8 @@ def prepare_params(
         faster for a few rows on a CPU and changes nothing but rounding.
     """
     capacity = cache_capacity(mem_len=mem_len, segment_len=segment_len)
-    # The parameters of `modules.block.Stack`: those of the layers, stacked along a first axis, and
-    # "biases", which are u and v if all layers share them.
+    # The parameters of `modules.block.Stack` are "layers", stacked along a first axis, and
+    # "biases", which contains u and v if all layers share them.
     stacked = params["stack"]["layers"]
     shared = params["stack"].get("biases")
     layers = []

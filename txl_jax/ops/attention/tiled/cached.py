@@ -3,10 +3,10 @@
 The definition is `ops.attention.reference.cached_attention`; tests/ops/attention/test_cached.py
 compares with it wherever the ring begins.
 
-The ring is read by age, oldest first, in blocks of slots. Where a block begins in the ring follows
-from the write index, and everything else about it is static. So the blocks that a window or the
-clamp cuts are known when the program is made. They are written out, with what they need, and the
-others run in loops that need nothing:
+The ring is read by age, oldest first, in blocks of slots. Where a block begins in the ring depends
+on the write index, and everything else about it is static. So it is known at compile time which
+blocks a window or the clamp cuts. These are unrolled, with the code that only they need. The others
+run in loops without it:
 
     ages    A ......................... C ................ 1 | segment
     blocks  [window][far][far] .. [far][clamp][near] .. [near] [own]
@@ -16,10 +16,10 @@ Near blocks multiply with the position keys of their own distances, and shift th
 tile (`skew`). Softmax is online: the largest score so far, the sum and the weighted values are
 rescaled after each block (Milakov and Gimelshein, 2018).
 
-Loops lose nothing on a CPU. If they were written out, XLA would compute in advance what does not
-depend on earlier blocks (slices of the ring of all layers), in tens of megabytes of temporary
-memory: four layers of enwik8_12l in a program of their own spent a third of their time on its first
-touch.
+Loops are not slower on a CPU. If they were unrolled, XLA would first compute everything that does
+not depend on earlier blocks (slices of the ring of all layers), in tens of megabytes of temporary
+memory. A program of four layers of enwik8_12l spent a third of its time on touching this memory for
+the first time.
 
 Letters as in `txl_jax.ops.attention`, and: A the oldest age, C the clamp, b rows and h heads of a
 group, n keys of a block, W distances.
@@ -53,7 +53,7 @@ def tiled_cached_attention(
     `tile` is about how many rows of scores (over all heads and rows of the batch) and keys a block
     has.
     """
-    # The last block may run round the ring and read slots for the second time, at ages above R.
+    # The last block may wrap around the ring and read slots again, at ages above R.
     valid = jnp.minimum(visibility.valid, visibility.capacity)
     visibility = dataclasses.replace(visibility, valid=valid)
 
@@ -78,7 +78,7 @@ def tiled_cached_attention(
             sizes = (group_rows, group_heads, *array.shape[2:])
             return lax.dynamic_slice(array, (row, head, 0, 0), sizes)
 
-        # The ring is not cut here: blocks of it are read where they are needed.
+        # The ring is not cut here. Its blocks are read where they are needed.
         group_operands = jax.tree.map(part, operands._replace(ring=(None, None)))
         slots = _RingPart(
             ring_key, ring_value, (row, head), (group_rows, group_heads), visibility.write_index
@@ -95,8 +95,9 @@ def tiled_cached_attention(
 def _group_sizes(batch: int, n_head: int, n_query: int, max_queries: int) -> tuple[int, int]:
     """Returns how many rows of the batch and how many heads are in a group.
 
-    They are divisors of `batch` and `n_head`, and a group has at most `max_queries` queries in all,
-    or those of a single head. A group of multiple rows has all heads.
+    They are divisors of `batch` and `n_head`. A group has at most `max_queries` queries, summed
+    over its rows and heads, but at least one head of one row. A group of multiple rows has all
+    heads.
     """
     group_heads = largest_divisor(n_head, max_queries // n_query)
     if group_heads < n_head:
@@ -212,7 +213,7 @@ class _GroupAttention:
 class _Region(NamedTuple):
     """Blocks of one kind, oldest first, each with `size` ages from `oldest` down. Static."""
 
-    n_block: int  # 0 if there are none of this kind.
+    n_block: int  # Number of blocks, or 0 without blocks of this kind.
     size: int  # Slots of a block.
     youngest: int  # The smallest age.
     n_cut: int  # Blocks at its beginning that are cut by the window or the clamp.

@@ -6,13 +6,14 @@ The definition is `ops.attention.reference.attention`; tests/ops/attention/test_
 values and all gradients with it.
 
 A loop runs over groups of rows of one head. Its body cuts the scores into strips of queries
-(`Layout`), each with blocks of keys. A block takes a product for content, one for positions, the
-shift of the tile (`distances.skew`), an online softmax (Milakov and Gimelshein, 2018) over the
-blocks, and the product with the values. Kept for the backward pass are the result and the logarithm
-of each query's sum. The backward pass computes the scores again (Dao et al., 2022).
+(`Layout`), each with blocks of keys. For each block, it computes a product for content and one for
+positions, shifts the tile (`distances.skew`), updates an online softmax (Milakov and Gimelshein,
+2018), and multiplies with the values. The result and the logarithm of each query's sum are kept for
+the backward pass, which computes the scores again (Dao et al., 2022).
 
-Tried on an AMD EPYC (2 cores), forward and backward in processor time, L = M = 512, B 2, H 8, E 64.
-The reference takes 290 ms, this 145, its products alone 110:
+Variants measured on an AMD EPYC (2 cores), forward and backward in processor time, L = M = 512,
+B 2, H 8, E 64. The reference takes 290 ms, this module 145 ms, and its products by themselves
+110 ms:
     no masks                                               the same: part of passes that run anyway
     sums of the softmax by a column of ones in the values  the same
     keys in blocks of 256 with an online softmax           205 ms: rescaling, and more distances
@@ -39,11 +40,12 @@ from txl_jax.ops.attention.problem import Operands, Tile, default_device
 from txl_jax.ops.attention.saved import LOG_TOTAL, OUTPUT, mark_as_saved
 from txl_jax.ops.matmul import product, wide_type
 
-# Most scores of a group on a CPU: they should stay in a cache of 1 or 2 MB a core between one pass
-# and the next, and a pass over too few is not shared among cores (L = M = 512, B 2, AMD EPYC, 2
+# Maximum scores of a group on a CPU. They should stay in a core's cache of 1 or 2 MB from one pass
+# to the next, but a pass over too few is not shared among cores (L = M = 512, B 2, AMD EPYC, 2
 # cores: 2^17 142 ms, 2^18 109, 2^20 109).
 _CPU_SCORES = 2**18
-# The highest score of a query that has seen no key: finite, or hidden scores minus it would be NaN.
+# The highest score of a query that has not attended to any key yet. It is finite, because hidden
+# scores minus an infinite one would be NaN.
 _LOWEST = -1e30
 
 Carry = TypeVar("Carry")
@@ -166,7 +168,7 @@ def _even(length: int, max_size: int) -> int:
 
 
 class _Masking(NamedTuple):
-    """Conditions that hide a pair besides its distance."""
+    """Conditions that hide a pair, in addition to its distance."""
 
     key_range: tuple[jax.Array, jax.Array]  # The first visible key and the end, int32 [B] each.
     dropout: ProbabilityDropout | None  # Dropout on the probabilities, if any.
@@ -281,8 +283,8 @@ def _over_groups(
 def _rows_of_group(batch: int, layout: Layout) -> int:
     """Returns G, a divisor of B.
 
-    On a CPU a block has at most `_CPU_SCORES` scores, or those of a single row. On other devices a
-    group has all rows.
+    On a CPU, a group has as many rows as fit in blocks of `_CPU_SCORES` scores, but at least one.
+    On other devices, a group has all rows.
     """
     if default_device().platform != "cpu":
         return batch
@@ -296,9 +298,9 @@ def largest_divisor(number: int, limit: int) -> int:
 
 
 def _pad_positions(arrays: Operands, layout: Layout) -> Operands:
-    """Returns the arrays with zeros behind the position keys and scores.
+    """Returns the arrays with zeros appended to the position keys and scores.
 
-    Blocks read these zeros beyond the last distance.
+    Blocks that extend beyond the last distance read these zeros.
     """
 
     def pad(table: jax.Array) -> jax.Array:
@@ -322,7 +324,7 @@ class _ScoreBlock:
         self.group = group
         self._strip = strip
 
-        # The last block may repeat keys of the block before, which are those before `_begin`.
+        # The last block may repeat keys of the block before it: the keys before `_begin`.
         self._begin = strip.begin + index * strip.n_key
         self.first_key: Any = strip.begin
         if strip.n_blocks > 1:
@@ -519,7 +521,7 @@ def _forward_strip(group: _Group, strip: Strip) -> _Results:
         highest = softmax.highest_with(scores)
         exp_scores = jnp.exp(scores - highest)
 
-        # Dropout is on the probabilities: the total includes what it drops.
+        # Dropout applies to the probabilities, so the total includes the dropped ones.
         kept = exp_scores
         if dropout is not None:
             kept = jnp.where(block.keep(dropout), exp_scores, 0)
@@ -550,8 +552,8 @@ def _forward_strip(group: _Group, strip: Strip) -> _Results:
 class _ByHead(NamedTuple):
     """Arrays that all rows of a head share, or their gradients. Missing arrays are None.
 
-    A gradient is wide and summed over rows. Shapes are given for all heads; those of a group are
-    for its head, without H.
+    A gradient is wide and summed over rows. The shapes below are for all heads. Arrays of a group
+    are for its head, without the axis H.
     """
 
     position_key: Any  # [H, P', E], a gradient [H, E, P'].
@@ -728,7 +730,7 @@ def _backward_strip(
 def _backward_block(
     block: _ScoreBlock, rows: _BackwardRows, gradients: _StripGradients
 ) -> _StripGradients:
-    """Adds the gradients of one block to those of the blocks before it."""
+    """Adds the gradients of one block to the sums over the blocks before it."""
     group = block.group
     probabilities = jnp.exp(block.scores() - rows.log_total)
     probability_gradient = product("gne,gme->gnm", rows.gradient, block.rows_of(group.value))

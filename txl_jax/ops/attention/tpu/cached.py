@@ -5,11 +5,11 @@ The ring is read in place, and no scores are written.
 The definition is `ops.attention.reference.cached_attention`; tests/ops/attention/test_cached.py
 compares with it, interpreted.
 
-A key's place is its rank by age: 0 is the ring's oldest slot, R the segment's first key; query i
-meets place j at the distance R + i - j. Softmax does not ask for an order, so the ring's blocks are
-read as they lie. The slots before `write_index` are the newer ones. Places rise by one from slot to
-slot, but fall by R at the write index. The block that has both kinds of slots is added once for
-each. For R = 12 in blocks of 4, write index 6:
+A key's place is its rank by age: 0 is the ring's oldest slot, and R the segment's first key. Query
+i meets place j at the distance R + i - j. Softmax does not depend on the order of the keys, so the
+ring's blocks are read in the order of the slots. The slots before `write_index` are the newer ones.
+Places rise by one from slot to slot, but fall by R at the write index. The block that contains both
+newer and older slots is added twice, once for each kind. For R = 12 in blocks of 4, write index 6:
 
     slot    0  1  2  3 | 4  5  6  7 | 8  9 10 11
     place   6  7  8  9 |10 11  0  1 | 2  3  4  5
@@ -17,17 +17,17 @@ each. For R = 12 in blocks of 4, write index 6:
     added   block 0: places from 6; block 1: from 10, where slots 4 and 5 count; block 1 again: from
             -2, where 6 and 7 count; block 2: from 2
 
-R need not be a multiple of the block: what lies behind the last slot is masked.
+R need not be a multiple of the block: anything after the last slot is masked.
 
 Within a block of n queries and m keys, query x and key y meet at a distance that falls by one with
 each key, so the scores of a block are n + m - 1 columns of the product with the position keys, each
-row moved by one (`kernels.skew`). Those columns start anywhere, since the write index does;
-position keys lie along the lanes of registers, of which only aligned groups of 128 can be read. So
-a row moves by up to 254 columns and not by 127, which takes one more gather.
+row moved by one (`kernels.skew`). These columns can start anywhere, because the write index can.
+Position keys are along the lanes of registers, which can only be read in aligned groups of 128. So
+a row moves by up to 254 columns instead of 127, which takes one more gather.
 
-With a clamp, a block whose distances all exceed it needs no product with position keys: one number
-per query, computed once. At M = 3800 in blocks of 1024 with a clamp of 1000 at least half of the
-blocks are such.
+A block whose distances all exceed the clamp does not need a product with position keys: its
+position scores are one number per query, computed once. At M = 3800 in blocks of 1024, with a clamp
+of 1000, this applies to at least half of the blocks.
 """
 
 import functools
@@ -112,7 +112,7 @@ def _call(
     """
     batch, n_head, padded, width = operands["query"].shape
     specs = _block_specs(sizes)
-    # Memory that lasts over the steps of a block of queries. `_Refs` says what it is for.
+    # Memory that is kept over the steps of a block of queries. `_Refs` describes its contents.
     scratch: dict[str, Any] = {
         "top": pltpu.VMEM((sizes.heads, sizes.query_block, LANES), jnp.float32),
         "total": pltpu.VMEM((sizes.heads, sizes.query_block, LANES), jnp.float32),
@@ -163,7 +163,7 @@ def _block_specs(sizes: CachedSizes) -> dict[str, pl.BlockSpec]:
     last_ring = sizes.n_ring - 1
     last_segment = sizes.n_segment_blocks - 1
 
-    # The indices are those of a group of heads, a row, a block of queries and a step.
+    # The indices number the groups of heads, the rows, the blocks of queries and the steps.
     queries = pl.BlockSpec(
         (1, heads, sizes.query_block, width),
         lambda head, row, query_block, step, *_: (row, head, query_block, 0),
@@ -377,10 +377,10 @@ class _Keys(NamedTuple):
     first_place: jax.Array
     # Number of keys.
     size: int
-    # Whether some query sees some key.
+    # Whether any query attends to any key.
     needed: jax.Array
-    # The keys of the ring that count, from the first up to the second. None for keys of the
-    # segment, where a query sees itself and what is before it.
+    # The visible keys of the ring, from the first number up to the second. None for keys of the
+    # segment, where a query attends to itself and to the keys before it.
     columns: tuple[jax.Array, jax.Array] | None
 
 

@@ -20,16 +20,16 @@ from txl_jax.ops.attention.problem import AttentionCall, Tile
 
 # Columns of a vector register.
 LANES = 128
-# Bytes that the compiler may add to what is counted for the kernel over a KV cache.
+# Bytes that the compiler may need beyond the computed number, for the kernel over a KV cache.
 SPARE_VMEM = 2 * 2**20
 # Bytes that this kernel may take without asking for more.
 DEFAULT_VMEM = 16 * 2**20 - SPARE_VMEM
 
-# Below, whole scores are no larger than what else a layer reads.
+# With fewer pairs, whole scores are not larger than the other arrays that a layer reads.
 _FEWEST_PAIRS = 128 * 256
 # Rows of a vector register of bfloat16.
 _ROWS = 16
-# Place of a key that no query sees.
+# Place of a key that no query attends to.
 _NO_KEY = 2**30
 _MIB = 2**20
 # Mosaic has no product of bfloat16 for older ones, and their gather differs.
@@ -41,8 +41,8 @@ _WIDEST_CACHED_HEAD = 256
 # reach further.
 _LARGEST_BLOCK = 1024
 
-# MiB of a core's VMEM, as jax's `tpu_info` has them, by what it calls the device. Of a choice that
-# was made elsewhere the device is not known, and must not be refused for it.
+# MiB of a core's VMEM from jax's `tpu_info`, by its names of the devices. If a path was chosen
+# elsewhere, the device is unknown, which must not be a reason against the path.
 _VMEM = {
     "TPU v4": 16,
     "TPU v4 lite": 16,
@@ -53,14 +53,14 @@ _VMEM = {
 }
 _VMEM_OF_OTHERS = 64
 
-# Mosaic of this version reads no kernel that the jax of its time writes ("Unsupported version:
-# expected <= 7 but got 8", jax 0.7.2), and later jax refuses it; 0.0.42.1 and 0.0.48.1 compile
-# them.
+# Mosaic of this version cannot read the kernels that jax 0.7.2, of the same time, writes
+# ("Unsupported version: expected <= 7 but got 8"), and later jax rejects the version. 0.0.42.1 and
+# 0.0.48.1 compile the kernels.
 _TOO_OLD_LIBTPU = (0, 0, 21)
 
-# The most queries and keys of a tile, from the best on. Products of float32 are six of bfloat16,
-# next to which the rest counts less, and its largest tiles take a minute to compile: float32 leaves
-# the first two out.
+# Maximum queries and keys of a tile, best first. float32 skips the first two: its largest tiles
+# take a minute to compile, and gain less, because a product in float32 costs as much as six in
+# bfloat16.
 _LARGEST_TILES = (Tile(512, 1536), Tile(256, 1536), Tile(256, 512), Tile(128, 256))
 
 
@@ -135,9 +135,9 @@ def default_tile(problem: AttentionCall) -> Tile:
 
     In training this is the largest tile that fits into VMEM, in equal parts of L and K.
 
-    Larger tiles take less time per pair, by more than smaller ones gain by skipping what is masked.
-    Instructions of the compiler's static schedule for a row and head of enwik8_24l, forward and
-    backward, with bfloat16:
+    Larger tiles take less time per pair. This outweighs what smaller tiles gain by skipping masked
+    pairs. Instructions of the compiler's static schedule for a row and head of enwik8_24l, forward
+    and backward, with bfloat16:
 
         tile       v4      v5e     v5p     v6e
         256x512    49 960  32 640  35 928  27 752
@@ -145,7 +145,7 @@ def default_tile(problem: AttentionCall) -> Tile:
         256x1536   45 858  28 818          21 129
         384x1536   43 584  28 322  29 356  19 846
 
-    The parts are equal, as a tile that the last keys fill in part only costs as much as a full one.
+    The parts are equal, because a tile that is only partly filled costs as much as a full one.
     Over a KV cache a tile has the queries of a segment, and blocks that cut the ring evenly.
     """
     if problem.cached:
@@ -252,7 +252,7 @@ def strip_rows(n_query: int) -> int:
 def round_tile(tile: Tile, problem: AttentionCall) -> Tile:
     """Returns the tile of a training kernel, rounded to whole registers.
 
-    It is no larger than the scores, except for the rounding.
+    Apart from the rounding, it is not larger than the scores.
     """
     return Tile(
         round_up(min(tile.query, problem.segment_len), _ROWS),
@@ -414,11 +414,11 @@ class CachedSizes:
     def of(cls, problem: AttentionCall, tile: Tile) -> "CachedSizes":
         """Returns the sizes of a call.
 
-        The tile is no larger than the scores, and is rounded up to whole registers.
+        The tile is not larger than the scores, and is rounded up to whole registers.
 
-        A step serves two heads where their number is even and it fits: it is bound by waits for
-        results, which the other head's work fills (TPU v5e, 80 queries and 768 slots of width 64:
-        1480 instructions for one head, 2580 for two).
+        A step computes two heads if the number of heads is even and both fit. A single head often
+        waits for results, and the other head's work fills these waits (TPU v5e, 80 queries and 768
+        slots of width 64: 1480 instructions for one head, 2580 for two).
         """
         segment_len = problem.segment_len
         capacity = problem.capacity or 0

@@ -1,8 +1,8 @@
 """Attention over [memory; segment] with gradients, by a forward and a backward kernel.
 
 The definition is `ops.attention.reference.attention`; tests/ops/attention/test_training.py compares
-the kernels with it, interpreted, and tests/ops/attention/tpu compiles them for chips that are not
-there.
+the interpreted kernels with it, and tests/ops/attention/tpu compiles them for chips without having
+them.
 
 The forward kernel is an online softmax over the tiles of keys (Dao et al., 2022), with the term by
 distance. The backward kernel computes all gradients in one pass over the tiles, from scores that
@@ -11,9 +11,9 @@ output, a pair's score has the gradient
 
     ds = p (d (do . v) - do . o)
 
-which goes to q + u and k through the keys, and, moved back to its distance, to q + v and r through
-the position keys. The kernel leaves the factor 1 / (1 - rate) out of d, multiplies do . o by 1 -
-rate instead, and the sums at the end.
+It goes to q + u and k through the keys, and, moved back to its distance, to q + v and r through the
+position keys. The kernel omits the factor 1 / (1 - rate) from d. Instead, it multiplies do . o by
+1 - rate, and the sums by the factor at the end.
 
 The relative shift happens in vector registers. A strip of n queries (at most 128) and m keys needs
 the scores of n + m - 1 distances, largest first; query x meets key y at column n - 1 - x + y of
@@ -25,7 +25,8 @@ of query x and column p:
     10 11 12 13   ->   11 12
     20 21 22 23        20 21
 
-Two ways, for float32 (Mosaic rotates no packed types: "unsupported packed type rotation"):
+There are two ways, both for float32 (Mosaic cannot rotate packed types: "unsupported packed type
+rotation"):
 
     rotation  one strided rotation; TPU v5 and later. It turns later rows further to the right only,
               so it cannot undo itself: a rotation with a negative stride does not compile.
@@ -51,9 +52,9 @@ from txl_jax.ops.attention.problem import AttentionCall, Operands, Tile
 from txl_jax.ops.attention.saved import LOG_TOTAL, OUTPUT, mark_as_saved
 from txl_jax.ops.attention.tpu.geometry import LANES, Geometry, round_tile, strip_rows, vmem_bytes
 
-# The score of a pair that is masked; finite, as the difference of two infinities is not a number.
+# The score of a masked pair. It is finite, because the difference of two infinities is NaN.
 HIDDEN = -1e30
-# Below, what the compiler grants without being asked (16 MiB) is enough.
+# Below this size, the compiler's default limit (16 MiB) is enough.
 _DEFAULT_VMEM = 12 * 2**20
 
 # Contracted dimensions of a product of two matrices.
@@ -75,8 +76,8 @@ def tpu_attention(
 ) -> jax.Array:
     """Computes weighted sums of the values: [B, H, L, E], or zeros for a query that sees no key.
 
-    `problem` describes the arrays. `tile` is rounded to what the registers take. `kernel` says how
-    a tile is skewed: "mosaic_roll" (TPU v5 and later) or "mosaic_gather" (v4 and later). Any device
+    `problem` describes the arrays. `tile` is rounded to whole registers. `kernel` determines how a
+    tile is skewed: "mosaic_roll" (TPU v5 and later) or "mosaic_gather" (v4 and later). Any device
     can `interpret` the kernels.
     """
     assert operands.position_score is None, "refused: a score per distance"
@@ -241,8 +242,8 @@ def _forward_kernel(
         scores = jnp.where(step.visible(), scores, HIDDEN)
         value = operands.value[0, 0]
 
-        # With a larger top, what was summed before is scaled down. The 1s that a row sums before
-        # its first visible key fade to 0 then.
+        # If the top has grown, the sums so far are scaled down. The 1s that a row has summed before
+        # its first visible key become 0.
         old_top = scratch.top[...]
         top = jnp.maximum(old_top, jnp.max(scores, axis=1, keepdims=True))
         numerators = jnp.exp(scores - widen(top, geometry.tile.key))
@@ -270,7 +271,7 @@ def _forward_kernel(
 
 
 class _AttentionResiduals(NamedTuple):
-    """Arrays that the backward pass reads besides the operands."""
+    """Arrays that the backward pass reads, in addition to the operands."""
 
     out: Any  # [B, H, L, E]
     out_gradient: Any  # [B, H, L, E]
@@ -278,10 +279,10 @@ class _AttentionResiduals(NamedTuple):
 
 
 class _BackwardScratch(NamedTuple):
-    """Memory of the backward kernel. n is the tile's queries.
+    """Memory of the backward kernel. n is the number of queries of a tile.
 
-    It lasts over the tiles of keys. The gradients of keys and values last over all tiles of a row
-    and head.
+    It is kept over the tiles of keys. The gradients of keys and values are kept over all tiles of a
+    row and head.
     """
 
     # float32 [n, E], gradient of the queries through the keys.
