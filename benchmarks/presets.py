@@ -130,7 +130,7 @@ def measure_preset(name: str, tpu: str) -> Row:
 
 
 def _build(config: ExperimentConfig, targets: Sequence[Any]) -> Built:
-    vocab_size = timing.vocab_size_of(config.data.corpus)
+    vocab_size = timing.vocab_size_of(config.data)
     return build(config, vocab_size=vocab_size, mesh=make_mesh(config.mesh, targets))
 
 

@@ -242,6 +242,10 @@ def test_updates_and_recomputation_from_forward_passes():
         ("TPU v5p", 459e12),
         ("TPU v4", 275e12),
         ("NVIDIA T400 4GB", None),  # Not a T4, whose peak is known.
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        # Slower than the card.
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
         ("CPU", None),
     ],
 )

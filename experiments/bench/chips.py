@@ -50,14 +50,22 @@ _LANES = 8 * 128
 # Multiprocessors, 32-bit integer operations of each per cycle, and clock.
 _HOPPER_INTEGER_OPS = 132 * 64 * 1.98e9
 _AMPERE_INTEGER_OPS = 108 * 64 * 1.41e9
+_ADA_INTEGER_OPS = 128 * 64 * 2.52e9
 
 _HOPPER = (
     "core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 cuda_compute_capability { major: 9 } "
+    "threads_per_core_limit: 2048 "
     "shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448"
 )
 _AMPERE = (
     "core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41 cuda_compute_capability { major: 8 } "
+    "threads_per_core_limit: 2048 "
     "shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912"
+)
+_ADA = (
+    "core_count: 128 fpus_per_core: 128 clock_rate_ghz: 2.52 "
+    "cuda_compute_capability { major: 8 minor: 9 } threads_per_core_limit: 1536 "
+    "shared_memory_per_core: 102400 shared_memory_per_block_optin: 101376"
 )
 
 _V3 = Chip(
@@ -120,6 +128,16 @@ _A100 = Chip(
     sizes=HOST_SIZES,
     gpu=f"{_AMPERE} memory_bandwidth: 2039040000000 l2_cache_size: 41943040",
 )
+# A consumer card, without NVLink. Bandwidth, clock and caches are from NVIDIA's white paper about
+# Ada, the architecture of this card.
+_RTX4090 = Chip(
+    kind="RTX 4090",
+    memory_bytes=25_393_692_672,
+    bandwidth=1008e9,
+    integer_ops=_ADA_INTEGER_OPS,
+    sizes=HOST_SIZES,
+    gpu=f"{_ADA} memory_bandwidth: 1008000000000 l2_cache_size: 75497472",
+)
 
 # Chips by the name that a topology begins with.
 CHIPS = {
@@ -131,6 +149,7 @@ CHIPS = {
     "h200": _H200,
     "h100": _H100,
     "a100": _A100,
+    "rtx4090": _RTX4090,
 }
 
 
@@ -141,7 +160,7 @@ def peaks_of(kind: str) -> Peaks | None:
       kind: The device's name in jax, such as "TPU v5 lite" or "NVIDIA H200".
     """
     # Other versions of these GPUs have different or less memory.
-    if re.search("PCIe|NVL|40GB", kind):
+    if re.search("PCIe|NVL|40GB|Laptop|4090 D", kind):
         return None
     # JAX has used both names.
     kind = kind.replace("TPU v5p", "TPU v5")

@@ -12,7 +12,7 @@ Training, evaluation and generation are compiled by the devices' own compiler. T
 the compiled programs: FLOPs, bytes that move in the devices' memory, bytes that devices send each
 other, and the lines of code that move the most bytes. docs/estimates.md explains the output.
 Without the compiler, only numbers that follow from shapes are printed. For TPUs, run pip install
-'jax[tpu]' (0.7 GB). For GPUs (H200, H100, A100 with NVLink), run pip install --no-deps
+'jax[tpu]' (0.7 GB). For GPUs (H200, H100 and A100 with NVLink, RTX 4090), run pip install --no-deps
 jax-cuda13-plugin jax-cuda13-pjrt, in the version of jax. On a GPU, jax takes three quarters of the
 memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is higher.
 
@@ -188,7 +188,7 @@ def estimate(plan: Plan, name: str, config: ExperimentConfig, topology: str) -> 
     mesh: Any = abstract_mesh(config.mesh, parsed.num_devices, num_slices=parsed.num_slices)
     if targets is not None:
         mesh = make_mesh(config.mesh, targets)
-    built = build(config, vocab_size=timing.vocab_size_of(config.data.corpus), mesh=mesh)
+    built = build(config, vocab_size=timing.vocab_size_of(config.data), mesh=mesh)
     built.check_batch_size()
 
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())

@@ -40,7 +40,7 @@ def run(plan: Plan, job: cli.Job) -> None:
     """
     config = job.config()
     check_can_generate(config)
-    built = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
+    built = build(config, vocab_size=timing.vocab_size_of(config.data))
     params = built.init_params()
     if config.model.cutoffs:
         params = timing.with_every_tail(params)

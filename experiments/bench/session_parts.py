@@ -223,7 +223,7 @@ def _measure_attention(sizes: Sizes, out: str) -> list[ResultTable]:
 def _build(config: ExperimentConfig) -> Built:
     """Returns the model and its functions on the first device only."""
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
-    vocab_size = timing.vocab_size_of(config.data.corpus)
+    vocab_size = timing.vocab_size_of(config.data)
     return build(config, vocab_size=vocab_size, mesh=mesh)
 
 

@@ -122,7 +122,7 @@ def run(plan: Plan, job: cli.Job) -> None:
         config = peers.with_peer_compat(config)
     if "generation" in plan.chosen_tasks:
         check_can_generate(config)
-    built = build(config, vocab_size=timing.vocab_size_of(config.data.corpus))
+    built = build(config, vocab_size=timing.vocab_size_of(config.data))
     timing.print_head(built)
     models = peers.checked_peers(built, plan.peer_path) if plan.peer else []
     timed: list[Task] = []

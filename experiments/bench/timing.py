@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from txl_jax.config import CorpusName, EvalConfig, TrainConfig, config_tree
+from txl_jax.config import DataConfig, EvalConfig, Tokenizer, TrainConfig, config_tree
 from txl_jax.config.config_tree import require
+from txl_jax.config.data import DEFAULT_SUBWORDS
 from txl_jax.data.published import CORPORA
 from txl_jax.data.segments import evaluation_segments, training_segments
 from txl_jax.evaluation.streaming import SEGMENTS_PER_CALL
@@ -122,11 +123,16 @@ def with_every_tail(params: Any) -> Any:
     return params | {"softmax": softmax | {"tail_bias": softmax["tail_bias"] + _TAIL_BIAS}}
 
 
-def vocab_size_of(corpus: CorpusName) -> int:
-    """Returns the vocabulary size of a published corpus, or 256 (bytes) for your own text."""
-    if corpus not in CORPORA:
-        return 256
-    return CORPORA[corpus].vocab_size
+def vocab_size_of(data: DataConfig) -> int:
+    """Returns the vocabulary size of a published corpus, or the one that the settings have.
+
+    For your own text, bytes have 256 tokens, and so has every other kind without a size.
+    """
+    if data.corpus in CORPORA:
+        return CORPORA[data.corpus].vocab_size
+    if data.tokenizer.vocab_size is not None:
+        return data.tokenizer.vocab_size
+    return DEFAULT_SUBWORDS if data.tokenizer.kind is Tokenizer.SUBWORD else 256
 
 
 def machine() -> str:

@@ -30,11 +30,11 @@ _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 _SLICES = re.compile(r"(?:([1-9]\d*)\*)?(v\w+):(\d+(?:x\d+){1,2})")
-_GPUS = re.compile(r"([ah]\d+)(?:x(\d+))?")
+_GPUS = re.compile(r"((?:a|h|rtx)\d+)(?:x(\d+))?")
 # A GPU in XLA's format: `GpuTargetConfigProto` as text, with the fields of a chip.
 _TARGET = """
 gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  threads_per_block_limit: 1024 threads_per_warp: 32
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   shared_memory_per_block: 49152 device_memory_size: %d %s

@@ -115,7 +115,7 @@ def build_step(limits):
     config = txl_jax.preset(limits.preset)
     config = config_tree.replace(config, {"model.dtype": "bfloat16"} | limits.changes)
     mesh = make_mesh(config.mesh, topologies.devices(limits.topology))
-    return build(config, vocab_size=timing.vocab_size_of(config.data.corpus), mesh=mesh)
+    return build(config, vocab_size=timing.vocab_size_of(config.data), mesh=mesh)
 
 
 def attention_flops(config):

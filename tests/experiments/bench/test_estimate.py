@@ -88,8 +88,31 @@ def test_without_a_compiler_the_sizes_that_follow_from_shapes_are_printed(
 
 
 @pytest.mark.parametrize(
+    ("flags", "vocab_size"),
+    [
+        ([], 256),
+        (["--data.tokenizer.kind=subword"], 8000),
+        (["--data.tokenizer.kind=subword", "--data.tokenizer.vocab_size=500"], 500),
+    ],
+)
+def test_own_text_has_the_vocabulary_of_its_settings(without_compilers, flags, vocab_size):
+    """A row of the table, and a number of the softmax's bias, for each token more than none."""
+    own_text = ["--topology=rtx4090", "--data.corpus=text", "--data.file=book.txt"]
+    parameters = []
+    for more in (flags, ["--data.tokenizer.kind=subword", "--data.tokenizer.vocab_size=1"]):
+        code, out, err = without_compilers(*own_text, *more)
+        assert code == 0, err
+        parameters.append(int(re.search(r"([\d,]+) parameters", out)[1].replace(",", "")))
+    assert parameters[0] - parameters[1] == (vocab_size - 1) * (64 + 1)
+
+
+@pytest.mark.parametrize(
     ("topology", "device"),
-    [pytest.param("v5e:2x2", "TPU v5 lite", marks=TPU), pytest.param("h200x4", "H200", marks=CUDA)],
+    [
+        pytest.param("v5e:2x2", "TPU v5 lite", marks=TPU),
+        pytest.param("h200x4", "H200", marks=CUDA),
+        pytest.param("rtx4090x4", "RTX 4090", marks=CUDA),
+    ],
 )
 def test_programs_are_compiled_and_read(topology, device, tmp_path):
     out = compiled(
@@ -212,6 +235,8 @@ def test_meshes_use_all_devices_with_as_many_as_possible_on_fsdp(rows, count, ex
     [
         ("h200x3", "h100"),
         ("h100x12", "h100"),
+        ("rtx4090x3", "rtx4090"),
+        ("rtx3090", "rtx4090"),
         ("v9:2x2", "h100"),
         ("v5e:2x", "h100"),
         ("0*v5e:4x8", "h100"),

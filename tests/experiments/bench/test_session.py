@@ -285,3 +285,5 @@ def test_peaks_are_those_of_the_longest_name_in_the_devices_name():
     assert chips.peaks_of("cpu") is None
     # It has less memory, slower, and fewer multiprocessors than the modules in the table.
     assert chips.peaks_of("NVIDIA H100 PCIe") is None
+    assert chips.peaks_of("NVIDIA GeForce RTX 4090").hbm_bytes == 1008e9
+    assert chips.peaks_of("NVIDIA GeForce RTX 4090 Laptop GPU") is None
