@@ -41,8 +41,8 @@ from txl_jax.runtime.environment import device_kind, is_out_of_memory
 from txl_jax.sharding.mesh import make_mesh
 
 CSV = Path(__file__).with_name("presets.csv")
-# Presets of this package for a CPU. All others are from a publication or a public script.
-OWN = ("own_bytes", "own_words", "ptb_small", "small")
+# Presets of this package. All others are from a publication or a public script.
+OWN = ("own_bytes", "own_subwords_gpu", "own_words", "ptb_small", "small")
 HOUR = 3600.0
 
 

@@ -16,6 +16,11 @@ Without the compiler, only numbers that follow from shapes are printed. For TPUs
 jax-cuda13-plugin jax-cuda13-pjrt, in the version of jax. On a GPU, jax takes three quarters of the
 memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is higher.
 
+For your own text, the vocabulary is --data.tokenizer.vocab_size, or 256 bytes:
+
+    python -m experiments.bench.estimate --flagfile=own_subwords_gpu --data.corpus=text \
+        --data.file=texts --topology=rtx4090
+
 With --configs, each of these flagfiles is estimated on a mesh of all devices, with as many as
 possible on fsdp. If it fits only with remat=full, it is estimated with remat=full. Other flags
 change all of the flagfiles.

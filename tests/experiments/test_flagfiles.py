@@ -107,6 +107,7 @@ expect(
     own_bytes=Size(3_483_904),
 )
 expect(program="text", vocab_size=10_000, own_words=Size(5_988_112))
+expect(program="text", vocab_size=16_384, own_subwords_gpu=Size(104_697_856))
 
 
 def dynamic(*, mem_len, learning_rate, decay, epsilon):
