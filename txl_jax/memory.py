@@ -179,15 +179,22 @@ def documents(
     """
     if end_token is None or jnp.issubdtype(tokens.dtype, jnp.floating):
         return None
-    next_position = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.int32)
-    is_end = tokens == end_token
+    return documents_by_ends(tokens == end_token, lengths)
+
+
+def documents_by_ends(is_end: jax.Array, lengths: jax.Array | None = None) -> Documents:
+    """Returns the documents of a segment from the positions that end one, bool [B, L].
+
+    An end in the padding after `lengths` [B] does not count.
+    """
+    next_position = jnp.arange(1, is_end.shape[1] + 1, dtype=jnp.int32)
     if lengths is not None:
         is_end &= next_position[None, :] <= lengths[:, None]
-    # The position after each position's latest end token, the position's own included, or 0.
+    # The position after each position's latest end, the position's own included, or 0.
     after_end = jnp.where(is_end, next_position[None, :], 0)
     after_latest_end = jax.lax.cummax(after_end, axis=1)
 
-    # An end token belongs to the document that it ends: documents start one position later.
+    # An end belongs to the document that it ends: documents start one position later.
     start = jnp.pad(after_latest_end[:, :-1], ((0, 0), (1, 0)))
     return Documents(start=start, last=after_latest_end[:, -1])
 

@@ -144,6 +144,41 @@ def test_every_loss_is_the_loss_of_the_document_by_itself(name, lengths, x64):
     assert differs.tolist() == [True, True, True, False]
 
 
+def test_marked_ends_separate_embeddings_like_an_end_token(x64):
+    lengths = LENGTHS["cut"]
+    model = tiny.make(dtype=DType.FLOAT64, end_token=END)
+    without_ends = tiny.make(dtype=DType.FLOAT64)
+    tokens = text(lengths.segment_len)
+    variables = tiny.variables(model)
+    memory = model.init_memory(batch_size=len(tokens), mem_len=lengths.mem_len)
+
+    @jax.jit
+    def read_marked(tokens, targets, memory):
+        embedded = without_ends.apply(variables, tokens, method=without_ends.embed_tokens)
+        hidden, memory = without_ends.apply(
+            variables, embedded, memory, same_length=lengths.same_length, ended=tokens == END
+        )
+        return without_ends.apply(variables, hidden, targets, method=without_ends.nll), memory
+
+    nats, last = tiny.over_segments(read_marked, memory, tokens, lengths.segment_len)
+
+    np.testing.assert_allclose(
+        nats, streamed(model, variables, tokens, lengths), rtol=1e-12, atol=1e-12
+    )
+    # The last input of row 2 is an end, so its memory is empty.
+    assert last.valid[2] == 0
+
+
+@pytest.mark.parametrize(
+    "ended", [np.zeros((4, 2), bool), np.zeros(3, bool), np.zeros((4, 3), np.int32)], ids=str
+)
+def test_ends_that_do_not_mark_each_position_are_an_error(ended):
+    model = tiny.make()
+    memory = model.init_memory(batch_size=4, mem_len=2)
+    with pytest.raises(UserError, match=r"ended\b.*\[4, 3\].*got"):
+        model.apply(tiny.variables(model), np.zeros((4, 3), np.int32), memory, ended=ended)
+
+
 @pytest.mark.parametrize("path", ["tiled", "fused"])
 def test_tiles_and_kernels_take_no_documents(path):
     array = jnp.asarray(np.zeros((1, 2, 3, 4), np.float32))

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from txl_jax import memory as memory_lib
 from txl_jax.config import ModelConfig, NormPlace
+from txl_jax.errors import UserError
 from txl_jax.memory import Memory
 from txl_jax.modules.attention import LayerContext, sow_if_asked
 from txl_jax.modules.block import Stack, layer_norm
@@ -77,6 +78,7 @@ class TransformerXL(nn.Module):
         same_length: bool = False,
         deterministic: bool = True,
         lengths: jax.Array | None = None,
+        ended: jax.Array | None = None,
     ) -> tuple[jax.Array, Memory]:
         """Computes a segment's hidden states [B, L, D] and the memory after it.
 
@@ -95,10 +97,13 @@ class TransformerXL(nn.Module):
           lengths: int [B], the number of tokens in each row, or None for L in each. The rest of a
             row is padding, of any ids: it does not enter the memory, and no token attends to it.
             Its hidden states are meaningless, so its targets must not count (-1 in `nll`).
+          ended: bool [B, L], the positions that end a document or an episode, or None to find them
+            by `end_token`. Later positions, and the next segment, do not attend to it or to
+            anything before it. Embeddings have no end token, so they need this.
 
         Raises:
           UserError: If tokens or embeddings have another shape, the memory has another number of
-            layers or rows, or lengths are not integers [B].
+            layers or rows, lengths are not integers [B], or `ended` is not bool [B, L].
         """
         memory.check(tokens, n_layer=self.config.n_layer, d_model=self.config.d_model)
         lengths = memory_lib.token_counts(lengths, tokens)
@@ -107,8 +112,11 @@ class TransformerXL(nn.Module):
 
         # The keys that each query attends to. Without same_length the window is None (no limit).
         window = self.config.compat.window(mem_len, same_length=same_length)
-        # None unless data.reset_at separates documents.
-        documents = memory_lib.documents(tokens, self.end_token, lengths)
+        # None unless data.reset_at or `ended` separates documents.
+        if ended is None:
+            documents = memory_lib.documents(tokens, self.end_token, lengths)
+        else:
+            documents = memory_lib.documents_by_ends(_checked_ends(ended, tokens), lengths)
         document_start = None if documents is None else documents.start
         visibility = Visibility(
             valid=memory.valid,
@@ -202,6 +210,21 @@ class TransformerXL(nn.Module):
             dtype=jnp.dtype(self.config.dtype),
             start=self.config.compat.memory_start,
         )
+
+
+def _checked_ends(ended: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns `ended` as an array.
+
+    Raises:
+      UserError: If it is not bool [B, L].
+    """
+    ended = jnp.asarray(ended)
+    if ended.shape != tokens.shape[:2] or ended.dtype != jnp.bool_:
+        raise UserError(
+            f"ended must be bool {list(tokens.shape[:2])}, one per position, got {ended.dtype} of "
+            f"shape {ended.shape}"
+        )
+    return ended
 
 
 def _are_embeddings(tokens: jax.Array) -> bool:
