@@ -264,12 +264,20 @@ def by_rate(rows: Sequence[dict[str, str]]) -> dict[tuple[str, str, str], list[d
 def best_rate(
     seeds_by_rate: dict[tuple[str, str, str], list[dict[str, str]]], maze: str, policy: str
 ) -> list[dict[str, str]]:
-    """Returns the rows of the learning rate with the lowest median of steps to GOAL."""
+    """Returns the rows of the learning rate with the lowest median of steps to GOAL.
+
+    If medians are equal, the slowest seed decides.
+    """
     rates = []
     for (rows_maze, rows_policy, _), seeds in seeds_by_rate.items():
         if (rows_maze, rows_policy) == (maze, policy):
             rates.append(seeds)
-    return min(rates, key=lambda seeds: statistics.median(steps_of(row) for row in seeds))
+
+    def median_and_slowest(seeds: list[dict[str, str]]) -> tuple[float, float]:
+        steps = [steps_of(row) for row in seeds]
+        return statistics.median(steps), max(steps)
+
+    return min(rates, key=median_and_slowest)
 
 
 def steps_of(row: dict[str, str]) -> float:
