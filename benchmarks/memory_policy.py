@@ -35,7 +35,8 @@ import numpy as np
 import txl_jax
 from txl_jax.config import ModelConfig
 from txl_jax.modules.attention import Attention, LayerContext
-from txl_jax.modules.block import FeedForward, layer_norm
+from txl_jax.modules.block import FeedForward, Stack, layer_norm
+from txl_jax.modules.dropout import dropout
 from txl_jax.modules.positions import encoding_of
 from txl_jax.runtime import environment
 
@@ -123,16 +124,14 @@ class GatedBlock(nn.Module):
         return Gate(name="feed_forward_gate")(middle, nn.relu(fed))
 
 
-class GatedStack(nn.Module):
+class GatedStack(Stack):
     """N layers with gates."""
-
-    config: ModelConfig
 
     @nn.compact
     def __call__(
         self, inputs: jax.Array, memory: jax.Array, context: LayerContext
     ) -> tuple[jax.Array, jax.Array]:
-        """Applies all layers like `txl_jax.modules.block.Stack`."""
+        """Applies all layers like `Stack`."""
         context = context.replace(parameters=encoding_of(self.config).shared_parameters())
         hidden = inputs
         layer_inputs = []
@@ -150,14 +149,8 @@ class GatedTransformerXL(txl_jax.TransformerXL):
         """Creates the submodules."""
         self.stack = GatedStack(self.config)
         self.final_norm = layer_norm("final_norm", self.config)
-        self.drop_input = _keep
-        self.drop_output = _keep
-
-
-def _keep(states: jax.Array, *, deterministic: bool) -> jax.Array:
-    """Returns the states. The policies have no dropout."""
-    del deterministic
-    return states
+        self.drop_input = dropout(self.config, 0.0)
+        self.drop_output = dropout(self.config, 0.0)
 
 
 def load_example() -> ModuleType:
