@@ -142,8 +142,10 @@ def read_segment(
       The summed loss in nats, and the memory after the segment.
     """
     variables = {"params": params}
-    hidden, memory = model.apply(variables, tokens, memory)
-    nats = model.apply(variables, hidden, targets, method=model.nll)
+    # Without mutable collections, `apply` returns only what the module does.
+    result: Any = model.apply(variables, tokens, memory)
+    hidden, memory = result
+    nats: Any = model.apply(variables, hidden, targets, method=model.nll)
     return nats.sum(), memory
 
 
@@ -183,6 +185,7 @@ class Reader:
         The compiler's own peak does not include temporary arrays on a CPU.
         """
         sizes = self._compiled.memory_analysis()
+        assert sizes is not None  # Only some backends have none.
         return int(
             sizes.argument_size_in_bytes
             + sizes.output_size_in_bytes
@@ -426,7 +429,8 @@ def table(rows: Iterable[dict[str, str]]) -> list[str]:
         key = (row["method"], int(row["tokens"]))
         megabytes[key] = f"{int(row['peak_bytes']) / 1e6:,.0f}"
         if row["processor_seconds"]:
-            seconds[key] = f"{float(row['processor_seconds']):.2g}"
+            number = float(row["processor_seconds"])
+            seconds[key] = f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
     headings = ["tokens"]
     for name in HEADINGS.values():
