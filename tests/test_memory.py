@@ -109,6 +109,60 @@ def test_reset_with_another_start_than_the_memory_is_an_error(how):
     assert memory_lib.reset(start(how), rows, how).start is how
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(1, id="a row's number"),
+        pytest.param(np.asarray([0, 2, 2]), id="numbers of rows, as many as rows"),
+        pytest.param(np.asarray([True]), id="one bool for all rows"),
+        pytest.param(np.zeros((B, L), bool), id="one bool for each position"),
+        pytest.param([0, 1, 0], id="a list of integers"),
+    ],
+)
+@pytest.mark.parametrize("how", MemoryStart)
+def test_reset_of_rows_that_are_not_one_bool_each_is_an_error(rows, how):
+    with pytest.raises(UserError, match=rf"rows must be bool \[{B}\]"):
+        memory_lib.reset(start(how), rows)
+
+
+def test_reset_takes_a_list_of_bools():
+    memory = update(start(), layer_inputs(4))
+    assert memory_lib.reset(memory, [False, True, False]).valid.tolist() == [4, 0, 4]
+
+
+def test_a_start_may_be_given_by_name():
+    sizes = {"n_layer": N, "batch_size": B, "mem_len": M, "d_model": D}
+    assert memory_lib.init(**sizes).start is MemoryStart.MASKED
+    zeros = memory_lib.init(**sizes, start="zeros")
+    assert zeros.start is MemoryStart.ZEROS
+    assert zeros.valid.tolist() == [M] * B
+    assert memory_lib.reset(zeros, [True] * B, "zeros").start is MemoryStart.ZEROS
+    with pytest.raises(UserError, match=r"masked.*zeros.*'empty'"):
+        memory_lib.init(**sizes, start="empty")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        pytest.param(layer_inputs(2)[0], r"\[3, 2, 7\]", id="without layers"),
+        pytest.param(layer_inputs(2)[:1], r"\[1, 3, 2, 7\]", id="another n_layer"),
+        pytest.param(layer_inputs(2)[:, :1], r"\[4, 1, 2, 7\]", id="another batch size"),
+        pytest.param(layer_inputs(2)[..., :3], r"\[4, 3, 2, 3\]", id="another d_model"),
+        pytest.param(list(layer_inputs(2)), r"list.*jnp\.stack", id="a list of layers"),
+    ],
+)
+def test_layer_inputs_that_do_not_fit_the_memory_are_an_error(inputs, words):
+    with pytest.raises(UserError, match=rf"\[{N}, {B}, L, {D}\].*{words}"):
+        memory_lib.update(start(), inputs)
+
+
+def test_update_clips_lengths_to_the_segment():
+    memory = memory_lib.update(start(), layer_inputs(2), jnp.asarray([-1, 1, 99]))
+    assert memory.valid.tolist() == [0, 1, 2]
+    with pytest.raises(UserError, match=rf"lengths.*\[{B}\].*float32"):
+        memory_lib.update(start(), layer_inputs(2), jnp.ones(B))
+
+
 def body(state, memory, segment):
     """Counts, collects all that it is called with, and appends the tokens to the memory."""
     arguments = (state, memory, segment)

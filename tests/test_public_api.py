@@ -42,6 +42,14 @@ def test_every_public_name_is_there_and_typed():
         _ = txl_jax.TransfomerXL
 
 
+def test_names_that_are_shorter_in_their_module_are_public():
+    from txl_jax import memory
+
+    assert txl_jax.init_memory is memory.init
+    assert txl_jax.update_memory is memory.update
+    assert txl_jax.reset_memory is memory.reset
+
+
 IMPORT_ALL = """
 import importlib, pkgutil, signal, sys
 import txl_jax, txl_jax.config

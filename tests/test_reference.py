@@ -201,6 +201,7 @@ def test_every_module_of_a_package_has_a_part():
 
 def test_a_public_name_is_found_where_it_is_defined():
     assert public_names()[Place("txl_jax.memory", "reset")] == "reset_memory"
+    assert public_names()[Place("txl_jax.memory", "init")] == "init_memory"
     assert place_of("txl_jax", "ModelConfig") == Place("txl_jax.config.model", "ModelConfig")
     assert place_of("txl_jax", "sinusoids").module_name == "txl_jax.ops.attention.distances"
     assert place_of("txl_jax", "importlib") is None

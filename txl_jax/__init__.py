@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # `as`: each is public for type checkers too.
     from txl_jax.data.segments import training_segments as training_segments
     from txl_jax.errors import UserError as UserError
     from txl_jax.memory import Memory as Memory
-    from txl_jax.memory import reset
+    from txl_jax.memory import init, reset, update
     from txl_jax.metrics import Totals as Totals
     from txl_jax.modules.transformer_xl import TransformerXL as TransformerXL
     from txl_jax.ops.attention import Visibility as Visibility
@@ -37,7 +37,9 @@ if TYPE_CHECKING:  # `as`: each is public for type checkers too.
     from txl_jax.training.hooks import Hook as Hook
     from txl_jax.training.hooks import HookContext as HookContext
 
+    init_memory = init
     reset_memory = reset
+    update_memory = update
 
 # The public names that are not settings, by module.
 _MODULES = {
@@ -45,7 +47,7 @@ _MODULES = {
     "data.corpus": ("read_corpus",),
     "data.segments": ("SegmentReader", "evaluation_segments", "training_segments"),
     "errors": ("UserError",),
-    "memory": ("Memory", "reset_memory"),
+    "memory": ("Memory", "init_memory", "reset_memory", "update_memory"),
     "metrics": ("Totals",),
     "modules.transformer_xl": ("TransformerXL",),
     "ops.attention": ("Visibility", "attention", "sinusoids"),
@@ -57,6 +59,13 @@ _MODULES = {
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
+# Public names that are shorter in their module, as `txl_jax.memory.init`.
+_NAMES_IN_MODULE = {
+    "init_memory": "init",
+    "reset_memory": "reset",
+    "update_memory": "update",
+}
+
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
@@ -64,7 +73,7 @@ def __getattr__(name: str) -> Any:
     if name in _PLACES:
         check_jax()
         module = importlib.import_module(f"txl_jax.{_PLACES[name]}")
-        return getattr(module, "reset" if name == "reset_memory" else name)
+        return getattr(module, _NAMES_IN_MODULE.get(name, name))
     settings = importlib.import_module("txl_jax.config")
     if name in settings.__all__:
         return getattr(settings, name)

@@ -4,9 +4,22 @@ Layer l attends to its inputs at the M positions before the segment (Dai et al.,
 Shapes are fixed, and `valid` is the number of filled slots of each row. The only `stop_gradient` of
 the recurrence is in `update`.
 
+`import txl_jax` gives `init`, `update` and `reset` as `init_memory`, `update_memory` and
+`reset_memory`. Layers of your own can use them without the model:
+
+    >>> memory = init(n_layer=2, batch_size=3, mem_len=8, d_model=16)
+    >>> memory.hidden.shape, memory.valid.tolist()
+    ((2, 3, 8, 16), [0, 0, 0])
+    >>> memory = update(memory, jnp.ones((2, 3, 5, 16)))
+    >>> memory.valid.tolist()
+    [5, 5, 5]
+    >>> reset(memory, jnp.asarray([False, True, False])).valid.tolist()
+    [5, 0, 5]
+
 Inference keeps the keys and values of those inputs instead: `inference.cache.KVCache`.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import flax.struct
@@ -70,13 +83,29 @@ def init(
     batch_size: int,
     mem_len: int,
     d_model: int,
-    dtype: jnp.dtype,
-    start: MemoryStart,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    start: MemoryStart | str = MemoryStart.MASKED,
 ) -> Memory:
-    """Returns the initial memory of zeros, before the first segment.
+    """Returns the memory before the first segment: zeros [N, B, M, D].
 
-    `start` determines whether the zeros are masked or attended to.
+    `TransformerXL.init_memory` calls this with the sizes of the model. For layers of your own, pass
+    the sizes here.
+
+    Args:
+      n_layer: N, the number of layers that attend to their own earlier inputs.
+      batch_size: B, the number of rows.
+      mem_len: M, the number of positions that each row remembers.
+      d_model: D, the size of a layer's input.
+      dtype: Dtype of the stored inputs. `update` casts to it.
+      start: Whether the empty slots are masked (`valid` is 0), or are zeros that are attended to
+        (`valid` is M), as in the original implementations. `reset` sets rows back to the same.
+
+    Raises:
+      UserError: If `start` is not "masked" or "zeros".
     """
+    if start not in list(MemoryStart):
+        raise UserError(f"start must be {' or '.join(MemoryStart)}, got {start!r}")
+    start = MemoryStart(start)
     return Memory(
         hidden=jnp.zeros((n_layer, batch_size, mem_len, d_model), dtype),
         valid=jnp.full((batch_size,), start_valid(mem_len, start), jnp.int32),
@@ -86,15 +115,32 @@ def init(
 
 @jax.named_scope("memory")
 def update(memory: Memory, layer_inputs: jax.Array, lengths: jax.Array | None = None) -> Memory:
-    """Appends a segment's layer inputs [N, B, L, D] and drops the oldest positions.
+    """Appends a segment's layer inputs [N, B, L, D], and drops the oldest positions.
 
-    With `lengths`, int32 [B] as `token_counts` returns them, a row appends only that many
-    positions. The rest of its segment is padding.
+    The gradient stops here: none flows from the returned memory into `layer_inputs`.
+
+    Args:
+      memory: The memory before the segment, [N, B, M, D].
+      layer_inputs: [N, B, L, D], what layer n computed its queries, keys and values from at each
+        position of the segment. The next segment computes its keys and values from
+        [memory; segment]. L may be smaller or larger than M, and may change.
+      lengths: int [B], the number of tokens in each row, or None for L in each. A row appends only
+        that many positions, because the rest of its segment is padding. A length above L means L,
+        and a negative length means 0.
+
+    Returns:
+      The memory after the segment. `valid` [B] has grown by L, or by `lengths`, up to M.
+
+    Raises:
+      UserError: If the layer inputs are not an array [N, B, L, D] with the memory's N, B and D, or
+        lengths are not integers [B].
     """
+    _check_layer_inputs(memory, layer_inputs)
+    batch_size, segment_len = layer_inputs.shape[1:3]
+    lengths = token_counts(lengths, batch_size=batch_size, segment_len=segment_len)
     if lengths is not None:
         return _update_padded(memory, jax.lax.stop_gradient(layer_inputs), lengths)
     mem_len = memory.mem_len
-    segment_len = layer_inputs.shape[2]
 
     # The last M positions. If the segment is longer, all of them are new. Kept states had their
     # gradients stopped when they were new.
@@ -104,6 +150,26 @@ def update(memory: Memory, layer_inputs: jax.Array, lengths: jax.Array | None = 
         hidden=jnp.concatenate([kept, new.astype(kept.dtype)], axis=2),
         valid=jnp.minimum(memory.valid + segment_len, mem_len),
     )
+
+
+def _check_layer_inputs(memory: Memory, layer_inputs: jax.Array) -> None:
+    """Checks that layer inputs fit the memory.
+
+    Raises:
+      UserError: If they are not an array [N, B, L, D] with the memory's N, B and D.
+    """
+    n_layer, batch_size, _, d_model = memory.hidden.shape
+    shape = getattr(layer_inputs, "shape", None)
+    if shape is None:
+        raise UserError(
+            f"layer_inputs must be an array [{n_layer}, {batch_size}, L, {d_model}], got "
+            f"{type(layer_inputs).__name__}. Stack the layers' inputs [B, L, D] with jnp.stack"
+        )
+    if len(shape) != 4 or (shape[0], shape[1], shape[3]) != (n_layer, batch_size, d_model):
+        raise UserError(
+            f"layer_inputs must have the shape [{n_layer}, {batch_size}, L, {d_model}] (layers, "
+            f"rows, positions, size), like the memory, got {list(shape)}"
+        )
 
 
 def _update_padded(memory: Memory, layer_inputs: jax.Array, lengths: jax.Array) -> Memory:
@@ -123,8 +189,10 @@ def _update_padded(memory: Memory, layer_inputs: jax.Array, lengths: jax.Array) 
     )
 
 
-def token_counts(lengths: jax.Array | None, tokens: jax.Array) -> jax.Array | None:
-    """Returns the number of tokens before the padding of each row of a segment, int32 [B].
+def token_counts(
+    lengths: jax.Array | None, *, batch_size: int, segment_len: int
+) -> jax.Array | None:
+    """Returns the number of tokens before the padding of each row of a segment [B, L], int32 [B].
 
     Returns None if `lengths` is None, for a segment without padding. A length above L means L, and
     a negative length means 0.
@@ -135,7 +203,6 @@ def token_counts(lengths: jax.Array | None, tokens: jax.Array) -> jax.Array | No
     if lengths is None:
         return None
     lengths = jnp.asarray(lengths)
-    batch_size, segment_len = tokens.shape[:2]
     if lengths.shape != (batch_size,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise UserError(
             f"lengths must be integers [{batch_size}], the number of tokens in each row, got "
@@ -200,21 +267,24 @@ def documents_by_ends(is_end: jax.Array, lengths: jax.Array | None = None) -> Do
 
 
 @jax.named_scope("memory")
-def reset(memory: Memory, rows: jax.Array, start: MemoryStart | None = None) -> Memory:
+def reset(
+    memory: Memory, rows: jax.Array | Sequence[bool], start: MemoryStart | None = None
+) -> Memory:
     """Sets the rows marked in `rows` (bool [B]) back to the memory's start, `memory.start`.
 
     Masked slots keep their states, which nothing attends to, because clearing a memory of gigabytes
     takes time. So a row whose states are not finite needs a new memory: a mask does not hide nan.
 
     Args:
-      memory: The memory, from a model's `init_memory`.
-      rows: bool [B].
+      memory: The memory, from `init_memory` or a later segment.
+      rows: bool [B], the rows to set back. A list of bools is converted.
       start: None, or the memory's start, which is checked.
 
     Raises:
-      UserError: If `start` is not the memory's start.
+      UserError: If `rows` is not bool [B], or `start` is not the memory's start.
     """
-    if start is not None and start is not memory.start:
+    rows = _checked_rows(rows, batch_size=memory.valid.shape[0])
+    if start is not None and start != memory.start:
         raise UserError(
             f"start must be the memory's start, {memory.start}, got {start}. Leave it out: the "
             "memory records how it starts"
@@ -224,6 +294,22 @@ def reset(memory: Memory, rows: jax.Array, start: MemoryStart | None = None) -> 
         hidden = jnp.where(rows[None, :, None, None], 0, hidden)
     valid = jnp.where(rows, start_valid(memory.mem_len, memory.start), memory.valid)
     return memory.replace(hidden=hidden, valid=valid)
+
+
+def _checked_rows(rows: jax.Array | Sequence[bool], *, batch_size: int) -> jax.Array:
+    """Returns the rows to reset as an array.
+
+    Raises:
+      UserError: If they are not bool [B]. Indices of rows, for example, would mark other rows.
+    """
+    rows = jnp.asarray(rows)
+    if rows.shape != (batch_size,) or rows.dtype != jnp.bool_:
+        raise UserError(
+            f"rows must be bool [{batch_size}], whether each row is reset, got {rows.dtype.name} "
+            f"{list(rows.shape)}. To reset rows by their indices, pass "
+            f"jnp.zeros({batch_size}, bool).at[indices].set(True)"
+        )
+    return rows
 
 
 def start_valid(mem_len: int, start: MemoryStart) -> int:

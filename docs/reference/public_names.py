@@ -20,7 +20,7 @@ class Place(NamedTuple):
 def public_names() -> dict[Place, str]:
     """Returns the names that `import txl_jax` gives, in the order of `txl_jax.__all__`, by place.
 
-    The name of a place is another one for `reset_memory`, which is `reset` in its module.
+    Some names are shorter in their module: `reset_memory` is `reset` in `txl_jax.memory`.
     """
     names = {}
     for name in txl_jax.__all__:

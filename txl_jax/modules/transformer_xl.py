@@ -106,8 +106,8 @@ class TransformerXL(nn.Module):
             layers or rows, lengths are not integers [B], or `ended` is not bool [B, L].
         """
         memory.check(tokens, n_layer=self.config.n_layer, d_model=self.config.d_model)
-        lengths = memory_lib.token_counts(lengths, tokens)
-        segment_len = tokens.shape[1]
+        batch_size, segment_len = tokens.shape[:2]
+        lengths = memory_lib.token_counts(lengths, batch_size=batch_size, segment_len=segment_len)
         mem_len = memory.mem_len
 
         # The keys that each query attends to. Without same_length the window is None (no limit).
