@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from support.attention_arrays import NAMES, draw
@@ -65,7 +66,7 @@ def as_type(dtype):
         ),
         pytest.param(
             {"query": lambda array: array.swapaxes(1, 2)},
-            r"query.*segment_len \(4\)",
+            r"query.*\[B, H, L, E\].*segment_len \(4\).*\(0, 2, 1, 3\)",
             id="queries before heads",
         ),
         pytest.param(
@@ -148,6 +149,15 @@ def test_arguments_that_do_not_match_are_an_error(changes, words):
 
     with pytest.raises(ValueError, match=words):
         attention(**replaced(arguments, changes))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "tiled", "stored"])
+def test_a_parameter_of_nnx_is_an_array(implementation):
+    arguments = draw(VISIBILITY, H, E, names=ARRAYS) | {"visibility": VISIBILITY}
+    arguments["implementation"] = implementation
+    names = ("position_key", "content_bias", "position_bias")
+    params = {name: nnx.Param(jnp.asarray(arguments[name])) for name in names}
+    np.testing.assert_array_equal(attention(**{**arguments, **params}), attention(**arguments))
 
 
 def arguments_over_a_cache(changes):

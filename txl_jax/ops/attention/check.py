@@ -120,8 +120,12 @@ def _query_sizes(shape: tuple[int, ...], segment_len: int) -> dict[str, int]:
     if len(shape) != 4 or 0 in shape:
         raise ValueError(f"query must have shape [B, H, L, E], none of them 0, got {shape}")
     if shape[2] != segment_len:
+        # Such as the arrays of `jax.nn.dot_product_attention`.
+        has_heads_last = shape[1] == segment_len
+        hint = ". Arrays [B, L, H, E] need .transpose(0, 2, 1, 3)" if has_heads_last else ""
         raise ValueError(
-            f"query {shape} must have L = visibility.segment_len ({segment_len}), got {shape[2]}"
+            f"query must have shape [B, H, L, E] with L = visibility.segment_len ({segment_len}), "
+            f"got {shape}{hint}"
         )
     return dict(zip("BHLE", shape, strict=True))
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from txl_jax.ops.attention import check, choose, reference
@@ -56,7 +57,7 @@ def attention(
 
     Args:
       query: [B, H, L, E], of any floating-point dtype. All other arrays must have the same dtype,
-        except `position_score`.
+        except `position_score`. An `nnx.Param` may be passed for any array.
       key, value: [B, H, K, E], memory first.
       position_key: [H, P, E], position keys for P distances from K - 1 down
         (`Visibility.n_positions`). None disables position keys and both biases.
@@ -84,6 +85,7 @@ def attention(
         position_score=position_score,
     )
     check.operands_fit(operands, visibility)
+    operands = _as_arrays(operands)
     # Rows and heads of all devices.
     batch, n_head = query.shape[:2]
     # A pair (rate, seed) becomes a `ProbabilityDropout`.
@@ -127,6 +129,18 @@ def attention(
     )
     mapped = shard_map(compute_shard, in_specs=specs, out_specs=shards.by_both())
     return mapped(operands, visibility, dropout)
+
+
+def _as_arrays(operands: Operands) -> Operands:
+    """Converts arrays of other libraries, such as an `nnx.Param`, to jax arrays.
+
+    The loops of some paths would reject them.
+    """
+    converted = {}
+    for name, array in operands._asdict().items():
+        if hasattr(array, "__jax_array__"):
+            converted[name] = jnp.asarray(array)
+    return operands._replace(**converted)
 
 
 def cached_attention(
