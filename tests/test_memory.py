@@ -221,3 +221,10 @@ def test_weighted_sums_are_of_scored_positions(nll, weights, expected):
     """Only a scored position shows that it is not finite."""
     sums = recurrence.weighted_sum(jnp.asarray(nll), jnp.asarray(weights))
     np.testing.assert_array_equal(sums, expected)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 1), (1, 2), ()], ids=str)
+def test_weights_of_another_shape_than_the_losses_are_an_error(shape):
+    """They would be broadcast, and their sum would be too small."""
+    with pytest.raises(UserError, match=r"weights.*\[3, 2\], one per target, got"):
+        recurrence.weighted_sum(jnp.ones((3, 2)), jnp.ones(shape))

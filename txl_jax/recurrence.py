@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from txl_jax.errors import UserError
+
 
 class Segments(NamedTuple):
     """S consecutive segments of L tokens for B rows of a batch (one process's rows).
@@ -74,6 +76,15 @@ def weighted_sum(nll: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Arr
 
     Returns:
       The sums of the weighted losses and of the weights.
+
+    Raises:
+      UserError: If losses and weights have different shapes. Weights [B], for example, would be
+        applied to other losses, and their sum would be too small.
     """
+    if jnp.shape(weights) != jnp.shape(nll):
+        raise UserError(
+            f"weights must have the losses' shape {list(jnp.shape(nll))}, one per target, got "
+            f"{list(jnp.shape(weights))}. Use jnp.broadcast_to"
+        )
     nats = jnp.where(weights > 0, nll * weights, 0)
     return jnp.sum(nats), jnp.sum(weights)
