@@ -165,7 +165,7 @@ def test_the_page_on_observing_trains_with_a_sink(capsys):
 def test_the_page_on_attention_runs_in_one_piece():
     """Its blocks assert what they show. Each block uses the names of the blocks before."""
     blocks = python_blocks("docs/attention.md")
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names = execute(blocks)
     for name, gradient in names["gradients"].items():
         assert np.abs(gradient).max() > 1e-6, name
