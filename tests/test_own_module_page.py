@@ -38,7 +38,7 @@ FRAMEWORKS = {
 
 
 def test_each_block_has_a_test():
-    assert len(python_blocks(PAGE)) == 1 + len(FRAMEWORKS) + 2
+    assert len(python_blocks(PAGE)) == 1 + len(FRAMEWORKS) + 3
 
 
 @pytest.mark.full
@@ -92,3 +92,13 @@ def test_padded_texts_have_the_losses_of_each_by_itself(run):
     assert names["count"].tolist() == [51, 36, 39]
     assert [len(text) for text in names["texts"]] == [52, 37, 40]
     assert names["memory"].valid.tolist() == [48, 36, 39]
+
+
+def test_an_adaptive_softmax_without_the_model(run):
+    """The page asserts that its losses are the log probabilities'."""
+    names = run("txl_jax.adaptive_nll")
+
+    np.testing.assert_allclose(np.exp(names["log_p"]).sum(-1), 1, rtol=1e-5)
+    assert names["embedded"].shape == (2, 8, names["D"])
+    for gradient in jax.tree.leaves(names["gradients"]):
+        assert np.abs(gradient).max() > 0

@@ -42,9 +42,13 @@ def test_every_public_name_is_there_and_typed():
         _ = txl_jax.TransfomerXL
 
 
-def test_names_that_are_shorter_in_their_module_are_public():
+def test_names_that_are_different_in_their_module_are_public():
     from txl_jax import memory
+    from txl_jax.ops import adaptive_softmax
 
+    assert txl_jax.adaptive_embed is adaptive_softmax.embed
+    assert txl_jax.adaptive_log_probabilities is adaptive_softmax.log_probabilities
+    assert txl_jax.adaptive_nll is adaptive_softmax.negative_log_likelihood
     assert txl_jax.init_memory is memory.init
     assert txl_jax.update_memory is memory.update
     assert txl_jax.reset_memory is memory.reset

@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # `as`: each is public for type checkers too.
     from txl_jax.memory import init, reset, update
     from txl_jax.metrics import Totals as Totals
     from txl_jax.modules.transformer_xl import TransformerXL as TransformerXL
+    from txl_jax.ops.adaptive_softmax import Cluster as Cluster
+    from txl_jax.ops.adaptive_softmax import TailEntries as TailEntries
+    from txl_jax.ops.adaptive_softmax import embed, log_probabilities, negative_log_likelihood
     from txl_jax.ops.attention import Visibility as Visibility
     from txl_jax.ops.attention import attention as attention
     from txl_jax.ops.attention import sinusoids as sinusoids
@@ -37,6 +40,9 @@ if TYPE_CHECKING:  # `as`: each is public for type checkers too.
     from txl_jax.training.hooks import Hook as Hook
     from txl_jax.training.hooks import HookContext as HookContext
 
+    adaptive_embed = embed
+    adaptive_log_probabilities = log_probabilities
+    adaptive_nll = negative_log_likelihood
     init_memory = init
     reset_memory = reset
     update_memory = update
@@ -50,6 +56,13 @@ _MODULES = {
     "memory": ("Memory", "init_memory", "reset_memory", "update_memory"),
     "metrics": ("Totals",),
     "modules.transformer_xl": ("TransformerXL",),
+    "ops.adaptive_softmax": (
+        "Cluster",
+        "TailEntries",
+        "adaptive_embed",
+        "adaptive_log_probabilities",
+        "adaptive_nll",
+    ),
     "ops.attention": ("Visibility", "attention", "sinusoids"),
     "recurrence": ("Segments", "scan_segments", "weighted_sum"),
     "runs.trainer": ("Outcome", "train"),
@@ -59,8 +72,11 @@ _MODULES = {
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
-# Public names that are shorter in their module, as `txl_jax.memory.init`.
+# Public names that are different in their module, such as `txl_jax.memory.init`.
 _NAMES_IN_MODULE = {
+    "adaptive_embed": "embed",
+    "adaptive_log_probabilities": "log_probabilities",
+    "adaptive_nll": "negative_log_likelihood",
     "init_memory": "init",
     "reset_memory": "reset",
     "update_memory": "update",

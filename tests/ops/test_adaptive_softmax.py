@@ -19,6 +19,7 @@ import scipy.special
 from support import oracles, tiny, tiny_run
 from support.cases import full_but
 from support.tiny import enable_x64
+from txl_jax.errors import UserError
 from txl_jax.ops import adaptive_softmax
 from txl_jax.ops.adaptive_softmax import Cluster, TailEntries
 from txl_jax.ops.chunked_apply import chunked_apply
@@ -373,3 +374,30 @@ def test_rows_of_a_vmap_may_fill_different_numbers_of_chunks(x64):
     expected = by_row(everywhere)(weights, *stacked)
 
     tiny_run.assert_close(results, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("cutoffs", "words"),
+    [
+        pytest.param((4,), r"2 clusters.*got 3", id="too few"),
+        pytest.param((3, 9), r"clusters\[0\].*3 rows.*got 4", id="another head"),
+        pytest.param((4, 8), r"clusters\[1\].*4 rows.*got 5", id="another tail"),
+    ],
+)
+def test_clusters_that_do_not_match_the_cutoffs_are_an_error(cutoffs, words):
+    clusters, tails = make_weights(CASES["div_val 2"])
+    hidden = np.ones((B, L, D))
+    targets = np.zeros((B, L), int)
+    with pytest.raises(UserError, match=words):
+        adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, tails, cutoffs)
+
+
+def test_entries_of_tails_that_are_missing_are_an_error():
+    clusters, tails = make_weights(CASES["div_val 2"])
+    hidden = np.ones((B, L, D))
+    targets = np.zeros((B, L), int)
+    with pytest.raises(UserError, match=r"clusters\[0\].*6 rows.*got 4"):
+        adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, None, (4, 9))
+    one = TailEntries(tails.table[:1], tails.bias[:1])
+    with pytest.raises(UserError, match=r"tails\.table.*2 rows.*got 1"):
+        adaptive_softmax.negative_log_likelihood(hidden, targets, clusters, one, (4, 9))

@@ -13,6 +13,7 @@ Letters: B batch, D model dimension, C clusters, V vocabulary size.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from txl_jax.errors import UserError
 from txl_jax.ops import blocked_softmax, table_layout
 from txl_jax.ops.blocked_softmax import Weights
 from txl_jax.ops.chunked_apply import chunked_apply
@@ -32,15 +34,19 @@ from txl_jax.sharding.mesh import ambient_mesh
 
 
 class Cluster(NamedTuple):
-    """The weights of one cluster."""
+    """The weights of one cluster, the head or a tail of an adaptive softmax or input.
 
-    table: Any  # [rows, width], an array. At inference it may be an `Int8Table`.
+    The logit of a token is (hidden . projection^T) . its row of the table + its bias. Its embedding
+    is its row times the projection.
+    """
+
+    table: Any  # [rows, width], a row per token. At inference it may be an `Int8Table`.
     bias: Any  # [rows], or None on the input side.
     projection: Any  # [width, D], like `table`, or None if the width is D.
 
 
 class TailEntries(NamedTuple):
-    """The head's entries for the tails, in the head's projected space."""
+    """The head's entries for the tails of an adaptive softmax, in the head's projected space."""
 
     table: jax.Array  # [C - 1, width of the head]
     bias: jax.Array  # [C - 1]
@@ -53,6 +59,12 @@ def embed(
 
     Gradients of a token's occurrences are summed in the table's dtype. In bfloat16 a sum of ones
     stops at 256.
+
+    Args:
+      tokens: int [B, ...], sorted by frequency: 0 is the most frequent token.
+      clusters: The head and the tails, such as a tied softmax's. Biases are not used.
+      cutoffs: The first token of each tail. Empty without tails.
+      dtype: Dtype of the result.
     """
     total: Any = None
     for start, cluster in zip([0, *cutoffs], clusters, strict=True):
@@ -152,17 +164,21 @@ def negative_log_likelihood(
 
     Args:
       hidden: [B, ..., D].
-      targets: int [B, ...].
+      targets: int [B, ...], sorted by frequency: 0 is the most frequent token.
       clusters: The head and the tails.
       tails: The head's entries for the tails, or None without tails or if the head ends with them
         (`with_tails`).
-      cutoffs: The first token of each tail.
+      cutoffs: The first token of each tail. Empty for a full softmax.
       chunk_size: A tail is computed only at the positions whose target it contains, `chunk_size` of
         them at a time on a device, or `_tail_chunk_size` if that is None.
 
     Returns:
       Losses [B, ...], in at least float32.
+
+    Raises:
+      UserError: If the clusters do not have the rows that the cutoffs determine.
     """
+    _check_clusters(clusters, tails, cutoffs)
     # In 8 bits, a vocabulary of 256 tokens would wrap to 0 in the comparison with V below.
     targets = targets.astype(jnp.result_type(targets, jnp.int32))
 
@@ -175,6 +191,38 @@ def negative_log_likelihood(
     # loss.
     nll = jnp.where(tokens < _vocab_size(clusters, cutoffs), nll, jnp.nan)
     return jnp.where(is_ignored, 0, nll)
+
+
+def _check_clusters(
+    clusters: Sequence[Cluster], tails: TailEntries | None, cutoffs: Sequence[int]
+) -> None:
+    """Checks that the clusters have the rows that the cutoffs determine.
+
+    Otherwise losses would be plausible, but wrong. The last tail may have any number of rows.
+
+    Raises:
+      UserError: If there is not one tail, with one entry, per cutoff, or a cluster has another
+        number of rows.
+    """
+    if len(clusters) != len(cutoffs) + 1:
+        raise UserError(
+            f"clusters must be the head and one tail per cutoff, {len(cutoffs) + 1} clusters for "
+            f"the cutoffs {list(cutoffs)}, got {len(clusters)}"
+        )
+    if tails is not None and tails.table.shape[0] != len(cutoffs):
+        raise UserError(
+            f"tails.table must have {len(cutoffs)} rows, one per cutoff, got {tails.table.shape[0]}"
+        )
+    for c, (start, end) in enumerate(itertools.pairwise([0, *cutoffs])):
+        n_row = end - start
+        # The head may end with the tails' entries.
+        if c == 0 and tails is None:
+            n_row += len(cutoffs)
+        if clusters[c].table.shape[0] != n_row:
+            raise UserError(
+                f"clusters[{c}].table must have {n_row} rows for the cutoffs {list(cutoffs)}, got "
+                f"{clusters[c].table.shape[0]}. If tails is None, the head ends with their entries"
+            )
 
 
 def _vocab_size(clusters: Sequence[Cluster], cutoffs: Sequence[int]) -> int:
@@ -316,6 +364,12 @@ def log_probabilities(
     """Computes the log probabilities (logprobs) of all tokens: [..., D] -> [..., V].
 
     The result is in at least float32.
+
+    Args:
+      hidden: [..., D].
+      clusters: The head and the tails.
+      tails: The head's entries for the tails, or None without tails or if the head ends with them
+        (`with_tails`).
     """
     head = jax.nn.log_softmax(logits(hidden, with_tails(clusters[0], tails)))
     n_head_token = head.shape[-1] - (len(clusters) - 1)
