@@ -287,6 +287,30 @@ def check_files_of_hugging_face(folder, model):
         assert "crit.out_layers.1.weight" not in set(file.keys()), "a shared tensor is stored once"
 
 
+def exported_with_special_words(folder):
+    """Returns a vocabulary with words such as <formula>, and a directory for transformers."""
+    folder.mkdir()
+    # The first lines are in the training split, whose words are the vocabulary.
+    lines = b"the <formula> of a dog [SEP] the <unk> cat [sic] 1 < 2\n" * 9 + drawn_run.TEXT
+    settings = drawn_run.WT103 | {"data.tokenizer.kind": Tokenizer.WORD}
+    config, corpus = drawn_run.on_text(folder, lines, **settings)
+    run, _ = drawn_run.make(folder / "run", config, corpus)
+    convert(run.path, folder / "theirs", to_format=TargetFormat.HUGGINGFACE)
+    return corpus.vocabulary, folder / "theirs"
+
+
+def test_words_that_their_tokenizer_would_split_are_its_special_tokens(tmp_path):
+    vocabulary, theirs = exported_with_special_words(tmp_path / "made")
+    assert {"[sic]", "<", "<unk>", "<eos>"} < set(vocabulary.words)
+    tokenizer = json.loads((theirs / "tokenizer_config.json").read_text())
+    assert sorted(tokenizer["additional_special_tokens"]) == ["<formula>", "[SEP]"]
+    assert tokenizer["eos_token"] == "<eos>" and tokenizer["unk_token"] == "<unk>"
+    # Regular expressions.
+    for word in ("<formula>", "[SEP]", "<eos>", "<unk>"):
+        assert any(re.fullmatch(pattern, word) for pattern in tokenizer["never_split"]), word
+    assert not any(re.search(pattern, "cat [sic] S") for pattern in tokenizer["never_split"])
+
+
 @pytest.mark.full
 def test_documents_stay_apart_in_a_portable_checkpoint(tmp_path):
     made = drawn_run.of_words(tmp_path / "run", **{"data.reset_at": "<eos>"})
@@ -630,6 +654,20 @@ def test_its_tokenizer_reads_the_words(library, tmp_path):
     text = "the cat sat on the zebra"  # The last word is unknown.
     assert tokenizer.encode(text) == vocabulary.encode(text.encode()).tolist()
     assert len(tokenizer) == vocabulary.size and tokenizer.eos_token_id == vocabulary.mark
+
+
+@pytest.mark.nightly(part="huggingface")
+@THEIR_WARNINGS
+def test_its_tokenizer_does_not_split_special_words(library, tmp_path):
+    _, transformers = library
+    vocabulary, theirs = exported_with_special_words(tmp_path / "made")
+    tokenizer = transformers.TransfoXLTokenizer.from_pretrained(theirs)
+    text = "the <formula> of a dog [SEP] the <unk> cat <eos>"
+    assert tokenizer.tokenize(text) == text.split()
+    assert tokenizer.encode(text) == vocabulary.encode(text.encode()).tolist()
+    assert len(tokenizer) == vocabulary.size
+    # More letters S than Moses can protect.
+    assert tokenizer.tokenize("cats " * 1200) == ["cats"] * 1200
 
 
 def nats_of_transformers(library, folder, model, text):

@@ -4,6 +4,7 @@ The module builds the class's arguments, and writes a directory for `from_pretra
 the preset "hf" of `CompatConfig` has the same numbers as the class.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ _SAME = (
     "pre_lnorm",
 )
 _SAME_LENGTHS = ("mem_len", "clamp_len", "same_length")
+# Words such as <formula> or [SEP], which TransfoXLTokenizer splits unless they are special tokens.
+_SPECIAL_WORD = re.compile(r"<[^<>\s]+>|\[[A-Z]+\]")
 
 
 def config_of(config: ModelConfig, eval_config: EvalConfig, *, vocab_size: int) -> dict[str, Any]:
@@ -85,13 +88,29 @@ def write(folder: Path, info: ModelInfo, leaves: Leaves) -> list[str]:
         "eos_token_id": vocabulary.mark,
     }
     if isinstance(vocabulary, WordVocabulary):
-        tokenizer = {
-            "tokenizer_class": "TransfoXLTokenizer",
-            "lower_case": vocabulary.lower_case,
-            "unk_token": vocabulary.unknown,
-            "eos_token": MARKS.get(vocabulary.line_mark, vocabulary.unknown),
-            # By default there is one more token after the last id, where the table has no row.
-            "additional_special_tokens": [],
-        }
-        write_json(folder / "tokenizer_config.json", tokenizer)
+        write_json(folder / "tokenizer_config.json", _tokenizer_arguments(vocabulary))
     return original.write_model(folder, info, leaves, arguments, Format.HUGGINGFACE)
+
+
+def _tokenizer_arguments(vocabulary: WordVocabulary) -> dict[str, Any]:
+    """Returns the arguments of `TransfoXLTokenizer` for a vocabulary.
+
+    The tokenizer splits off punctuation, even in words of its vocabulary, except in special tokens.
+    Our vocabulary has no list of special tokens, so they are recognized by their form.
+    """
+    unknown = vocabulary.unknown
+    end = MARKS.get(vocabulary.line_mark, unknown)
+    # Without this list there is <formula>. If the vocabulary lacks it, it gets the id after the
+    # last one, where the table has no row.
+    special = [word for word in vocabulary.words if _SPECIAL_WORD.fullmatch(word)]
+    additional = [word for word in special if word not in (unknown, end)]
+    return {
+        "tokenizer_class": "TransfoXLTokenizer",
+        "lower_case": vocabulary.lower_case,
+        "unk_token": unknown,
+        "eos_token": end,
+        "additional_special_tokens": additional,
+        # These are regular expressions. By default the words themselves are, so that [SEP] would
+        # mean the letters S, E and P.
+        "never_split": [re.escape(word) for word in (end, unknown, *additional)],
+    }
