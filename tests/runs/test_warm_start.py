@@ -18,6 +18,7 @@ from txl_jax.config import InitVocabulary, Tokenizer, config_tree
 from txl_jax.errors import UserError
 from txl_jax.runs import warm_start
 from txl_jax.runs.build import build
+from txl_jax.runs.convert import TargetFormat, convert
 from txl_jax.runs.ensemble import split_off
 from txl_jax.runs.run import Run
 from txl_jax.runtime import distributed
@@ -80,6 +81,31 @@ def test_a_run_begins_with_the_best_weights_of_a_run_that_is_scored_by_a_mean(te
     _, state = first_state(config, corpus, Run(tmp_path / "new"))
 
     tiny_run.assert_equal(state.params, tiny_run.params(parts.model))
+
+
+def test_training_lengths_are_compared_unless_the_weights_come_from_elsewhere(text_of, tmp_path):
+    """Weights of another implementation bring the model's settings, and no training lengths."""
+    old, old_corpus = text_of("old", model__compat__final_norm=False)
+    drawn_run.make(tmp_path / "old", old, old_corpus)
+    convert(tmp_path / "old", tmp_path / "theirs", to_format=TargetFormat.HUGGINGFACE)
+    (tmp_path / "theirs" / "txl_jax.json").unlink()
+    convert(tmp_path / "theirs", tmp_path / "converted")
+
+    for name, has_lengths in (("old", True), ("converted", False)):
+        config = config_tree.replace(
+            old,
+            {
+                "init_from": str(tmp_path / name),
+                "init_vocabulary": InitVocabulary.KEPT,
+                "train.mem_len": old.train.mem_len + 1,
+                "model.dropout.rate": 0.3,
+            },
+        )
+        run = Run(tmp_path / f"from {name}")
+        corpus = warm_start.read_corpus(config, run, "nowhere", str(tmp_path))
+        start, _ = first_state(config, corpus, run)
+        assert ("train.mem_len" in start.note) is has_lengths, name
+        assert "model.dropout.rate 0.3 (was 0.1)" in start.note
 
 
 WORDS = {"data__tokenizer__kind": Tokenizer.WORD, "model__cutoffs": (3, 6)}

@@ -6,7 +6,7 @@ command resume without them. The settings that determine the parameters come fro
 unless a flag sets them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ from txl_jax.training.vocabulary_transfer import RowMap, match_tokens, row_map, 
 
 _CUTOFFS = "model.cutoffs"
 # Settings that are not the model's, in which the fine-tuning may differ, and which change losses.
-_NOTED = ("train.segment_len", "train.mem_len", "train.clamp_len", "train.same_length")
+_TRAINING_LENGTHS = ("train.segment_len", "train.mem_len", "train.clamp_len", "train.same_length")
 # Settings of the model that change no loss of trained parameters.
 _UNNOTED = ("model.attention", "model.remat", "model.init_std", "model.projection_init_std")
 
@@ -211,7 +211,10 @@ def load(built: Built, vocabulary: Vocabulary, run: Run) -> WarmStart | None:
     def state(initial: Any) -> TrainState:
         return built.state_from_params(move(initial, trained_params))
 
-    return WarmStart(record, state, _note(config, trained.config))
+    # Weights without training steps come from another implementation (or are random). Its training
+    # lengths are not known: those in the config are defaults.
+    lengths = _TRAINING_LENGTHS if step > 0 else ()
+    return WarmStart(record, state, _note(config, trained.config, lengths))
 
 
 def digest(params: Any) -> str:
@@ -266,12 +269,20 @@ def _match(config: ExperimentConfig, trained: TrainedModel, vocabulary: Vocabula
     return row_map(matched, trained.config.model, config.model, old_size=trained_vocabulary.size)
 
 
-def _note(config: ExperimentConfig, trained: ExperimentConfig) -> str:
-    """Names the settings that differ and change losses, in one line, which may be empty."""
+def _note(
+    config: ExperimentConfig, trained: ExperimentConfig, training_lengths: Collection[str]
+) -> str:
+    """Names the settings that differ and change losses, in one line, which may be empty.
+
+    Args:
+      config: The settings of the fine-tuning.
+      trained: The settings of the trained model.
+      training_lengths: Names of the settings to compare, in addition to the model's.
+    """
     changes = []
     for leaf, trained_value, value in config_tree.differences(trained, config):
         is_models = leaf.name.startswith("model.") and leaf.name not in _UNNOTED
-        if is_models or leaf.name in _NOTED:
+        if is_models or leaf.name in training_lengths:
             now = config_tree.format_value(value)
             was = config_tree.format_value(trained_value)
             changes.append(f"{leaf.name} {now} (was {was})")
