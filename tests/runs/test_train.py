@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("traces_kept")
 STEPS = 24
 
 
-def test_the_steps_of_a_time_are_those_that_a_clock_shows(config, corpus, monkeypatch):
+def test_the_steps_of_a_time_are_those_that_a_clock_shows(config, corpus, monkeypatch, capsys):
     """The first call takes a minute, which does not count, and every further call of S updates 3 s.
 
     Evaluations take the time of their FLOPs.
@@ -62,6 +62,8 @@ def test_the_steps_of_a_time_are_those_that_a_clock_shows(config, corpus, monkey
 
     fitting = steps_in(1000, config, corpus, clock=lambda: now)
 
+    # The end of the compilation, which may take minutes, is told.
+    assert f"compiled in {fitting.compilation.seconds:.1f} s" in capsys.readouterr().out
     update_seconds = 3 / config.train.segments_per_call
     assert fitting.update_seconds == update_seconds
     assert fitting.steps % config.train.segments_per_call == 0

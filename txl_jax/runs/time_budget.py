@@ -13,6 +13,7 @@ from txl_jax.data.corpus import Corpus
 from txl_jax.errors import UserError
 from txl_jax.runs.build import Built, Compilation, build_for
 from txl_jax.runs.trainer import training_reader
+from txl_jax.runtime.output import say
 from txl_jax.training.step import TrainState
 
 _SECONDS_TO_TIME = 5.0  # Minimum time for which updates are timed.
@@ -56,6 +57,8 @@ def steps_in(
     built.check_batch_size()
     train = config.train
     compilation = built.compile_step()
+    # On a busy machine compilation takes minutes, so a line says that it is over.
+    say(f"speed     compiled in {compilation.seconds:.1f} s, timing some steps")
     update_seconds = _seconds_per_update(built, compilation, corpus, clock)
 
     # The device is assumed to do the FLOPs of an evaluation as fast as those of an update.
