@@ -77,6 +77,13 @@ def run(plan: Plan, job: cli.Job) -> int | None:
         return 0
 
     with Run.open(plan.workdir) as opened:
+        # Every corpus can be the ensemble's. Without this check a book would be read as a part of
+        # the default, enwik8.
+        if opened.is_new and "data.file" in job.places and "data.corpus" not in job.places:
+            raise UserError(
+                "--data.corpus is required with --data.file. Pass --data.corpus=text for your own "
+                "text, or the corpus that the file is a part of."
+            )
         members = [_parse_member(text) for text in plan.ensemble_member]
         if not members:
             # A resumed ensemble keeps the members that it started with.

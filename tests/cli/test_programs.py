@@ -353,6 +353,11 @@ MISTAKES = {
         1,
         ["--ensemble_member"],
     ),
+    "an ensemble of a file that may belong to any corpus": (
+        "ensemble --workdir=WORK/new --data.file=WORK/book.txt --ensemble_member=seed=1",
+        1,
+        ["--data.corpus=text"],
+    ),
     "directories without runs": (
         "paper.recl --workdirs=WORK,WORK/b --out=WORK",
         1,
