@@ -237,7 +237,7 @@ def yield_to_weights(
 
     >>> trained = config_tree.replace(ExperimentConfig(), {"model.n_layer": 4})
     >>> yield_to_weights(ExperimentConfig(), trained, typed=()).note
-    'sizes come from the weights: model.n_layer is 4 instead of 12'
+    'sizes come from the weights, not from the flagfile: model.n_layer is 4 instead of 12'
     >>> yield_to_weights(ExperimentConfig(), trained, typed={"model.n_layer"}).config.model.n_layer
     12
     """
@@ -246,7 +246,7 @@ def yield_to_weights(
         is_typed_by_compat = "compat" in typed and name.startswith("model.compat.")
         if name not in typed and not is_typed_by_compat:
             sizes[name] = size
-    return _settle(config, sizes, "sizes come from the weights")
+    return _settle(config, sizes, "sizes come from the weights, not from the flagfile")
 
 
 def yield_warmup(
