@@ -36,7 +36,7 @@ def converted(tmp_path, monkeypatch):
 
 
 def test_each_old_block_has_a_new_one():
-    assert len(old_blocks()) == len(python_blocks(PAGE)) == 8
+    assert len(old_blocks()) == len(python_blocks(PAGE)) == 9
 
 
 @pytest.mark.full
@@ -49,6 +49,8 @@ def test_the_new_code_runs():
     assert names["model"].decode(names["ids"][0]).strip() == "the cat sat on the <unk>"
     assert names["log_p"].shape == (1, n_token - 4, 19)
     assert names["losses"].shape == (n_token - 1,)
+    # The memory has the same past that the whole text has.
+    np.testing.assert_allclose(names["continued"][0], names["losses"][3:], rtol=0, atol=1e-5)
     assert names["loss"] == pytest.approx(names["losses"].mean(), rel=1e-6)
     assert names["hidden"].shape == names["embedded"].shape == names["inputs"].shape == (6, 64)
     assert 1 <= len(names["continuation"]) <= 12
@@ -79,7 +81,8 @@ def test_the_new_code_computes_what_the_old_code_does():
     # With their classifier's matrix, which is random.
     params = {"core": new["model"].params, "score": old["score"].numpy()}
     new["logits"] = new["logits_of"](params, new["tokens"], new["count"])
-    for name in ("log_p", "mems", "losses", "loss", "hidden", "embedded", "inputs", "logits"):
+    losses = ("losses", "loss", "continued")
+    for name in ("log_p", "mems", *losses, "hidden", "embedded", "inputs", "logits"):
         theirs = np.asarray(old[name])
         assert theirs.shape == np.shape(new[name]), name
         scale = np.abs(theirs).max()
@@ -98,5 +101,9 @@ def test_the_page_splits_text_as_their_tokenizer_does():
         "23,000 people, 1.80m tall, don't agree (or do they?).",
         "A well-known “quote” — from 1,234,567.89 sources; see e.g. p. 12.",
         "the cat sat on the mat",
+        "the <unk> sat, on<unk>the <eos>",
+        "tokenized : 1 @.@ 80 m , well @-@ known",
     ):
         assert like_wikitext(text).split() == tokenizer.tokenize(text), text
+    assert like_wikitext("the <unk> of the <formula>,").split()[1::3] == ["<unk>", "<formula>"]
+    assert tokenizer.tokenize("1 @.@ 80") == ["1", "@", ".", "@", "80"], "the page says so"
