@@ -182,8 +182,10 @@ class LanguageModel:
             rule. One function is compiled for each `DynamicConfig`.
 
         Returns:
-          For each document, the summed nats and the number of scored tokens and of their bytes (if
-          the vocabulary knows them). With `per_token`, the nats, floats [T - 1] or [T].
+          For each document, the summed nats, the number of scored tokens and the number of their
+          bytes. The bytes are 0 if they are unknown, because tokens have no text or more than 0.1 %
+          of them are unknown words. Then `bits_per_byte` is nan. With `per_token`, the nats,
+          floats [T - 1] or [T].
 
         Raises:
           UserError: If a text cannot be encoded, ids are outside the vocabulary (negative ids are
