@@ -7,6 +7,7 @@ the library, so that the pictures show what it does.
 """
 
 import csv
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -137,7 +138,8 @@ def _reading(canvas: Canvas, y: float, title: str, *, segment_len: int, mem_len:
     canvas.text(left, y, title, bold=True)
     top = y + 14
     for step in range(n_token // segment_len):
-        canvas.text(left - 12, top + row * step + 17, f"step {step + 1}", anchor="end")
+        row_top = top + row * step
+        canvas.text(left - 12, row_top + 17, f"step {step + 1}", anchor="end")
         start = step * segment_len
         for token in range(n_token):
             color = "faint"
@@ -145,7 +147,7 @@ def _reading(canvas: Canvas, y: float, title: str, *, segment_len: int, mem_len:
                 color = "segment"
             elif start - mem_len <= token < start:
                 color = "memory"
-            canvas.box(left + token * cell + 1, top + row * step + 2, cell - 3, row - 5, color)
+            canvas.box(left + token * cell + 1, row_top + 2, cell - 3, row - 5, color)
     return top + row * (n_token // segment_len)
 
 
@@ -176,30 +178,36 @@ def _mask(
     left = 88
     cell = 42
     row = 30
-    visibility = Visibility(jnp.full(1, length, jnp.int32), length, length, window=window)
+    memory_len = jnp.full(1, length, jnp.int32)
+    visibility = Visibility(memory_len, length, length, window=window)
     mask_LxK = np.asarray(visibility.mask()[0])
+    # Distances are sorted from K - 1 down to 0.
     distances_K = np.asarray(visibility.distances(clamp_len=clamp_len))
+    right = left + visibility.n_keys * cell + 16
 
     canvas.text(left, y, title, bold=True)
     top = y + 14
     for query in range(length):
-        canvas.text(left - 12, top + row * query + 20, f"query {query + 1}", anchor="end")
+        row_top = top + row * query
+        canvas.text(left - 12, row_top + 20, f"query {query + 1}", anchor="end")
         for key in range(visibility.n_keys):
-            x = left + key * cell + (6 if key >= length else 0)
+            x = left + key * cell
+            color = "memory"
+            if key >= length:
+                # A gap is between memory and segment.
+                x += 6
+                color = "segment"
+
+            if not mask_LxK[query, key]:
+                canvas.box(x + 1, row_top + 1, cell - 3, row - 3, "faint")
+                continue
             distance = length + query - key
-            color = "memory" if key < length else "segment"
-            words = ""
-            if mask_LxK[query, key]:
-                # Distances are sorted from K - 1 down to 0.
-                words = str(distances_K[visibility.n_keys - 1 - distance])
-            else:
-                color = "faint"
-            canvas.box(x + 1, top + row * query + 1, cell - 3, row - 3, color, words)
-            if words and int(words) != distance:
-                canvas.frame(x + 3.5, top + row * query + 3.5, cell - 8, row - 8, "on_memory")
+            clamped = distances_K[visibility.n_keys - 1 - distance]
+            canvas.box(x + 1, row_top + 1, cell - 3, row - 3, color, str(clamped))
+            if clamped != distance:
+                canvas.frame(x + 3.5, row_top + 3.5, cell - 8, row - 8, "on_memory")
         n_key = int(mask_LxK[query].sum())
-        right = left + visibility.n_keys * cell + 16
-        canvas.text(right, top + row * query + 20, f"{n_key} keys")
+        canvas.text(right, row_top + 20, f"{n_key} keys")
     return top + row * length
 
 
@@ -212,8 +220,10 @@ def draw_softmax(canvas: Canvas) -> float:
     cutoffs = [0, 20_000, 40_000, 200_000, 267_735]
     names = ["head", "tail 1", "tail 2", "tail 3"]
     colors = ["segment", "memory", "line", "tail"]
-    left, full = 10, 500
+    left = 10
+    full = 500  # Width of the bars.
     total = cutoffs[-1]
+    # Words by rank, as frequent as in the benchmarks (Zipf-Mandelbrot).
     frequency = (np.arange(1, total + 1) + SHIFT) ** -EXPONENT
     cumulative = np.concatenate([[0], np.cumsum(frequency) / frequency.sum()])
 
@@ -225,28 +235,32 @@ def draw_softmax(canvas: Canvas) -> float:
 
     canvas.text(left, 22, "Vocabulary: 267,735 words, most frequent first", bold=True)
     canvas.text(left, 170, "The same words, by how often they occur in a text")
-    for number in range(4):
-        first, last = cutoffs[number], cutoffs[number + 1]
-        above = (words_to_x(first), words_to_x(last))
-        below = (tokens_to_x(first), tokens_to_x(last))
-        corners = [(above[0], 68), (above[1], 68), (below[1], 118), (below[0], 118)]
-        canvas.shape(corners, colors[number])
-        canvas.box(above[0], 36, above[1] - above[0] - 1, 32, colors[number], radius=2)
-        canvas.box(below[0], 118, below[1] - below[0] - 1, 32, colors[number], radius=2)
+    clusters = list(itertools.pairwise(cutoffs))  # (first word, first word of the next cluster)
+    for number, (first, last) in enumerate(clusters):
+        color = colors[number]
+
+        # The upper bar is divided by words, the lower one by tokens.
+        upper_left = words_to_x(first)
+        upper_right = words_to_x(last)
+        lower_left = tokens_to_x(first)
+        lower_right = tokens_to_x(last)
+        corners = [(upper_left, 68), (upper_right, 68), (lower_right, 118), (lower_left, 118)]
+        canvas.shape(corners, color)
+        canvas.box(upper_left, 36, upper_right - upper_left - 1, 32, color, radius=2)
+        canvas.box(lower_left, 118, lower_right - lower_left - 1, 32, color, radius=2)
     share = cumulative[cutoffs[1]]
     canvas.text(tokens_to_x(0) + 12, 139, f"head: {share:.0%}", color="on_segment")
 
     canvas.text(left, 216, "Clusters, and the size of a word's vector (div_val 4)", bold=True)
     y = 232
-    sizes = [1024 // 4**number for number in range(4)]
-    for number in range(4):
-        first, last = cutoffs[number], cutoffs[number + 1]
-        n_token = last - first
-        words = f"{names[number]}: {n_token:,} words"
+    for number, (first, last) in enumerate(clusters):
+        words = f"{names[number]}: {last - first:,} words"
         if number == 0:
             words += " + one entry per tail"
-        canvas.box(left, y, max(sizes[number] / 1024 * full, 6), 24, colors[number], radius=2)
-        canvas.text(left, y + 43, f"{words}, size {sizes[number]:,}")
+        size = 1024 // 4**number
+        # The smallest size, 16, would be hard to see.
+        canvas.box(left, y, max(size / 1024 * full, 6), 24, colors[number], radius=2)
+        canvas.text(left, y + 43, f"{words}, size {size:,}")
         y += 58
     return y + 6
 
@@ -260,22 +274,22 @@ def draw_documents(canvas: Canvas) -> float:
     words = ["A", "A", "A", "end", "B", "B", "end", "C", "C", "C"]
     end_token = 1
     tokens = jnp.asarray([[end_token if word == "end" else 0 for word in words]])
-    query = 5
+    query = 5  # The second B.
     y = 22.0
-    left, cell = 10, 50
+    left = 10
+    cell = 50
     panels = [
         ("By default, documents run into each other", None),
         ("With data.reset_at, each starts afresh", end_token),
     ]
     for title, token in panels:
         length = len(words)
+        no_memory = jnp.zeros(1, jnp.int32)
         starts = documents(tokens, token)
-        visibility = Visibility(
-            jnp.zeros(1, jnp.int32),
-            length,
-            0,
-            document_start=None if starts is None else starts.start,
-        )
+        if starts is None:
+            visibility = Visibility(no_memory, length, 0)
+        else:
+            visibility = Visibility(no_memory, length, 0, document_start=starts.start)
         is_key = np.asarray(visibility.mask()[0, query])
         canvas.text(left, y, title, bold=True)
         for position, word in enumerate(words):
@@ -294,17 +308,19 @@ def draw_tokens(canvas: Canvas) -> float:
       The height of the picture.
     """
     y = 22.0
-    left, cell = 10, 36
+    left = 10
+    cell = 36  # A byte.
     for name, word in (("English", "read"), ("Russian", "читать"), ("Chinese", "阅读")):
         n_byte = len(word.encode())
         per_character = 2 * n_byte / len(word)
-        plural = f"{name}: {len(word)} characters, {n_byte} bytes"
-        canvas.text(left, y, plural, bold=True)
+        title = f"{name}: {len(word)} characters, {n_byte} bytes"
+        canvas.text(left, y, title, bold=True)
         x = float(left)
         for character in word:
-            width = cell * len(character.encode())
+            encoded = character.encode()
+            width = cell * len(encoded)
             canvas.box(x + 1, y + 12, width - 3, 30, "segment", character, size=18)
-            for number, byte in enumerate(character.encode()):
+            for number, byte in enumerate(encoded):
                 place = x + number * cell
                 canvas.box(place + 1, y + 44, cell - 3, 26, "memory", f"{byte:x}")
             x += width
@@ -322,8 +338,11 @@ def draw_reach(canvas: Canvas) -> float:
     """
     distances = (0, 128, 512, 1024, 1152)
     accuracies = _accuracies(distances)
-    left, bottom, height = 60, 232, 160
-    group, bar = 88, 34
+    left = 60
+    bottom = 232
+    height = 160  # An accuracy of 1.
+    group = 88  # From one pair of bars to the next.
+    bar = 34
     canvas.text(10, 22, "Accuracy of the topic, 2 layers x memory of 512", bold=True)
     for value in (0, 0.5, 1):
         y = bottom - value * height
@@ -332,8 +351,8 @@ def draw_reach(canvas: Canvas) -> float:
     for number, distance in enumerate(distances):
         x = left + number * group + 10
         with_memory, without = accuracies[distance]
-        for offset, value, color in ((0, with_memory, "memory"), (bar + 2, without, "line")):
-            canvas.box(x + offset, bottom - value * height, bar, value * height, color, radius=2)
+        canvas.box(x, bottom - with_memory * height, bar, with_memory * height, "memory", radius=2)
+        canvas.box(x + bar + 2, bottom - without * height, bar, without * height, "line", radius=2)
         canvas.text(x + bar, bottom + 20, f"{distance:,}", anchor="middle")
     canvas.text(left, bottom + 44, "tokens since the only word that names the topic")
     canvas.legend(left, bottom + 72, "memory", "with memory")
@@ -342,18 +361,22 @@ def draw_reach(canvas: Canvas) -> float:
 
 
 def _accuracies(distances: tuple[int, ...]) -> dict[int, tuple[float, float]]:
-    """Reads the accuracies with and without memory from benchmarks/singles.csv."""
-    results = {}
+    """Reads benchmarks/singles.csv.
+
+    Returns:
+      The accuracies with and without memory, by distance.
+    """
+    value_of = {}
     with (ROOT / "benchmarks" / "singles.csv").open(newline="") as file:
-        rows = [row for row in csv.reader(file) if "document_embeddings.py" in " ".join(row)]
+        for row in csv.DictReader(file):
+            if "document_embeddings.py" in row["command"]:
+                value_of[row["measure"]] = float(row["value"])
+
+    results = {}
     for distance in distances:
-        after = f"accuracy of a probe, {distance} tokens after the topic"
-        without = f"the same without memory, {distance} tokens"
-        values = []
-        for name in (after, without):
-            [row] = [row for row in rows if name in row]
-            values.append(float(row[row.index(name) + 1]))
-        results[distance] = (values[0], values[1])
+        with_memory = value_of[f"accuracy of a probe, {distance} tokens after the topic"]
+        without = value_of[f"the same without memory, {distance} tokens"]
+        results[distance] = (with_memory, without)
     return results
 
 
@@ -379,4 +402,7 @@ def draw(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs")
+    folder = ROOT / "docs"
+    if len(sys.argv) > 1:
+        folder = Path(sys.argv[1])
+    draw(folder)

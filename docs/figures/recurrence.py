@@ -1,16 +1,26 @@
 """Draws docs/recurrence-light.svg and docs/recurrence-dark.svg.
 
-They show segments, memory, and what one query depends on.
+    python docs/figures/recurrence.py
 
-python docs/figures/recurrence.py
+They show segments, memory, and what one query depends on: the query of the last token in the top
+layer.
 """
 
 from pathlib import Path
 
 from themes import THEMES
 
-L, SEGMENTS, LAYERS = 4, 4, 3  # The memory of a segment is the segment before it.
-CELL, GAP, LEFT, TOP = 30, 16, 118, 46  # Pixels; a gap is between segments.
+L = 4  # Tokens in a segment. The memory of a segment is the segment before it.
+SEGMENTS = 4
+LAYERS = 3
+CURRENT = SEGMENTS - 1  # Number of the segment that is computed now.
+POSITIONS = L * SEGMENTS
+
+# Pixels.
+CELL = 30
+GAP = 16  # Between segments.
+LEFT = 118
+TOP = 46
 
 
 def column(position: int) -> int:
@@ -19,81 +29,100 @@ def column(position: int) -> int:
 
 
 def row(layer: int) -> int:
-    """Returns the upper edge of a layer's row, in pixels; layer 0 is the embeddings."""
+    """Returns the upper edge of a layer's row, in pixels. Layer 0 is the embeddings."""
     return TOP + (LAYERS - layer) * (CELL + 14)
 
 
+def first_reached(layer: int) -> int:
+    """Returns the first position of a layer that the query depends on. All later ones follow."""
+    if layer == LAYERS:
+        return POSITIONS - 1
+    # Each layer reaches one memory further.
+    segment = max(0, CURRENT - LAYERS + layer)
+    return segment * L
+
+
+def segment_name(number: int) -> str:
+    """Returns the words above a segment."""
+    if number == CURRENT:
+        return "segment t"
+    name = f"t \u2212 {CURRENT - number}"
+    if number == CURRENT - 1:
+        name += ", memory"
+    return name
+
+
+def text(x: float, y: float, words: str, *, anchor: str, color: str) -> str:
+    """Returns words whose baseline is at y."""
+    return (
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{color}" font-size="13">{words}</text>'
+    )
+
+
+def box(x: float, y: float, *, size: int, radius: int, color: str) -> str:
+    """Returns a filled square."""
+    return f'<rect x="{x}" y="{y}" width="{size}" height="{size}" rx="{radius}" fill="{color}"/>'
+
+
 def svg(ink: str, faint: str, line: str, segment: str, memory: str) -> str:
-    """Returns the picture in the colours of a theme."""
-    length, current = L * SEGMENTS, SEGMENTS - 1
+    """Returns the picture in the colors of a theme."""
     parts = []
-
-    def text(
-        x: float, y: float, words: str, *, anchor: str = "middle", color: str = ink, size: int = 13
-    ) -> None:
-        parts.append(
-            f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{color}" '
-            f'font-size="{size}">{words}</text>'
-        )
-
     for number in range(SEGMENTS):
-        label = ("segment t" if number == current else f"t \u2212 {current - number}") + (
-            ", memory" * (number == current - 1)
-        )
-        text(column(number * L) + L * CELL / 2, TOP - 14, label)
+        middle = column(number * L) + L * CELL / 2
+        parts.append(text(middle, TOP - 14, segment_name(number), anchor="middle", color=ink))
+
     for layer in range(LAYERS + 1):
-        text(LEFT - 12, row(layer) + 20, f"layer {layer}" if layer else "embeddings", anchor="end")
-        # What the query in the last place of the top layer depends on: each layer reaches one
-        # memory further.
-        reached = (
-            range(max(0, current - LAYERS + layer) * L, length)
-            if layer < LAYERS
-            else range(length - 1, length)
-        )
-        for position in range(length):
-            color = (
-                faint
-                if position not in reached
-                else segment
-                if position // L == current
-                else memory
-            )
-            parts.append(
-                f'<rect x="{column(position) + 2}" y="{row(layer) + 2}" width="{CELL - 4}" '
-                f'height="{CELL - 4}" rx="5" fill="{color}"/>'
-            )
-    top = row(LAYERS) + CELL - 2
-    for position in range((current - 1) * L, length):  # The keys of the query.
-        below = row(LAYERS - 1) + 2
+        name = "embeddings"
+        if layer > 0:
+            name = f"layer {layer}"
+        parts.append(text(LEFT - 12, row(layer) + 20, name, anchor="end", color=ink))
+        for position in range(POSITIONS):
+            color = memory
+            if position < first_reached(layer):
+                color = faint
+            elif position // L == CURRENT:
+                color = segment
+            x = column(position) + 2
+            parts.append(box(x, row(layer) + 2, size=CELL - 4, radius=5, color=color))
+
+    # Lines from the query down to its keys.
+    query_x = column(POSITIONS - 1) + CELL / 2
+    query_y = row(LAYERS) + CELL - 2
+    key_y = row(LAYERS - 1) + 2
+    for position in range(first_reached(LAYERS - 1), POSITIONS):
+        key_x = column(position) + CELL / 2
         parts.append(
-            f'<line x1="{column(length - 1) + CELL / 2}" y1="{top}" '
-            f'x2="{column(position) + CELL / 2}" y2="{below}" stroke="{line}" stroke-width="1.2"/>'
+            f'<line x1="{query_x}" y1="{query_y}" x2="{key_x}" y2="{key_y}" stroke="{line}" '
+            f'stroke-width="1.2"/>'
         )
-    x = column(length - 1) + CELL + 12
-    text(x, row(LAYERS) + 20, "one query", anchor="start")
-    text(x, row(LAYERS - 1) + 20, "its keys", anchor="start")
+    right = column(POSITIONS - 1) + CELL + 12
+    parts.append(text(right, row(LAYERS) + 20, "one query", anchor="start", color=ink))
+    parts.append(text(right, row(LAYERS - 1) + 20, "its keys", anchor="start", color=ink))
+
+    # The legend.
     foot = row(0) + CELL + 26
-    for x, color, words in (
+    legend = (
         (LEFT, segment, "computed now, with gradients"),
         (LEFT + 236, memory, "past segments, read through the memory (no gradient)"),
-    ):
-        parts.append(
-            f'<rect x="{x}" y="{foot - 12}" width="14" height="14" rx="3" fill="{color}"/>'
-        )
-        text(x + 22, foot, words, anchor="start")
-    width, height = column(length - 1) + CELL + 100, foot + 14
+    )
+    for x, color, words in legend:
+        parts.append(box(x, foot - 12, size=14, radius=3, color=color))
+        parts.append(text(x + 22, foot, words, anchor="start", color=ink))
+
+    width = column(POSITIONS - 1) + CELL + 100
+    height = foot + 14
+    shapes = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" font-family="system-ui, sans-serif">\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
+        f'height="{height}" font-family="system-ui, sans-serif">\n{shapes}\n</svg>\n'
     )
 
 
 def main() -> None:
     """Writes both files."""
+    docs = Path(__file__).parents[1]
     for name, colors in THEMES.items():
-        (Path(__file__).parents[1] / f"recurrence-{name}.svg").write_text(svg(**colors))
+        (docs / f"recurrence-{name}.svg").write_text(svg(**colors))
 
 
 if __name__ == "__main__":
