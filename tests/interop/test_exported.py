@@ -45,12 +45,14 @@ import numpy as np
 example = runpy.run_path(sys.argv[1])
 folder = pathlib.Path(sys.argv[2])
 ids = json.loads(sys.argv[3])
-manifest, weights, memory, functions = example["load"](folder)
+model = example["load"](folder)
 # A memory that another text has filled. The reset empties it.
-used = {name: np.full_like(array, manifest["segment_len"]) for name, array in memory.items()}
-model = manifest, weights, used, functions
+used = {}
+for name, array in model.memory.items():
+    used[name] = np.full_like(array, model.manifest["segment_len"])
+model = model._replace(memory=used)
 generated = None
-if "generate" in functions:
+if "generate" in model.functions:
     generated = example["generate"](model, ids[:12], int(sys.argv[4]))
 packages = {name.partition(".")[0] for name in sys.modules}
 print(json.dumps({
