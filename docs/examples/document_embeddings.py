@@ -2,19 +2,21 @@
 
     python docs/examples/document_embeddings.py
 
-A Transformer-XL reads passages of 128 tokens as its segments; a passage's embedding is the mean of
+A Transformer-XL reads passages of 128 tokens as its segments. A passage's embedding is the mean of
 its hidden states. Only the memory goes from one passage to the next. `stream` does that for a model
 that you have trained.
 
-The script shows what the memory is for. The first word of a document names one of 8 topics; all
+The script shows what the memory is for. The first word of a document names one of 8 topics. All
 other words are drawn without regard to it. The model is trained to name the topic at each word. A
 linear probe, fitted on the embeddings of some documents, is asked for the topic of other documents,
 from one passage of each. If each passage is read with an empty memory, the probe is right in 1 of 8
 documents at best, in all passages but the first. N layers with a memory of M tokens reach N * M
 tokens back, and no further.
+
+Letters: B documents side by side, L tokens of a passage, M tokens of the memory, D features of a
+hidden state.
 """
 
-import itertools
 from typing import NamedTuple
 
 import jax
@@ -28,35 +30,52 @@ from txl_jax import ModelConfig, NormPlace
 CONFIG = ModelConfig(
     n_layer=2, d_model=32, n_head=2, d_head=16, d_inner=64, init_std=0.1, layer_norm=NormPlace.PRE
 )
-TOPICS, WORDS = 8, 24  # The first ids name topics, the others are words of any document.
+TOPICS = 8  # The first ids name topics.
+WORDS = 24  # The others are words of any document.
 MODEL = txl_jax.TransformerXL(CONFIG, vocab_size=TOPICS + WORDS)
-PASSAGE, PASSAGES = 128, 12  # Tokens per passage, passages per document.
-MEM_LEN = 512
-ROWS = 12  # Documents side by side.
+PASSAGE = 128  # Tokens in a passage, L.
+PASSAGES = 12  # Passages in a document.
+MEM_LEN = 512  # M
+ROWS = 12  # Documents side by side in training, B.
 
 
 def stream(model, pieces, length=PASSAGE):
-    """Yields one embedding [D] per passage while the pieces of a document arrive.
+    """Yields one embedding per passage while the pieces of a document arrive.
 
-    The pieces can be the lines of an open file, for example.
+    Args:
+      model: A `txl_jax.LanguageModel`, for example from `txl_jax.load`.
+      pieces: The document in pieces of any size, for example the lines of an open file.
+      length: Tokens in a passage. The last passage may be shorter.
 
-    `model` is a `txl_jax.LanguageModel`. The last passage may be shorter than `length` tokens.
+    Yields:
+      The mean of a passage's hidden states, floats [D].
     """
-    lengths = {
-        "clamp_len": model.config.eval.clamp_len,
-        "same_length": model.config.eval.same_length,
-    }
     variables = {"params": model.params}
-    read = model.components.jit(
-        lambda tokens, memory: model.components.model.apply(variables, tokens, memory, **lengths)
-    )
-    memory, waiting = model.init_memory(1), np.zeros(0, np.int32)
-    for piece in itertools.chain(pieces, [None]):  # None ends the document.
-        waiting = waiting if piece is None else np.concatenate([waiting, model.encode(piece)])
-        while len(waiting) >= length or (piece is None and len(waiting)):
+    settings = model.config.eval
+
+    @model.components.jit
+    def read(tokens, memory):
+        """Reads a passage: int [1, L] -> hidden states [1, L, D], next memory."""
+        return model.components.model.apply(
+            variables,
+            tokens,
+            memory,
+            clamp_len=settings.clamp_len,
+            same_length=settings.same_length,
+        )
+
+    memory = model.init_memory(1)
+    waiting = np.zeros(0, np.int32)  # Tokens that do not fill a passage yet.
+    for piece in pieces:
+        waiting = np.concatenate([waiting, model.encode(piece)])
+        while len(waiting) >= length:
             hidden, memory = read(waiting[None, :length], memory)
             waiting = waiting[length:]
             yield np.asarray(hidden[0].mean(0))
+
+    if len(waiting) > 0:
+        hidden, _ = read(waiting[None, :], memory)
+        yield np.asarray(hidden[0].mean(0))
 
 
 class Reading(NamedTuple):
@@ -68,10 +87,11 @@ class Reading(NamedTuple):
 
     @staticmethod
     def start(key, mem_len, rows):
-        """Returns new documents, all at their first passage."""
-        topic = jax.random.randint(key, (rows,), 0, TOPICS)
+        """Returns new documents, all at their first passage, with an empty memory."""
         return Reading(
-            topic, jnp.zeros(rows, jnp.int32), MODEL.init_memory(batch_size=rows, mem_len=mem_len)
+            topic=jax.random.randint(key, (rows,), 0, TOPICS),
+            place=jnp.zeros(rows, jnp.int32),
+            memory=MODEL.init_memory(batch_size=rows, mem_len=mem_len),
         )
 
     def draw(self, key):
@@ -80,97 +100,134 @@ class Reading(NamedTuple):
         The first one begins with the topic.
         """
         words = jax.random.randint(key, (len(self.topic), PASSAGE), TOPICS, TOPICS + WORDS)
-        return words.at[:, 0].set(jnp.where(self.place == 0, self.topic, words[:, 0]))
+        first_word = jnp.where(self.place == 0, self.topic, words[:, 0])
+        return words.at[:, 0].set(first_word)
 
     def move_on(self, key, memory):
-        """Returns the state after a passage. Rows whose document has ended begin a new one."""
+        """Returns the state after a passage. Rows whose document has ended begin a new one.
+
+        Args:
+          key: Key of the topics of new documents.
+          memory: Memory after the passage.
+        """
         ended = self.place == PASSAGES - 1
-        fresh = jax.random.randint(key, self.topic.shape, 0, TOPICS)
-        topic, place = jnp.where(ended, fresh, self.topic), jnp.where(ended, 0, self.place + 1)
-        return Reading(topic, place, txl_jax.reset_memory(memory, ended))
+        new_topic = jax.random.randint(key, self.topic.shape, 0, TOPICS)
+        return Reading(
+            topic=jnp.where(ended, new_topic, self.topic),
+            place=jnp.where(ended, 0, self.place + 1),
+            memory=txl_jax.reset_memory(memory, ended),
+        )
 
 
 def topic_loss(params, reading, key):
-    """Computes the nats of the topic's name at each word of a passage, and the state after it."""
-    words, fresh = jax.random.split(key)
-    hidden, memory = MODEL.apply(params, reading.draw(words), reading.memory)
-    targets = jnp.broadcast_to(reading.topic[:, None], hidden.shape[:2])
-    return MODEL.apply(params, hidden, targets, method=MODEL.nll).mean(), reading.move_on(
-        fresh, memory
-    )
+    """Computes the loss of the topic's name at each word of a passage.
+
+    Args:
+      params: Parameters of MODEL.
+      reading: The documents before the passage.
+      key: Key of the passage, and of new topics.
+
+    Returns:
+      The mean loss in nats, and the documents after the passage.
+    """
+    words_key, topic_key = jax.random.split(key)
+    words = reading.draw(words_key)
+    hidden, memory = MODEL.apply(params, words, reading.memory)
+    targets = jnp.broadcast_to(reading.topic[:, None], words.shape)  # [B, L]
+    nats = MODEL.apply(params, hidden, targets, method=MODEL.nll)  # [B, L]
+    return nats.mean(), reading.move_on(topic_key, memory)
 
 
 def train(*, steps, seed=1):
-    """Trains a model and returns its parameters."""
+    """Trains a model, one passage of each row per step, and returns its parameters."""
     init_key, text_key, key = jax.random.split(jax.random.key(seed), 3)
     # Rows are at different places of their documents, so that each step has passages of all
     # distances.
-    reading = Reading.start(text_key, MEM_LEN, ROWS)._replace(
-        place=jnp.arange(ROWS) * PASSAGES // ROWS
-    )
+    reading = Reading.start(text_key, MEM_LEN, ROWS)
+    reading = reading._replace(place=jnp.arange(ROWS) * PASSAGES // ROWS)
     params = MODEL.init(init_key, reading.draw(text_key), reading.memory)
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(0.5), optax.adam(optax.warmup_constant_schedule(0, 2e-3, 20))
-    )
 
-    def step(carry, key):
-        params, moments, reading = carry
+    rate = optax.warmup_constant_schedule(init_value=0, peak_value=2e-3, warmup_steps=20)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate))
+
+    def step(state, key):
+        params, moments, reading = state
         grads, reading = jax.grad(topic_loss, has_aux=True)(params, reading, key)
         changes, moments = optimizer.update(grads, moments)
-        return (optax.apply_updates(params, changes), moments, reading), None
+        params = optax.apply_updates(params, changes)
+        return (params, moments, reading), None
 
-    carry = params, optimizer.init(params), reading
-    return jax.jit(jax.lax.scan, static_argnums=0)(step, carry, jax.random.split(key, steps))[0][0]
+    scan = jax.jit(jax.lax.scan, static_argnums=0)
+    state = (params, optimizer.init(params), reading)
+    (params, _, _), _ = scan(step, state, jax.random.split(key, steps))
+    return params
 
 
 def embed_documents(params, mem_len, *, rows, seed):
-    """Returns the embeddings of new documents, with a column of ones, and their topics.
+    """Embeds the passages of new documents.
 
-    With the column, the embeddings have shape [PASSAGES, B, D + 1]. The topics have shape [B].
+    Args:
+      params: Parameters of MODEL.
+      mem_len: Length of the memory, M.
+      rows: Number of documents, B.
+      seed: Seed of the documents.
+
+    Returns:
+      Embeddings [PASSAGES, B, D + 1], of which the last feature is 1 for the bias of a probe, and
+      topics, int [B].
     """
 
     def step(reading, key):
-        words, fresh = jax.random.split(key)
-        hidden, memory = MODEL.apply(params, reading.draw(words), reading.memory)
-        return reading.move_on(fresh, memory), hidden.mean(1)
+        words_key, topic_key = jax.random.split(key)
+        hidden, memory = MODEL.apply(params, reading.draw(words_key), reading.memory)
+        return reading.move_on(topic_key, memory), hidden.mean(1)
 
     topic_key, key = jax.random.split(jax.random.key(seed))
     reading = Reading.start(topic_key, mem_len, rows)
-    _, embeddings = jax.jit(jax.lax.scan, static_argnums=0)(
-        step, reading, jax.random.split(key, PASSAGES)
-    )
-    return np.pad(embeddings, ((0, 0), (0, 0), (0, 1)), constant_values=1), np.asarray(
-        reading.topic
-    )
+    scan = jax.jit(jax.lax.scan, static_argnums=0)
+    _, embeddings = scan(step, reading, jax.random.split(key, PASSAGES))
+
+    with_ones = np.pad(embeddings, ((0, 0), (0, 0), (0, 1)), constant_values=1)
+    return with_ones, np.asarray(reading.topic)
 
 
 def accuracy(params, mem_len, *, documents=128, seed=1):
-    """Fits a linear probe on some documents.
+    """Fits a linear probe on some documents, and asks it for the topics of others.
 
-    Returns the fraction of others it is right for, per passage [PASSAGES].
+    Args:
+      params: Parameters of MODEL.
+      mem_len: Length of the memory, M.
+      documents: Number of documents to fit, and of documents to ask for.
+      seed: Seed of the documents.
+
+    Returns:
+      The fraction of the other documents whose topic is right, per passage [PASSAGES].
     """
-    inputs, topics = embed_documents(params, mem_len, rows=documents, seed=seed + 1)
+    fitted, topics = embed_documents(params, mem_len, rows=documents, seed=seed + 1)
     others, expected = embed_documents(params, mem_len, rows=documents, seed=seed + 2)
-    inputs, targets = (
-        inputs.reshape(-1, inputs.shape[-1]),
-        np.eye(TOPICS)[np.tile(topics, PASSAGES)],
-    )
-    probe = np.linalg.solve(inputs.T @ inputs + 0.1 * np.eye(inputs.shape[1]), inputs.T @ targets)
-    return ((others @ probe).argmax(-1) == expected).mean(axis=1)
+
+    # Ridge regression of the topics, one-hot, on the embeddings of all passages.
+    inputs = fitted.reshape(-1, fitted.shape[-1])  # [PASSAGES * B, D + 1]
+    targets = np.eye(TOPICS)[np.tile(topics, PASSAGES)]  # [PASSAGES * B, TOPICS]
+    penalty = 0.1 * np.eye(inputs.shape[1])
+    probe = np.linalg.solve(inputs.T @ inputs + penalty, inputs.T @ targets)  # [D + 1, TOPICS]
+
+    named = (others @ probe).argmax(-1)  # [PASSAGES, B]
+    return (named == expected).mean(axis=1)
 
 
 def main(steps=500):
     """Prints and returns the fractions of right topics by passage, with and without the memory."""
     params = train(steps=steps)
     right = {
-        name: accuracy(params, m) for name, m in (("with memory", MEM_LEN), ("without memory", 0))
+        "with memory": accuracy(params, MEM_LEN),
+        "without memory": accuracy(params, 0),
     }
-    print(
-        f"right topics by passage of {PASSAGE} tokens; {CONFIG.n_layer * MEM_LEN} tokens are "
-        "within reach"
-    )
+    reach = CONFIG.n_layer * MEM_LEN
+    print(f"right topics by passage of {PASSAGE} tokens; {reach} tokens are within reach")
     for name, fractions in right.items():
-        print(f"  {name:<16}{'  '.join(f'{fraction:.2f}' for fraction in fractions)}")
+        columns = "  ".join(f"{fraction:.2f}" for fraction in fractions)
+        print(f"  {name:<16}{columns}")
     return right
 
 
