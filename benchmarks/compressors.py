@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from txl_jax.data.corpus import read_corpus
 from txl_jax.runs.run import Run
@@ -198,36 +197,50 @@ def _add_row(
     seconds_back: float | None = None,
     after: str = "",
 ) -> None:
-    """Adds a row to the file, and prints it."""
+    """Adds a row to the file, and prints it.
 
-    def speed(duration: float | None) -> str:
-        return "" if duration is None else f"{len(text) / 1000 / duration:.3g}"
-
-    row: dict[str, Any] = {
+    Args:
+      arguments: The command line.
+      text: What was compressed.
+      method: Name of the compressor.
+      size: Compressed size in bytes.
+      seconds: Duration of compressing, or None if it was not measured.
+      seconds_back: Duration of decompressing, or None if it was not measured.
+      after: What the compressor had read before, or "" for nothing.
+    """
+    bits_per_byte = f"{8 * size / len(text):.3f}"
+    origin = {
         "machine": device_kind(),
         "date": datetime.date.today().isoformat(),
         "versions": f"jax {importlib.metadata.version('jax')}",
+        "command": " ".join(["python", "benchmarks/compressors.py", *sys.argv[1:]]),
+    }
+    result = {
         "text": str(arguments.text),
         "text bytes": len(text),
         "method": method,
         "after": after,
         "bytes": size,
-        "bits per byte": f"{8 * size / len(text):.3f}",
-        "kB/s": speed(seconds),
-        "kB/s back": speed(seconds_back),
-        "command": " ".join(["python", "benchmarks/compressors.py", *sys.argv[1:]]),
+        "bits per byte": bits_per_byte,
+        "kB/s": _speed(text, seconds),
+        "kB/s back": _speed(text, seconds_back),
     }
     is_new = not arguments.csv.exists()
     with open(arguments.csv, "a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if is_new:
             writer.writeheader()
-        writer.writerow(row)
-    print(
-        f"{method:40} {'after ' + after if after else 'alone':40} {size:>10,}  "
-        f"{row['bits per byte']}",
-        flush=True,
-    )
+        writer.writerow(origin | result)
+
+    place = f"after {after}" if after else "alone"
+    print(f"{method:40} {place:40} {size:>10,}  {bits_per_byte}", flush=True)
+
+
+def _speed(text: bytes, seconds: float | None) -> str:
+    """Returns kB/s, or an empty cell if the duration was not measured."""
+    if seconds is None:
+        return ""
+    return f"{len(text) / 1000 / seconds:.3g}"
 
 
 if __name__ == "__main__":

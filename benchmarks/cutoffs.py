@@ -40,14 +40,15 @@ COLUMNS = (
     "slowest",
     "fastest",
 )
-# Cutoffs to try by vocabulary size: the first token of each tail. None at all is a full softmax.
+FULL: tuple[int, ...] = ()  # No cutoffs: a full softmax.
+# Cutoffs to try by vocabulary size, besides a full softmax: the first token of each tail.
 CUTOFFS: dict[int, tuple[tuple[int, ...], ...]] = {
-    1_000: ((), (200,)),
-    10_000: ((), (2_000,), (1_000, 4_000)),
-    50_000: ((), (5_000,), (4_000, 20_000)),
-    267_735: ((), (20_000,), (20_000, 40_000, 200_000)),
+    1_000: ((200,),),
+    10_000: ((2_000,), (1_000, 4_000)),
+    50_000: ((5_000,), (4_000, 20_000)),
+    267_735: ((20_000,), (20_000, 40_000, 200_000)),
 }
-DIV_VALS = (1, 4)
+DIV_VALS = (1, 4)  # Each is tried with all cutoffs. A full softmax does not depend on it.
 
 
 @dataclasses.dataclass
@@ -75,7 +76,7 @@ def main(words: Sequence[str] | None = None) -> None:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for vocab_size, choices in CUTOFFS.items():
-            for row in time_vocabulary(vocab_size, choices, calls=arguments.calls):
+            for row in time_vocabulary(vocab_size, (FULL, *choices), calls=arguments.calls):
                 print(*row.values(), sep=" | ")
                 writer.writerow(row)
                 file.flush()
@@ -84,10 +85,22 @@ def main(words: Sequence[str] | None = None) -> None:
 def time_vocabulary(
     vocab_size: int, choices: Sequence[tuple[int, ...]], *, calls: int
 ) -> list[dict[str, Any]]:
-    """Times the softmaxes of one vocabulary and returns their rows."""
+    """Times the layers, and the softmaxes of one vocabulary.
+
+    Args:
+      vocab_size: Tokens in the vocabulary.
+      choices: Cutoffs to try.
+      calls: Timed calls of each softmax and of the layers.
+
+    Returns:
+      The rows of the table, first the layers'.
+    """
     tasks = [_layers()]
     for cutoffs in choices:
-        for div_val in DIV_VALS if cutoffs else DIV_VALS[:1]:
+        if cutoffs == FULL:
+            tasks.append(_softmax(vocab_size, cutoffs, 1))
+            continue
+        for div_val in DIV_VALS:
             tasks.append(_softmax(vocab_size, cutoffs, div_val))
 
     for number in range(1 + calls):
@@ -110,17 +123,21 @@ def time_vocabulary(
 
 
 def _row(task: Timed) -> dict[str, Any]:
+    """Returns the columns of a task that has been timed."""
     config = txl_jax.preset("own_words")
     n_token = config.train.batch_size * config.train.segment_len
     per_token = [seconds / n_token * 1e6 for seconds in task.seconds]
+    median = statistics.median(per_token)
+    slowest = max(per_token)
+    fastest = min(per_token)
     return {
         "part": task.part,
         "cutoffs": " ".join(map(str, task.cutoffs)),
         "div_val": task.div_val,
         "parameters": task.parameters,
-        "us per token": f"{statistics.median(per_token):.1f}",
-        "slowest": f"{max(per_token):.1f}",
-        "fastest": f"{min(per_token):.1f}",
+        "us per token": f"{median:.1f}",
+        "slowest": f"{slowest:.1f}",
+        "fastest": f"{fastest:.1f}",
     }
 
 

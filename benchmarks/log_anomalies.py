@@ -471,7 +471,9 @@ def _print_table(rows: Sequence[dict[str, Any]]) -> None:
 def latency(arguments: argparse.Namespace) -> None:
     """Prints the time from a line to its record, and the lines per second of a whole file."""
     lines = read_split(arguments, "test")[: LATENCY_LINES + 1]
-    for name, flags in (("", []), (", learning", [f"--learning_rate={arguments.learning_rate}"])):
+    mean_bytes = np.mean([len(line) for line in lines[1:]])
+    learning = [f"--learning_rate={arguments.learning_rate}"]
+    for name, flags in (("", []), (", learning", learning)):
         command = [sys.executable, str(PROGRAM), arguments.workdir, "--threshold=1000", *flags]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdin is not None
@@ -484,11 +486,14 @@ def latency(arguments: argparse.Namespace) -> None:
                 json.loads(process.stdout.readline())
                 seconds.append(time.perf_counter() - before)
             process.stdin.close()
+
         # The first line includes loading the model and compiling.
         ms = 1000 * np.array(seconds[1:])
+        median = np.median(ms)
+        slowest = np.quantile(ms, 0.99)
         print(
-            f"{len(ms)} lines of {np.mean([len(line) for line in lines[1:]]):.0f} bytes{name}: "
-            f"median {np.median(ms):.2f} ms, 99 % below {np.quantile(ms, 0.99):.2f} ms, "
+            f"{len(ms)} lines of {mean_bytes:.0f} bytes{name}: "
+            f"median {median:.2f} ms, 99 % below {slowest:.2f} ms, "
             f"{1000 / ms.mean():.0f} lines/s; first line after {seconds[0]:.1f} s",
             flush=True,
         )

@@ -312,19 +312,21 @@ def repeat_rows(
         group = [repeat for repeat in repeats if nearest <= repeat.distance < farthest]
         if len(group) < 2:
             continue
+
         bits = bits_of_repeats(nats, group)
+        bits_of_symbols = np.concatenate(bits)
         means = [copy.mean() for copy in bits]
-        rows.append(
-            RepeatRow(
-                **columns,
-                nearest=nearest,
-                farthest=farthest,
-                repeats=len(group),
-                symbols=sum(len(copy) for copy in bits),
-                bits=float(np.concatenate(bits).mean()),
-                standard_error=float(np.std(means, ddof=1) / math.sqrt(len(means))),
-            )
+        standard_error = np.std(means, ddof=1) / math.sqrt(len(means))
+        row = RepeatRow(
+            **columns,
+            nearest=nearest,
+            farthest=farthest,
+            repeats=len(group),
+            symbols=len(bits_of_symbols),
+            bits=float(bits_of_symbols.mean()),
+            standard_error=float(standard_error),
         )
+        rows.append(row)
     return rows
 
 

@@ -211,22 +211,22 @@ def measure(task_name: str, policy_name: str) -> list[dict[str, Any]]:
         curves = np.asarray(compiled(rate, seeds))
         seconds = (time.process_time() - begin) / SEEDS
         for seed, curve in enumerate(curves):
+            last_rewards = curve[-(task.updates // 10) :]
             steps = steps_to_goal(curve, steps_per_update)
-            rows.append(
-                {
-                    "maze": task_name,
-                    "policy": policy_name,
-                    "memory": mem_len,
-                    "parameters": n_parameters,
-                    "learning rate": rate,
-                    "seed": seed,
-                    "reward": f"{curve[-(task.updates // 10) :].mean():.3f}",
-                    "steps to 0.95": "" if steps is None else steps,
-                    "CPU seconds": f"{seconds:.1f}",
-                    "curve": " ".join(f"{reward:.3f}" for reward in curve),
-                }
-            )
-            print(*list(rows[-1].values())[:-1], flush=True)
+            row = {
+                "maze": task_name,
+                "policy": policy_name,
+                "memory": mem_len,
+                "parameters": n_parameters,
+                "learning rate": rate,
+                "seed": seed,
+                "reward": f"{last_rewards.mean():.3f}",
+                "steps to 0.95": "" if steps is None else steps,
+                "CPU seconds": f"{seconds:.1f}",
+            }
+            print(*row.values(), flush=True)
+            row["curve"] = " ".join(f"{reward:.3f}" for reward in curve)
+            rows.append(row)
     return rows
 
 
@@ -236,13 +236,14 @@ def summary(table: Path) -> list[str]:
         rows = list(csv.DictReader(file))
     lines = []
     for (maze, policy, rate), seeds in by_rate(rows).items():
-        steps = sorted(steps_of(row) for row in seeds)
-        rewards = sorted(float(row["reward"]) for row in seeds)
-        lines.append(
-            f"{maze}, {policy}, {rate}: {statistics.median(steps):,.0f} steps to {GOAL} "
-            f"({steps[0]:,.0f} to {steps[-1]:,.0f}), at the end reward "
-            f"{statistics.median(rewards):.3f} ({rewards[0]:.3f} to {rewards[-1]:.3f})"
-        )
+        steps = [steps_of(row) for row in seeds]
+        median = statistics.median(steps)
+        speed = f"{median:,.0f} steps to {GOAL} ({min(steps):,.0f} to {max(steps):,.0f})"
+
+        rewards = [float(row["reward"]) for row in seeds]
+        median = statistics.median(rewards)
+        reward = f"{median:.3f} ({min(rewards):.3f} to {max(rewards):.3f})"
+        lines.append(f"{maze}, {policy}, {rate}: {speed}, at the end reward {reward}")
     return lines
 
 

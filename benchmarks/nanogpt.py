@@ -669,18 +669,34 @@ def read_results(path: Path) -> dict[Run, Result]:
 
 def add_result(path: Path, run: Run, result: Result, *, versions: str) -> None:
     """Adds a row to a file, in one write, since both sides may add theirs at the same time."""
-    # Paths of this machine are not part of the command.
+    origin = {
+        "machine": f"{device_kind()}, 1 core",
+        "date": datetime.date.today().isoformat(),
+        "versions": versions,
+        "command": _command_of(run),
+    }
+    row = origin | _columns_of_run(run) | _columns_of_result(result)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if file.tell() == 0:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def _command_of(run: Run) -> str:
+    """Returns the command that makes a run. Paths of this machine are not part of it."""
     command = (
         f"python -m benchmarks.nanogpt run --text={run.text} --bytes={run.n_bytes} "
         f"--seconds={run.budget_seconds:g} --side={run.side}"
     )
     if run.side is Side.NANOGPT:
         command += " --nanogpt=nanoGPT"
-    row = {
-        "machine": f"{device_kind()}, 1 core",
-        "date": datetime.date.today().isoformat(),
-        "versions": versions,
-        "command": command,
+    return command
+
+
+def _columns_of_run(run: Run) -> dict[str, Any]:
+    """Returns the columns that tell runs apart."""
+    return {
         "side": run.side,
         "text": run.text,
         "bytes": run.n_bytes,
@@ -689,6 +705,12 @@ def add_result(path: Path, run: Run, result: Result, *, versions: str) -> None:
         "length": run.shape.length,
         "learning rate": run.learning_rate,
         "seed": run.seed,
+    }
+
+
+def _columns_of_result(result: Result) -> dict[str, Any]:
+    """Returns the columns of what a run has measured."""
+    return {
         "parameters": result.parameters,
         "steps": result.steps,
         "training seconds": f"{result.training_seconds:.1f}",
@@ -698,11 +720,6 @@ def add_result(path: Path, run: Run, result: Result, *, versions: str) -> None:
         "valid bpc": f"{result.valid_bpc:.4f}",
         "test bpc": f"{result.test_bpc:.4f}",
     }
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 # The table
@@ -719,22 +736,26 @@ def comparison(results: dict[Run, Result], template: Run) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for plan in PLANS.values():
+        # The runs differ only in their seeds.
         runs = plan.final_runs(template, results)
         run = runs[0]
         of_seeds = [results[seed_run] for seed_run in runs]
-        scores = [result.test_bpc for result in of_seeds]
-        steps = round(statistics.mean(result.steps for result in of_seeds))
+
         contexts = sorted({result.context for result in of_seeds})
-        n_read = steps * run.shape.rows * run.shape.length
+        n_step = round(statistics.mean(result.steps for result in of_seeds))
+        n_read = n_step * run.shape.rows * run.shape.length
+        mean_bpc = statistics.mean(result.test_bpc for result in of_seeds)
+        bpc_of_seeds = ", ".join(f"{result.test_bpc:.3f}" for result in of_seeds)
+        test_bpc = f"{mean_bpc:.3f} ({bpc_of_seeds})"
         cells = [
             str(plan.side),
             f"{of_seeds[0].parameters:,}",
             str(run.shape),
             f"{run.learning_rate:g}",
             " or ".join(contexts),
-            f"{steps:,}",
+            f"{n_step:,}",
             f"{n_read:,}",
-            f"{statistics.mean(scores):.3f} ({', '.join(f'{bits:.3f}' for bits in scores)})",
+            test_bpc,
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
