@@ -150,6 +150,30 @@ def test_a_restart_continues_with_the_same_numbers(run, score, tmp_path, learnin
     assert list(tmp_path.iterdir()) == [state], "no other file is left"
 
 
+def test_a_new_input_is_not_skipped(run, score, tmp_path):
+    """Such as a log that was rotated while the program did not run. The memory continues."""
+    words = [run, "--threshold=1000", f"--state={tmp_path / 'state'}", "--skip"]
+    rotated = [b"another\n", b"cat\n", b"ran\n"]
+    whole, _, _ = score(run, "--threshold=1000", text=TEXT + b"\n" + b"".join(rotated))
+
+    score(*words, text=TEXT + b"\n")
+    records, err, _ = score(*words, text=b"".join(rotated))
+    longer, _, _ = score(*words, text=b"".join(rotated) + b"new\n")
+
+    assert records == whole[len(LINES) :]
+    assert "another line" in err
+    # The new input is recognized when the program starts again.
+    assert [record["line"] for record in longer] == [len(LINES) + len(rotated) + 1]
+
+
+def test_an_input_that_is_too_short_to_skip_is_named(run, score, tmp_path):
+    words = [run, "--threshold=1000", f"--state={tmp_path / 'state'}", "--skip"]
+    score(*words)
+    records, err, _ = score(*words, text=b"".join(LINES[:3]))
+    assert records == []
+    assert f"3 of {len(LINES)}" in err
+
+
 @pytest.mark.parametrize("by", ["nats", "max_nats", "bits_per_byte"])
 def test_threshold_is_a_quantile_of_normal_lines(program, model, run, score, tmp_path, by):
     normal = tmp_path / "normal"

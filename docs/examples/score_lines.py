@@ -18,13 +18,15 @@ Lines are scored in pieces of `eval.segment_len` bytes, so that a line may have 
 bytes. --state names a file that carries memory and learned parameters over a restart. It is written
 every --save_every lines, at the end of the input, after Ctrl-C or SIGTERM, and when the reader of
 the records closes the pipe. Only a kill loses the lines since then: started again on the same input
-with --skip, the program writes their records a second time, with the same numbers.
+with --skip, the program writes their records a second time, with the same numbers. If the input
+begins with another line than before, such as a log that was rotated, nothing is skipped.
 """
 
 import argparse
 import contextlib
 import functools
 import hashlib
+import io
 import json
 import math
 import os
@@ -45,6 +47,7 @@ from txl_jax.evaluation.dynamic import make_rule
 
 SCORES = ("nats", "max_nats", "bits_per_byte")  # Fields that a threshold can be for.
 TEXT_BYTES = 200  # A record shows so many bytes of its line.
+SKIPPED_BYTES = 1 << 16  # Bytes of a skipped line that are read at once.
 INTERRUPTED = 130  # Exit code after Ctrl-C or SIGTERM.
 PIPE_CLOSED = 141  # Exit code if nobody reads the records any more, as after SIGPIPE.
 
@@ -58,10 +61,20 @@ class State:
     previous: int
     # Number of lines read.
     lines: int
+    # How many of them were read before the current input, and how its first line begins. --skip
+    # recognizes the input by them.
+    lines_before_input: int
+    first_line: bytes
     # Score above which a line is an alert.
     threshold: float
     # The current parameters and the state of the update rule, or None if nothing is learned.
     learned: Any
+
+    def after_line(self, score: "Score") -> "State":
+        """Counts a line, and remembers how the first one of the input begins."""
+        is_first = self.lines == self.lines_before_input
+        first_line = score.text if is_first else self.first_line
+        return self.replace(lines=self.lines + 1, first_line=first_line)
 
 
 class Score(NamedTuple):
@@ -85,6 +98,19 @@ class Score(NamedTuple):
             n_bytes=self.n_bytes + len(piece),
             text=(self.text + piece)[:TEXT_BYTES],
         )
+
+
+class Rewound:
+    """A stream that begins again with bytes that were already read from it."""
+
+    def __init__(self, already_read: bytes, stream: BinaryIO) -> None:
+        """Takes the bytes and the stream behind them."""
+        self._already_read = io.BytesIO(already_read)
+        self._stream = stream
+
+    def readline(self, size: int) -> bytes:
+        """Returns the next piece of a line, of at most `size` bytes."""
+        return self._already_read.readline(size) or self._stream.readline(size)
 
 
 class LineScorer:
@@ -125,10 +151,16 @@ class LineScorer:
             learned = (self.model.params, make_rule(self.dynamic).init(self.model.params))
         memory = self.model.init_memory(batch_size=1, mem_len=self.mem_len)
         return State(
-            memory=memory, previous=ord("\n"), lines=0, threshold=math.inf, learned=learned
+            memory=memory,
+            previous=ord("\n"),
+            lines=0,
+            lines_before_input=0,
+            first_line=b"",
+            threshold=math.inf,
+            learned=learned,
         )
 
-    def scores(self, state: State, stream: BinaryIO) -> Iterator[tuple[Score, State]]:
+    def scores(self, state: State, stream: BinaryIO | Rewound) -> Iterator[tuple[Score, State]]:
         """Yields the score of each line of a stream as it comes, and the state after it.
 
         The last line may lack its newline. A line is read piece by piece, so that one without end
@@ -139,11 +171,11 @@ class LineScorer:
             state, nats = self._read(state, piece)
             score = score.add(piece, nats)
             if piece.endswith(b"\n"):
-                state = state.replace(lines=state.lines + 1)
+                state = state.after_line(score)
                 yield score, state
                 score = Score()
         if score.n_bytes:
-            yield score, state.replace(lines=state.lines + 1)
+            yield score, state.after_line(score)
 
     def _read(self, state: State, piece: bytes) -> tuple[State, np.ndarray]:
         """Scores a piece of a line. Returns the state after it, and the nats of its bytes."""
@@ -255,11 +287,36 @@ def read_normal_lines(scorer: LineScorer, path: Path, by: str, quantile: float) 
     return state.replace(lines=0, threshold=threshold)
 
 
-def skip_lines(stream: BinaryIO, n_line: int) -> None:
-    """Reads past the first lines of a stream."""
+def skip_lines(stream: BinaryIO, state: State) -> tuple[BinaryIO | Rewound, State]:
+    """Reads past the lines of the input that a state has read.
+
+    If the input's first line is another one than before, it is a new input, such as a log that was
+    rotated, and nothing is skipped.
+
+    Returns:
+      The rest of the input, and the state before its first line.
+    """
+    n_line = state.lines - state.lines_before_input
+    if n_line == 0:
+        return stream, state
+    piece = stream.readline(SKIPPED_BYTES)
+    if piece[:TEXT_BYTES] != state.first_line:
+        print("the input begins with another line than before: all are scored", file=sys.stderr)
+        return Rewound(piece, stream), state.replace(lines_before_input=state.lines)
+
     skipped = 0
-    while skipped < n_line and (piece := stream.readline(1 << 16)):
-        skipped += piece.endswith(b"\n")
+    has_newline = True
+    while piece:
+        has_newline = piece.endswith(b"\n")
+        skipped += has_newline
+        if skipped == n_line:
+            return stream, state
+        piece = stream.readline(SKIPPED_BYTES)
+    # The last line may lack its newline.
+    skipped += not has_newline
+    if skipped < n_line:
+        print(f"the input has only {skipped:,} of {n_line:,} lines to skip", file=sys.stderr)
+    return stream, state
 
 
 def write_record(score: Score, state: State, by: str) -> None:
@@ -304,12 +361,16 @@ class StopSignals:
 
 
 def score_input(
-    scorer: LineScorer, state: State, signals: StopSignals, arguments: argparse.Namespace
+    scorer: LineScorer,
+    state: State,
+    stream: BinaryIO | Rewound,
+    signals: StopSignals,
+    arguments: argparse.Namespace,
 ) -> int:
-    """Writes a record for each line of standard input. Returns the exit code."""
+    """Writes a record for each line of a stream. Returns the exit code."""
     path = arguments.state
     try:
-        for score, after in scorer.scores(state, sys.stdin.buffer):
+        for score, after in scorer.scores(state, stream):
             with signals.waiting():
                 write_record(score, after, arguments.by)
                 state = after
@@ -367,9 +428,10 @@ def main(words: list[str] | None = None) -> int:
             state = scorer.start()
         if arguments.threshold is not None:
             state = state.replace(threshold=arguments.threshold)
+        stream: BinaryIO | Rewound = sys.stdin.buffer
         if arguments.skip:
-            skip_lines(sys.stdin.buffer, state.lines)
-        return score_input(scorer, state, signals, arguments)
+            stream, state = skip_lines(stream, state)
+        return score_input(scorer, state, stream, signals, arguments)
     except txl_jax.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
