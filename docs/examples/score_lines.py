@@ -430,7 +430,7 @@ def main(words: list[str] | None = None) -> int:
             state = state.replace(threshold=arguments.threshold)
         stream: BinaryIO | Rewound = sys.stdin.buffer
         if arguments.skip:
-            stream, state = skip_lines(stream, state)
+            stream, state = skip_lines(sys.stdin.buffer, state)
         return score_input(scorer, state, stream, signals, arguments)
     except txl_jax.UserError as error:
         print(f"error: {error}", file=sys.stderr)
