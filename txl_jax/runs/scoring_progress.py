@@ -35,7 +35,6 @@ def progress_bar(
     Yields a function that receives the completed part of `total`, and the scores so far. It raises
     `Interrupted` if a stop is requested.
     """
-    began = time.monotonic()
     # disable=None: no bar unless the error stream is a terminal. leave=False: the result's line
     # takes its place.
     with tqdm.tqdm(total=total, desc=name, unit=unit, leave=False, disable=None) as bar:
@@ -46,8 +45,7 @@ def progress_bar(
             measure=measure,
             log=log,
             stop_requested=stop_requested,
-            began=began,
-            last_line=began,
+            last_line=time.monotonic(),
         )
         yield progress.show
 
@@ -62,8 +60,8 @@ class _ScoringProgress:
     measure: Measure
     log: Callable[[str], None]
     stop_requested: Callable[[], Any]
-    began: float  # Seconds of the monotonic clock.
     last_line: float  # Seconds of the monotonic clock at the last line, or at the start.
+    first: tuple[float, float] | None = None  # (seconds of that clock, `done`) at the first call.
 
     def show(self, done: float, totals: Totals) -> None:
         """Shows that `done` of `total` is done, with the scores so far.
@@ -76,6 +74,8 @@ class _ScoringProgress:
         if self.stop_requested():
             raise Interrupted(self.name)
         now = time.monotonic()
+        if self.first is None:
+            self.first = (now, done)
         # No score is available for warm-up tokens, nor for callers that only read a text.
         score_so_far = totals.format(self.measure) if totals.tokens else ""
         if not self.bar.disable:
@@ -83,10 +83,12 @@ class _ScoringProgress:
             self.bar.update(done - self.bar.n)
         elif now - self.last_line >= _SECONDS_BETWEEN_LINES:
             self.last_line = now
-            # Before the first result the remaining time is nan, which is shown as "unknown".
+            # The time until the first call includes compilation, so the speed is measured after it.
+            # At the first call the remaining time is nan, which is shown as "unknown".
+            first_time, first_done = self.first
             remaining = math.nan
-            if done:
-                remaining = (now - self.began) / done * (self.total - done)
+            if done > first_done:
+                remaining = (now - first_time) / (done - first_done) * (self.total - done)
             shown_score = f"  {score_so_far} so far" if score_so_far else ""
             self.log(
                 f"{self.name}: {done / self.total:.0%}{shown_score}  "
