@@ -78,7 +78,7 @@ def _records_folder(name: CorpusName, folder: Path) -> Path:
 
 def _prepare(name: CorpusName, folder: Path, data_dir: str) -> None:
     """Writes the records of a corpus into a directory, of which the caller holds the lock."""
-    say(f"preparing {CORPORA[name].title} in {folder} (once)")
+    say(f"preparing {CORPORA[name].title} with TensorFlow Datasets in {folder} (once)")
     # Incomplete records and downloads are from a killed process, because no other process writes.
     shutil.rmtree(folder / f"txl_{name}", ignore_errors=True)
     downloads = folder / f"txl_{name}_downloads"
