@@ -6,11 +6,13 @@ r"""Tables 6, 7 and 10 of the paper: recurrence, encoding, half or full loss, at
 
 Each row is a run in a directory of --out. It is trained with the flagfile's settings, changed as
 the row says, and then scored on the validation split at each of --lengths and at the attention
-length of training. As in the paper, "init" is the score at the attention length of training, "best"
-is the best score at any length, and the length next to it is the shortest that reaches it. Scoring
-can take longer than training: pass few --lengths and a large --eval.batch_size. To resume, rerun
-the same command. The output is ablation.md, a table with the paper's numbers, ablation.csv, the
-scores of each run, and ablation.json, the scores at every length.
+length of training, which is --train.segment_len plus --train.mem_len (--train.segment_len without
+recurrence). As in the paper, "init" is the score at the attention length of training, "best" is the
+best score at any length, and the length next to it is the shortest that reaches it. Scoring can
+take longer than training: pass few --lengths, a large --stride and a large --eval.batch_size. To
+resume, rerun the same command. The output is ablation.md, a table with the paper's numbers,
+ablation.csv, the scores of each run, and ablation.json, the scores at every length.
+docs/reproduction.md has a small example, and results of small models.
 """
 
 import dataclasses
@@ -112,6 +114,18 @@ TABLES[Table.EQUAL_MEMORY] = (
 )
 
 
+# The parts of a row's name, for --help and the error of an unknown name.
+_PARTS = (
+    f"recurrence or none, {' or '.join(Encoding)}, {' or '.join(LossPart)}, and a segment length "
+    "if it is not the flagfile's"
+)
+
+
+def _names(table: Table) -> str:
+    """Returns the names of a table's rows, separated by commas."""
+    return ", ".join(row.name for row in TABLES[table])
+
+
 def row_named(table: Table, name: str) -> Row:
     """Returns the row of a table, or any other row of the grid, for which the paper has no numbers.
 
@@ -126,10 +140,8 @@ def row_named(table: Table, name: str) -> Row:
     )
     if parts is None:
         raise UserError(
-            f"a row must be one of table {table}'s "
-            f"{', '.join(row.name for row in TABLES[table])}, or have the same parts, joined by "
-            f"hyphens (recurrence or none, {' or '.join(Encoding)}, {' or '.join(LossPart)}, and "
-            f"a segment length if it is not the flagfile's), got {name}"
+            f"a row must be one of table {table}'s {_names(table)}, or have the same parts, joined "
+            f"by hyphens ({_PARTS}), got {name}"
         )
     recurrence, encoding, loss, segment_len = parts.groups()
     return Row(
@@ -166,14 +178,22 @@ class Plan(cli.TextPlan):
     table: Table = setting(Table.WIKITEXT103, "Table of the paper.")
     rows: tuple[str, ...] = setting(
         (),
-        "Rows by name, including others of the grid such as none-vaswani-full. "
-        "If empty, the rows of the table.",
+        "Rows by name. If empty, the rows of the table. "
+        + "".join(f"Table {table} has {_names(table)}. " for table in TABLES)
+        + f"Other rows have the same parts, joined by hyphens ({_PARTS}), such as "
+        "none-vaswani-full.",
     )
     seeds: tuple[int, ...] = setting((1111,), "Seeds. Each row is trained once per seed.")
     lengths: tuple[int, ...] = setting(
-        (64, 128, 256, 512), "Attention lengths to score, in addition to the training length."
+        (64, 128, 256, 512),
+        "Attention lengths to score, in addition to the attention length of training: "
+        "--train.segment_len plus --train.mem_len, or --train.segment_len without recurrence.",
     )
-    stride: int = setting(1, "Scored tokens per window of models without recurrence.", at_least=1)
+    stride: int = setting(
+        1,
+        "Scored tokens per window of models without recurrence, the last ones of each window.",
+        at_least=1,
+    )
     out: str = setting(
         "", "Directory for the runs and the table. Created if missing.", path=True, required=True
     )
@@ -303,13 +323,16 @@ def _score_lengths(
         if str(length) in scores:
             continue
         stride = _stride(config, plan, length)
+        name = f"valid at attention length {length:,}"
+        if stride is not None:
+            name += f" (stride {stride:,})"
         [config_at_length] = context_length.at_lengths(config, [length], stride=stride).values()
         built, _, params = load_to_score(config_at_length, corpus, trained, log=say)
         totals, line = score_with_line(
             built,
             params,
             corpus.valid,
-            name=f"valid at attention length {length:,}",
+            name=name,
             vocabulary=corpus.vocabulary,
             log=print,
             stop_requested=stop_requested,
@@ -336,7 +359,8 @@ def _stride(config: ExperimentConfig, plan: Plan, length: int) -> int | None:
 def _trained_length(config: ExperimentConfig) -> int:
     """Returns the attention length of training.
 
-    This is the number of keys that the last query of a segment attends to.
+    This is the number of keys that the last query of a segment attends to: segment and memory, or
+    the window of `train.same_length`.
     """
     train = config.train
     window = config.model.compat.window(train.mem_len, same_length=train.same_length)
@@ -381,7 +405,7 @@ def _write_tables(
         "first row's best, seed by seed. "
         f"Windows of models without recurrence score {plan.stride} tokens each, or their length. "
         f"{facts['device']}, {facts['date']}. "
-        f"The paper's numbers are for its own model and corpus{test_text}."
+        f"The paper's perplexities are for its own model and corpus{test_text}."
     )
     lines = [caption, "", *_by_row(scores_by_row, rows, measure), ""]
     lines += [f"Validation {measure.value} by attention length:", ""]
@@ -397,7 +421,7 @@ def _by_row(
     """Yields the table with the paper's numbers."""
     columns = ["recurrence", "encoding", "loss"]
     columns += [f"init {measure.value}", f"best {measure.value}", "vs. first row"]
-    columns += ["attention length", "paper: init", "best", "length"]
+    columns += ["attention length", "paper: init ppl", "paper: best ppl", "paper: length"]
     baseline = scores_by_row.get(rows[0].name, [])
     lines = []
     for row in rows:
