@@ -7,12 +7,13 @@ r"""Tables 6, 7 and 10 of the paper: recurrence, encoding, half or full loss, at
 Each row is a run in a directory of --out. It is trained with the flagfile's settings, changed as
 the row says, and then scored on the validation split at each of --lengths and at the attention
 length of training, which is --train.segment_len plus --train.mem_len (--train.segment_len without
-recurrence). As in the paper, "init" is the score at the attention length of training, "best" is the
-best score at any length, and the length next to it is the shortest that reaches it. Scoring can
-take longer than training: pass few --lengths, a large --stride and a large --eval.batch_size. To
-resume, rerun the same command. The output is ablation.md, a table with the paper's numbers,
-ablation.csv, the scores of each run, and ablation.json, the scores at every length.
-docs/reproduction.md has a small example, and results of small models.
+recurrence, and the window with --train.same_length). As in the paper, "init" is the score at the
+attention length of training, "best" is the best score at any length, and the length next to it is
+the shortest that reaches it. Scoring can take longer than training: pass few --lengths, a large
+--stride and a large --eval.batch_size. To resume, rerun the same command. The output is
+ablation.md, a table with the paper's numbers, ablation.csv, the scores of each run, and
+ablation.json, the scores at every length. docs/reproduction.md has a small example, and results of
+small models.
 """
 
 import dataclasses
