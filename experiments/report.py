@@ -61,14 +61,16 @@ def run(plan: Plan, job: cli.Job) -> None:
     columns = ["run", *names, *run_tables.MEASURED, "tokens_per_second", "state"]
     storage.write(os.path.join(plan.out, "report.csv"), run_tables.csv_file(columns, rows))
     measures = {run.measure for run in runs}
+    figure = os.path.join(plan.out, "report.png")
     if len(measures) > 1:
         different = " and others ".join(sorted(measures))
         print(
             f"no figure: some runs have {different}, which one axis cannot show. "
             "Compare their bits per byte."
         )
-    elif _draw(learning_curves(names, runs), runs[0].measure, os.path.join(plan.out, "report.png")):
+    elif _draw(learning_curves(names, runs), runs[0].measure, figure):
         lines += ["", "![Learning curves](report.png)"]
+        print(f"figure    {figure}")
     path = os.path.join(plan.out, "report.md")
     text = "\n".join(lines) + "\n"
     storage.write(path, text.encode())
@@ -152,12 +154,16 @@ def _draw(lines: Mapping[str, Line], measure: Measure, path: str) -> bool:
     title = "Learning curves"
     if len(best) < len(lines):
         title += f", the best {len(best)} of {len(lines)}"
+    # Only the figure of a single run has training scores too.
+    ylabel = plots.UNITS[measure]
+    if "train" not in lines:
+        ylabel = f"validation, {ylabel}"
     plots.curves(
         {name: points for name, points in means.items() if name in best},
         path,
         title=title,
         xlabel="training steps",
-        ylabel=plots.UNITS[measure],
+        ylabel=ylabel,
         deviations=deviations,
         log=measure is Measure.PPL,
     )

@@ -5,6 +5,7 @@ its figure.
 import csv
 import json
 import os
+import re
 import statistics
 import sys
 
@@ -48,6 +49,7 @@ def test_the_numbers_of_a_run_are_those_of_its_files(tmp_path):
     assert f"| mine | {valid:.2f} | {test:.2f} | 1000 | {rate:,.0f} | 0:" in text
     assert text[:100] in printed, "the page is printed too"
     assert "![Learning curves](report.png)" in text
+    assert re.search(rf"(?m)^figure +{re.escape(str(out / 'report.png'))}$", printed)
 
     with open(out / "report.csv", newline="") as file:
         [row] = csv.DictReader(file)
@@ -108,7 +110,12 @@ def test_the_figure_has_the_means_of_the_best_lines_and_their_deviations(monkeyp
     assert drawn["values"] == means
     assert drawn["deviations"] == {"mean": {1: pytest.approx(2**0.5)}}
     assert drawn["log"]
+    assert drawn["ylabel"].split(", ") == ["validation", "perplexity"]
     assert drawn["title"].endswith("the best 8 of 9")
+
+    # The figure of a single run has training scores too.
+    assert report._draw({"train": {1: [2.0]}, "valid": {1: [3.0]}}, Measure.PPL, "report.png")
+    assert drawn["ylabel"] == "perplexity"
 
 
 @pytest.mark.full
