@@ -79,11 +79,8 @@ def run(plan: Plan, job: cli.Job) -> None:
 
 
 def _row(run: RunRecords, names: Sequence[str]) -> dict[str, Any]:
-    """Returns a run's row with these settings.
-
-    It contains the last step even while the run is training, and the speed once it is known.
-    """
-    row = {"steps": run.last_step, **run.row(names)}
+    """Returns a run's row with these settings, and its speed once it is known."""
+    row = run.row(names)
     rate = run.tokens_per_second
     if rate:
         row["tokens_per_second"] = rate

@@ -30,8 +30,9 @@ import sqlalchemy
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
-from launch.sweep_file import DATABASE, LOG, Sweep, SweepRun
+from launch.sweep_file import DATABASE, GRACE_SECONDS, LOG, Sweep, SweepRun
 from txl_jax.errors import LogError, UserError, first_line, one_line, rephrased
+from txl_jax.metrics import Totals, format_score
 from txl_jax.runs import run as run_lib
 from txl_jax.runs.run import RESULTS
 from txl_jax.runtime import storage
@@ -39,8 +40,6 @@ from txl_jax.runtime.lock import is_held
 from txl_jax.runtime.log import read_metrics
 
 T = TypeVar("T")
-# A worker that has not sent a heartbeat for this long is dead.
-GRACE_SECONDS = 90
 # Interval between two looks at the trainings. Object storage charges per request.
 POLL_SECONDS = 2.0
 REMOTE_POLL_SECONDS = 15.0
@@ -126,12 +125,16 @@ class _Training:
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
             on_gpu = f" on GPU {gpu}"
+        step = run.checkpoint_step
         # A separate session: otherwise Ctrl-C would reach the process twice, and the second one
         # stops a run without saving.
         self.process = subprocess.Popen(
             command, stdout=self._log, stderr=self._log, env=environment, start_new_session=True
         )
-        _say(f"started   {run.name}{on_gpu}")
+        if step:
+            _say(f"resumed   {run.name}{on_gpu} at step {step}")
+        else:
+            _say(f"started   {run.name}{on_gpu}")
 
     def report(self) -> None:
         """Reports new validation losses, and ends the process if the pruner says so."""
@@ -248,7 +251,7 @@ class Worker:
             return []
         best = self._study.best_trial
         run_name = best.user_attrs["run"]
-        lines = [f"best      {run_name}: validation loss {best.value:.4f} nats"]
+        lines = [f"best      {run_name}: validation {self._score(run_name, best.value)}"]
         lines += self._next(run_name)
         if len(finished) < _FEWEST_FOR_IMPORTANCES:
             return lines
@@ -261,6 +264,17 @@ class Worker:
             for setting, share in shares.items():
                 lines.append(f"matters   {share:4.0%} {setting}")
         return lines
+
+    def _score(self, name: str, loss: float) -> str:
+        """Returns the score of a run with a loss in nats, in the table's measure and in nats."""
+        in_nats = f"{loss:.4f} nats"
+        try:
+            recorded = run_lib.Run.read(os.path.join(self._sweep.out, name))
+        except UserError:  # Another worker has removed the run.
+            return in_nats
+        measure = recorded.text.vocabulary.measure
+        score = format_score(Totals(loss, 1).value(measure), measure)
+        return f"{score} ({in_nats})"
 
     def _next(self, name: str) -> list[str]:
         """Returns lines with commands for a finished run.

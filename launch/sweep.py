@@ -33,7 +33,7 @@ except ImportError as error:
     sys.exit(f"error: sweeps require Optuna ({error}). Run pip install '.[sweep]'.")
 
 from launch import study
-from launch.sweep_file import Sweep
+from launch.sweep_file import LOG, Sweep
 from txl_jax.config.config_tree import require
 from txl_jax.errors import UserError, describe_system_error, one_line
 from txl_jax.runs import run_tables
@@ -86,7 +86,12 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
         type=lambda text: text.split(","),
         help="GPUs to use, such as 0,1, with one run at a time on each",
     )
-    add("--table", action="store_true", help="only print the table of results")
+    add(
+        "--table",
+        action="store_true",
+        help="train nothing: print the table of results, and write it to results.csv and "
+        "means.csv in --out",
+    )
     add("--dry_run", action="store_true", help="only print the commands of the unfinished runs")
     add(
         "--print",
@@ -116,10 +121,39 @@ def _run(flags: argparse.Namespace) -> int:
     storage.make_folder(sweep.out)
     url = study.database(flags.storage) if flags.storage else study.database_in(sweep.out)
     worker = study.Worker(sweep, url, flags.gpus or [None] * flags.jobs)
+    for line in _start_lines(flags, sweep):
+        print(line, flush=True)
     worker.run()
     code = _write_results(sweep)
     print(*worker.report(), sep="\n", flush=True)
+    if worker.signal_number:
+        print("continue  rerun the same command: it resumes the stopped runs", flush=True)
     return 128 + worker.signal_number if worker.signal_number else code
+
+
+def _start_lines(flags: argparse.Namespace, sweep: Sweep) -> list[str]:
+    """Returns lines that say where to see the runs, and warn of changed steps."""
+    lines = []
+    # In a bucket, the output of a run is written when it ends.
+    if not storage.is_remote(sweep.out):
+        lines.append(f"logs      tail -f {shlex.quote(sweep.out)}/*/{LOG}")
+    [file] = flags.files
+    show = ["python", "-m", "launch.sweep", file, f"--out={flags.out}", "--table"]
+    lines.append(f"progress  {shlex.join(show)}")
+
+    changed = [
+        run
+        for run in sweep.runs.values()
+        if run.recorded_steps not in (None, run.config.train.steps)
+    ]
+    if changed:
+        first = changed[0]
+        lines.append(
+            f"warning   train.steps has changed in {len(changed)} of {len(sweep.runs)} runs, such "
+            f"as {first.name}: {first.config.train.steps:,}, was {first.recorded_steps:,}. The "
+            "learning rate jumps to the new schedule, unless optimizer.decay_steps is set."
+        )
+    return lines
 
 
 def _check_flags(flags: argparse.Namespace) -> None:

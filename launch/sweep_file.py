@@ -4,7 +4,9 @@ docs/launch.md describes the file. `launch.sweep` is the command, and `launch.st
 runs.
 """
 
+import contextlib
 import dataclasses
+import datetime
 import hashlib
 import importlib
 import itertools
@@ -14,6 +16,7 @@ import os
 import re
 import signal
 import sys
+import time
 import tomllib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,16 +32,19 @@ from txl_jax.config import CorpusName, ExperimentConfig, config_tree
 from txl_jax.config.config_tree import require
 from txl_jax.config.evaluation import is_same_in_training
 from txl_jax.data.published import program_of
-from txl_jax.errors import rephrased
+from txl_jax.errors import LogError, rephrased
 from txl_jax.runs import run as run_lib
 from txl_jax.runs import run_tables
 from txl_jax.runs.run import RESULTS
 from txl_jax.runtime import storage
 from txl_jax.runtime.checkpoint import find_steps
-from txl_jax.runtime.lock import is_held
+from txl_jax.runtime.lock import has_locks, is_held
+from txl_jax.runtime.log import read_metrics
 
 # Output of a run's processes, in its directory.
 LOG = "sweep.log"
+# A worker that has not sent a heartbeat for this long is dead.
+GRACE_SECONDS = 90
 # Database of the study in --out, unless --storage names another one.
 DATABASE = "study.db"
 
@@ -47,7 +53,7 @@ _PROGRAMS = list(dict.fromkeys(map(program_of, CorpusName)))
 _PLAIN_KEYS = ("program", "flagfile")
 _RUN_KEYS = ("grid", "random", "runs")
 _KEYS = (*_PLAIN_KEYS, "base", "sampler", "pruner", *_RUN_KEYS)
-# Values of a run, how its last process ended, and the seconds of all of them.
+# Values of a run, when its last process started, how it ended, and the seconds of all of them.
 _NOTES = "sweep.json"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Python reports a signal as a negative code, and a shell in between as 128 + the number.
@@ -85,6 +91,14 @@ class SweepRun:
     differs: Mapping[str, Any]
     command: tuple[str, ...]
     config: ExperimentConfig
+    # train.steps in the record of its directory, or None if nothing is recorded yet.
+    recorded_steps: int | None = None
+
+    @property
+    def checkpoint_step(self) -> int:
+        """The step of the checkpoint from which the run resumes, or 0 without one."""
+        checkpoints = find_steps(run_lib.Run(self.folder).latest)
+        return max((step for step, _ in checkpoints), default=0)
 
     @property
     def results(self) -> dict[str, Any] | None:
@@ -112,10 +126,17 @@ class SweepRun:
 
         `state` is None if the last process has not ended.
         """
-        earlier_seconds = _notes(self.folder).get("seconds", 0.0)
+        earlier = _notes(self.folder)
+        earlier_seconds = earlier.get("seconds", 0.0)
+        started = earlier.get("started")
+        if state is None:
+            # The last process has no end in the notes if its worker was killed.
+            earlier_seconds += self._seconds_without_end(earlier)
+            started = time.time()
         notes = {
             "values": self.values,
             "seconds": earlier_seconds + seconds,
+            "started": started,
             "state": state,
         }
         storage.write_json(os.path.join(self.folder, _NOTES), notes)
@@ -128,10 +149,8 @@ class SweepRun:
         if self.results is not None:
             state = run_tables.state_of(self.results)
         elif code == 0 or code in _STOP_CODES:
-            checkpoints = find_steps(run_lib.Run(self.folder).latest)
-            step = max((step for step, _ in checkpoints), default=0)
             how = "pruned" if pruned else "stopped"
-            state = f"{how} after step {step}"
+            state = f"{how} after step {self.checkpoint_step}"
         elif code < 0:
             state = f"failed: killed by {signal.Signals(-code).name}"
         else:
@@ -144,6 +163,41 @@ class SweepRun:
         log = storage.read(os.path.join(self.folder, LOG)).decode(errors="replace")
         return log.strip().split("\n")[-1].strip()[:_MAX_REASON_LETTERS]
 
+    def _seconds_without_end(self, notes: Mapping[str, Any]) -> float:
+        """Returns the seconds from the start of a process to the last record of the run.
+
+        They are 0 if the notes say how the process ended, because their seconds include it.
+        """
+        started = notes.get("started")
+        if started is None or notes.get("state") is not None:
+            return 0.0
+        # If the log cannot be read, the run itself reports it.
+        with contextlib.suppress(LogError, ValueError):
+            records = read_metrics(self.folder)
+            times = [str(record["time"]) for record in records if "time" in record]
+            if times:
+                last = datetime.datetime.fromisoformat(times[-1]).timestamp()
+                return max(0.0, last - started)
+        return 0.0
+
+    def _progress(self, notes: Mapping[str, Any], so_far: str) -> str:
+        """Returns the state of a run that has not finished.
+
+        `so_far` is the state according to its records.
+        """
+        if is_held(self.folder):
+            return f"running, {so_far}"
+        if notes.get("state"):
+            return str(notes["state"])
+        started = notes.get("started")
+        if started is None or not has_locks(self.folder):
+            return so_far
+        # A process locks its directory some seconds after its start. A dead worker is noticed after
+        # the grace period.
+        if time.time() - started < GRACE_SECONDS:
+            return f"starting, {so_far}"
+        return f"interrupted, {so_far}"
+
     def row(self, names: Sequence[str]) -> dict[str, Any]:
         """Returns the row of results.csv."""
         notes = _notes(self.folder)
@@ -153,13 +207,10 @@ class SweepRun:
             # Results of other settings are not this run's.
             row |= dataclasses.replace(records, results=self.results).row([])
         if self.results is None:
-            if is_held(self.folder):
-                row["state"] = f"running, {row['state']}"
-            else:
-                row["state"] = notes.get("state") or row["state"]
+            row["state"] = self._progress(notes, row["state"])
 
         # Without the note, the time is still estimated from the recorded rates.
-        seconds = notes.get("seconds")
+        seconds = notes.get("seconds", 0.0) + self._seconds_without_end(notes)
         if seconds:
             row["seconds"] = round(seconds, 1)
 
@@ -280,16 +331,18 @@ class Sweep:
         settings |= drawn
         arguments = [*self._common, *_as_flags(settings)]
         folder = os.path.join(self.out, name)
+        recorded_steps = None
         with rephrased(f"{name}: %s", ValueError):
             if run_lib.holds_run(folder):
                 recorded = run_lib.Run.read(folder)
                 config = config_of(self.program, arguments, recorded.config)
                 recorded.compare(config)
+                recorded_steps = recorded.config.train.steps
             else:
                 config = config_of(self.program, arguments)
         module = f"experiments.{self.program}"
         command = (sys.executable, "-m", module, *arguments, f"--workdir={folder}")
-        return SweepRun(name, folder, values, settings, command, config)
+        return SweepRun(name, folder, values, settings, command, config, recorded_steps)
 
     def _settings_of(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the settings that the grid and the ranges have at these values."""

@@ -138,7 +138,12 @@ def test_every_run_of_a_grid_is_trained_once_and_its_loss_is_its_value(out, caps
 
     printed = capsys.readouterr().out
     best = r"seed=1\+learning_rate=0\.001"
-    assert re.search(rf"(?m)^best +{best}: .*\b1\.06", printed)
+    # In the measure of the table, exp(1.06), and in nats.
+    assert re.search(rf"(?m)^best +{best}: .*\bppl 2\.89\b.*\b1\.06", printed)
+    assert re.search(r"(?m)^logs +tail -f \S*/out/\*/sweep\.log$", printed)
+    assert re.search(r"(?m)^progress +python -m launch\.sweep .* --table$", printed)
+    assert "| seed=1+learning_rate=0.001 | 1 | 0.001 | 2.89 |" in printed
+    assert not re.search(r"(?m)^(warning|continue|resumed) ", printed)
     assert re.search(rf"(?m)^next +python -m experiments\.\w+ --workdir=\S*/{best} ", printed)
     assert re.search(r"(?m)^matters +\d+% seed$", printed)
     assert "| 0.002 | " in printed
@@ -187,6 +192,29 @@ def test_a_changed_file_keeps_the_runs_that_have_finished(out):
     assert run(out, ONE_RUN) == 0
     assert run(out, TWO_RUNS) == 0
     assert starts_of_all(out) == [[0], [0]]
+
+
+@pytest.mark.usefixtures("made_up")
+def test_other_steps_than_before_are_a_warning(out, capsys):
+    """A study of two runs, of which one has been trained with 20 steps."""
+    assert run(out, ONE_RUN) == 0
+    capsys.readouterr()
+
+    run(out, TWO_RUNS.replace("train.steps = 20\n", "train.steps = 30\n"))
+
+    [warning] = re.findall(r"(?m)^warning .*", capsys.readouterr().out)
+    assert re.search(r"\b1 of 2 runs\b.*\bseed=1: 30, was 20\b", warning)
+
+
+@pytest.mark.usefixtures("made_up")
+def test_a_run_with_a_checkpoint_is_resumed_at_its_step(out, capsys):
+    (out / "seed=1" / "checkpoints" / "latest" / "8").mkdir(parents=True)
+
+    assert run(out, TWO_RUNS) == 0
+
+    printed = capsys.readouterr().out
+    assert re.search(r"(?m)^resumed +seed=1 .*\b8$", printed)
+    assert re.search(r"(?m)^started +seed=2$", printed)
 
 
 @pytest.mark.full
@@ -332,6 +360,7 @@ def test_a_signal_saves_all_runs_which_the_next_command_resumes(out, number):
         worker.send_signal(number)
     code, output = finish(worker)
     assert code == 128 + number, output
+    assert re.search(r"(?m)^continue ", output)
     assert len(list(out.glob("*/starts"))) == 2
     assert not list(out.glob("*/ends"))
 

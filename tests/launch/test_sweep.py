@@ -4,6 +4,7 @@ training.
 
 import csv
 import dataclasses
+import datetime
 import json
 import math
 import re
@@ -434,6 +435,31 @@ def test_a_run_whose_workdir_is_locked_is_running(started_run):
         assert started_run.row([])["state"].startswith("running")
 
 
+def test_a_run_whose_worker_was_killed_is_interrupted(one_run):
+    """Its notes have no end. The time of the killed process is counted up to its last record."""
+    record(one_run, one_run.config)
+    folder = Path(one_run.folder)
+    (folder / "results.json").unlink()
+    one_run.note()
+    assert one_run.row([])["state"] == "starting, 0 of 1,200 training steps"
+
+    notes = json.loads((folder / "sweep.json").read_text())
+    notes["started"] -= 1000
+    (folder / "sweep.json").write_text(json.dumps(notes))
+    last = datetime.datetime.fromtimestamp(notes["started"] + 100, datetime.UTC)
+    metrics = {"kind": "train", "step": 500, "time": last.strftime("%Y-%m-%dT%H:%M:%SZ")}
+    (folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+
+    row = one_run.row([])
+    assert row["state"] == "interrupted, 500 of 1,200 training steps"
+    assert row["steps"] == 500
+    assert row["seconds"] == pytest.approx(100, abs=1)
+
+    one_run.note()
+    one_run.end(-signal.SIGKILL, 2.0, pruned=False)
+    assert one_run.row([])["seconds"] == pytest.approx(102, abs=1)
+
+
 @pytest.mark.parametrize(
     ("code", "pruned", "word"),
     [(143, True, "pruned"), (143, False, "stopped"), (-signal.SIGINT, False, "stopped")],
@@ -617,6 +643,7 @@ def test_a_table_of_any_runs(tmp_path, capsys):
     rows = read_rows(out)
     assert list(rows) == ["job-1", "job-2", "half"]
     assert rows["half"]["state"] == "500 of 1,000 training steps"
+    assert rows["half"]["steps"] == "500"
     for run in read_runs([str(slurm)]):
         assert float(rows[run.name]["test"]) == pytest.approx(run.row([])["test"]), run.name
 

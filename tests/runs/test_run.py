@@ -320,6 +320,9 @@ def test_means_omit_runs_that_have_not_finished_or_diverged():
     assert second["best_valid"] == 5.0
     assert second["test"] == 6.0
     assert "best_valid_deviation" not in second
+    # The headings name the measure before a run has finished.
+    [unfinished] = means(["lr", "seed"], [stopped, stopped | {"seed": 2}])
+    assert unfinished == {"lr": 2, "seeds": 0, "measure": "ppl"}
     assert means(["lr", "seed"], rows[1:3]) == [], "no two of these runs have the same lr"
 
     # In Markdown a name must not end its cell. The columns for steps and time are empty here.

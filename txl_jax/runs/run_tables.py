@@ -126,11 +126,14 @@ class RunRecords:
     def _columns_so_far(self) -> dict[str, Any]:
         """Returns the columns of a run that is still training, from its records."""
         steps = self.config.train.steps
-        columns: dict[str, Any] = {"state": f"{self.last_step:,} of {steps:,} training steps"}
+        columns: dict[str, Any] = {
+            "measure": str(self.measure),
+            "steps": self.last_step,
+            "state": f"{self.last_step:,} of {steps:,} training steps",
+        }
         valid = self.scores("valid")
         if valid:
             columns["best_valid"] = min(score for _, score in valid)
-            columns["measure"] = str(self.measure)
         return columns
 
     def _columns_of_results(self, results: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,8 +279,9 @@ def means(names: Sequence[str], rows: Sequence[Row]) -> list[dict[str, Any]]:
         finished = [row for row in group if row["state"] == "finished"]
         mean: dict[str, Any] = {name: group[0].get(name, "") for name in _without_seed(names)}
         mean["seeds"] = len(finished)
-        if finished:
-            mean["measure"] = finished[0]["measure"]
+        measures = [row["measure"] for row in group if "measure" in row]
+        if measures:
+            mean["measure"] = measures[0]
         for name in _SCORES:
             # A score that is missing, or infinite after a divergence, does not count.
             scores = [row[name] for row in finished if math.isfinite(row.get(name, math.nan))]

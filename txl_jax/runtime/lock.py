@@ -85,6 +85,12 @@ class RunLock(contextlib.ExitStack):
             self.enter_context(on_error.pop_all())
 
 
+def has_locks(folder: AnyPath) -> bool:
+    """Returns whether runs can lock a directory: on a file system or on gs://."""
+    path = os.fspath(folder)
+    return path.startswith("gs://") or not is_remote(path)
+
+
 def is_held(folder: AnyPath) -> bool:
     """Returns whether a run has the lock of a directory, as far as this machine can see.
 
