@@ -208,6 +208,9 @@ class SweepRun:
             row |= dataclasses.replace(records, results=self.results).row([])
         if self.results is None:
             row["state"] = self._progress(notes, row["state"])
+            # A run that stops between two records saves a later step than the last one recorded.
+            if "steps" in row:
+                row["steps"] = max(row["steps"], self.checkpoint_step)
 
         # Without the note, the time is still estimated from the recorded rates.
         seconds = notes.get("seconds", 0.0) + self._seconds_without_end(notes)

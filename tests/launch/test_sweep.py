@@ -453,6 +453,8 @@ def test_a_run_whose_worker_was_killed_is_interrupted(one_run):
     row = one_run.row([])
     assert row["state"] == "interrupted, 500 of 1,200 training steps"
     assert row["steps"] == 500
+    (folder / "checkpoints" / "latest" / "540").mkdir(parents=True)
+    assert one_run.row([])["steps"] == 540
     assert row["seconds"] == pytest.approx(100, abs=1)
 
     one_run.note()
