@@ -238,6 +238,43 @@ def test_names_and_files_of_a_page_exist(page):
     assert list(missing_names(page)) == []
 
 
+def anchors_of(page):
+    """Returns the anchors of a page's headings, as forges make them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    anchors = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        words = re.sub(r"[^\w\- ]", "", shown.strip().lower())
+        anchors.add(words.replace(" ", "-"))
+    return anchors
+
+
+def missing_anchors(page):
+    """Yields each link of a page to a heading of a Markdown file that does not exist."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for path, anchor in re.findall(r"\]\(([\w./-]*)#([^)\s]+)\)", text):
+        target = page.parent / path if path else page
+        if target.suffix == ".md" and not (target.is_file() and anchor in anchors_of(target)):
+            yield f"{path}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_headings_that_a_page_links_to_exist(page):
+    """`mkdocs build --strict` checks only links within docs, not to or from README."""
+    assert list(missing_anchors(page)) == []
+
+
+def test_a_link_to_a_heading_that_does_not_exist_is_noticed(tmp_path):
+    (tmp_path / "README.md").write_text("# `txl_jax`\n\n## Install and [try it](a.md)!\n")
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "page.md"
+    page.write_text(
+        "[a](../README.md#install-and-try-it), [b](../README.md#install), [c](../README.md#txl_jax)"
+        " [d](#here) [e](#there)\n## Here\n```sh\n# There\n```\n"
+    )
+    assert list(missing_anchors(page)) == ["../README.md#install", "#there"]
+
+
 @pytest.mark.parametrize(
     "code",
     [
