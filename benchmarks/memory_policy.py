@@ -201,7 +201,8 @@ def measure(task_name: str, policy_name: str) -> list[dict[str, Any]]:
     compiled = train_seeds.lower(rates[0], seeds).compile()
 
     memory = policy.core.init_memory(batch_size=1, mem_len=mem_len)
-    params = jax.eval_shape(policy.init, jax.random.key(0), jnp.zeros((1, 1, 4)), memory)
+    observation = jnp.zeros((1, 1, example.N_OBSERVATION))
+    params = jax.eval_shape(policy.init, jax.random.key(0), observation, memory)
     n_parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
 
     steps_per_update = example.ROWS * example.STEPS

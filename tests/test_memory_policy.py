@@ -128,6 +128,29 @@ def test_advantages_are_sums_of_discounted_errors(example):
             assert advantages[row, step] == pytest.approx(expected, abs=1e-5)
 
 
+def test_returns_are_sums_over_whole_episodes(example):
+    """Rewards come at any step, and episodes begin in the steps before."""
+    reward = jnp.asarray([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
+    ended = jnp.asarray([[False, True, False], [False, False, False]])
+    steps = example.Steps(None, None, None, None, reward, ended)
+
+    mean, earlier = example.mean_return(steps, jnp.asarray([100.0, 200.0]))
+    assert mean == 103
+    np.testing.assert_array_equal(earlier, [4, 256])
+
+    none_ended = steps._replace(ended=jnp.zeros((2, 3), bool))
+    mean, _ = example.mean_return(none_ended, earlier)
+    assert np.isnan(mean)
+
+
+def test_rows_are_chosen_in_fields_of_any_shape(example):
+    """With as many rows as columns too, where a mask [B] would choose columns."""
+    new = (jnp.ones(2), jnp.ones((2, 2)))
+    chosen = example.choose_rows(jnp.asarray([True, False]), new, jax.tree.map(jnp.zeros_like, new))
+    np.testing.assert_array_equal(chosen[0], [1, 0])
+    np.testing.assert_array_equal(chosen[1], [[1, 1], [0, 0]])
+
+
 def test_minibatches_have_whole_windows(example):
     """Rows of every array, the memory's among them."""
     hidden = jnp.broadcast_to(jnp.arange(6.0)[None, :, None, None], (2, 6, 3, 4))

@@ -12,7 +12,8 @@ The policy is a Transformer-XL that reads vectors instead of tokens. It acts one
 train by PPO (Schulman et al., 2017), it reads windows of L steps at once, from the memory that was
 stored at the start of each window.
 
-Letters: B episodes side by side, L steps of a window, M steps of the memory.
+Letters: B episodes side by side, L steps of a window, M steps of the memory, O numbers of an
+observation, A actions.
 """
 
 from typing import NamedTuple
@@ -54,13 +55,15 @@ ENTROPY_WEIGHT = 0.01
 
 # Observations, one-hot. The first two are also the actions at the junction.
 LEFT, RIGHT, CORRIDOR, JUNCTION = range(4)
+N_OBSERVATION = 4  # O
+N_ACTION = 2  # A
 
 
 # The environment
 
 
 class Maze(NamedTuple):
-    """State of the episodes [B]."""
+    """State of the episodes. Fields are [B] here, and may have more axes: [B, ...]."""
 
     light: jax.Array  # int, LEFT or RIGHT.
     distance: jax.Array  # int, steps to the junction.
@@ -78,9 +81,15 @@ def start_maze(key, shortest=SHORTEST, longest=LONGEST):
 
 
 def observe(maze):
-    """Returns the observations: floats [B, 4]."""
+    """Returns the observations: floats [B, O]."""
     place = jnp.where(maze.distance == 0, JUNCTION, CORRIDOR)
-    return jax.nn.one_hot(jnp.where(maze.time == 0, maze.light, place), 4)
+    return jax.nn.one_hot(jnp.where(maze.time == 0, maze.light, place), N_OBSERVATION)
+
+
+def choose_rows(rows, new, old):
+    """Returns `new` in some rows, bool [B], and `old` in the others. Both have fields [B, ...]."""
+    # vmap compares row by row, so fields may have any shape after B.
+    return jax.tree.map(lambda a, b: jax.vmap(jnp.where)(rows, a, b), new, old)
 
 
 def step_maze(maze, action, fresh):
@@ -91,15 +100,14 @@ def step_maze(maze, action, fresh):
     ended = maze.distance == 0
     reward = jnp.where(ended & (action == maze.light), 1.0, 0.0)
     moved = maze._replace(distance=maze.distance - 1, time=maze.time + 1)
-    maze = jax.tree.map(lambda new, old: jnp.where(ended, new, old), fresh, moved)
-    return maze, reward, ended
+    return choose_rows(ended, fresh, moved), reward, ended
 
 
 # The policy
 
 
 class Policy(nn.Module):
-    """Logits of the two actions and the values of states, from observations and the memory."""
+    """Logits of the actions and the values of states, from observations and the memory."""
 
     core: nn.Module = txl_jax.TransformerXL(CONFIG, vocab_size=1)  # It gets no tokens.
 
@@ -108,23 +116,23 @@ class Policy(nn.Module):
         """Reads L steps. One step (L = 1) is a window too.
 
         Args:
-          observations: [B, L, 4].
+          observations: [B, L, O].
           memory: Memory of the M steps before.
           ended: bool [B, L], steps that end an episode. Later steps do not attend to them.
 
         Returns:
-          Logits [B, L, 2], values [B, L] and the memory after the steps.
+          Logits [B, L, A], values [B, L] and the memory after the steps.
         """
         embedded = nn.Dense(CONFIG.d_model, name="observation")(observations)
         hidden, memory = self.core(embedded, memory, same_length=True, ended=ended)
-        heads = nn.Dense(3, name="heads")(hidden)
-        return heads[..., :2], heads[..., 2], memory
+        heads = nn.Dense(N_ACTION + 1, name="heads")(hidden)
+        return heads[..., :N_ACTION], heads[..., N_ACTION], memory
 
 
 class Steps(NamedTuple):
     """Steps of all episodes: [B, ...] for one step, [B, L, ...] for windows."""
 
-    observation: jax.Array  # [B, L, 4]
+    observation: jax.Array  # [B, L, O]
     action: jax.Array  # int [B, L]
     log_prob: jax.Array  # [B, L], of the action when it was taken.
     value: jax.Array  # [B, L], as estimated when the action was taken.
@@ -133,7 +141,7 @@ class Steps(NamedTuple):
 
 
 def log_prob_of(logits, action):
-    """Returns the log probabilities of actions: [..., 2] and int [...] -> [...]."""
+    """Returns the log probabilities of actions: [..., A] and int [...] -> [...]."""
     log_probs = jax.nn.log_softmax(logits)
     return jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
 
@@ -184,7 +192,11 @@ class Windows(NamedTuple):
 
 
 def estimate_advantages(steps, last_value):
-    """Computes advantages [B, L] (Schulman et al., 2016). Nothing flows across episode ends."""
+    """Computes advantages [B, L] (Schulman et al., 2016). Nothing flows across episode ends.
+
+    They are not normalized: once every episode is solved they are tiny, and dividing by their
+    standard deviation would make full-sized steps of them.
+    """
 
     def step(carry, now):
         next_value, next_advantage = carry
@@ -247,22 +259,44 @@ def learn(policy, optimizer, params, moments, windows, key):
     return params, moments
 
 
+def mean_return(steps, earlier):
+    """Computes the mean return (undiscounted sum of rewards) of the episodes that ended.
+
+    Args:
+      steps: Steps [B, L].
+      earlier: [B], rewards that the current episode of each row got before these steps.
+
+    Returns:
+      The mean, which is nan if no episode ended, and `earlier` for the next steps.
+    """
+
+    def step(earlier, now):
+        reward, ended = now
+        total = earlier + reward
+        return jnp.where(ended, 0.0, total), jnp.where(ended, total, 0.0)
+
+    earlier, totals = jax.lax.scan(step, earlier, (steps.reward.T, steps.ended.T))
+    return totals.sum() / steps.ended.sum(), earlier
+
+
 def train(policy, *, mem_len, updates, learning_rate=LEARNING_RATE, seed=0, new_maze=start_maze):
     """Trains a policy on `updates` rollouts of ROWS * STEPS steps.
 
     Returns:
-      The parameters, and the mean reward of the episodes that ended in each rollout, [updates].
+      The parameters, and the mean return of the episodes that ended in each rollout, [updates]. A
+      rollout in which none ended has nan.
     """
     init_key, maze_key, key = jax.random.split(jax.random.key(seed), 3)
     memory = policy.core.init_memory(batch_size=ROWS, mem_len=mem_len)
-    params = policy.init(init_key, jnp.zeros((ROWS, 1, 4)), memory)
+    maze = new_maze(maze_key)
+    params = policy.init(init_key, observe(maze)[:, None], memory)
     # Gradients are tiny once the policy solves every episode. With Adam's usual eps of 1e-8, they
     # would still make full steps.
     adam = optax.adam(learning_rate, eps=1e-5)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), adam)
 
     def update(state, key):
-        params, moments, maze, memory = state
+        params, moments, maze, memory, earlier = state
         play_key, learn_key = jax.random.split(key)
         maze, next_memory, steps, last_value = play(
             policy, params, maze, memory, play_key, new_maze
@@ -271,11 +305,11 @@ def train(policy, *, mem_len, updates, learning_rate=LEARNING_RATE, seed=0, new_
         # The memory before the rollout is stored with it.
         windows = Windows(memory, steps, estimate_advantages(steps, last_value))
         params, moments = learn(policy, optimizer, params, moments, windows, learn_key)
-        reward = steps.reward.sum() / steps.ended.sum()
-        return (params, moments, maze, next_memory), reward
+        reward, earlier = mean_return(steps, earlier)
+        return (params, moments, maze, next_memory, earlier), reward
 
-    state = (params, optimizer.init(params), new_maze(maze_key), memory)
-    (params, _, _, _), rewards = jax.lax.scan(update, state, jax.random.split(key, updates))
+    state = (params, optimizer.init(params), maze, memory, jnp.zeros(ROWS))
+    (params, *_), rewards = jax.lax.scan(update, state, jax.random.split(key, updates))
     return params, rewards
 
 
