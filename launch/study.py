@@ -251,6 +251,7 @@ class Worker:
             return []
         best = self._study.best_trial
         run_name = best.user_attrs["run"]
+        assert best.value is not None  # It has finished.
         lines = [f"best      {run_name}: validation {self._score(run_name, best.value)}"]
         lines += self._next(run_name)
         if len(finished) < _FEWEST_FOR_IMPORTANCES:
