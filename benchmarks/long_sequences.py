@@ -256,6 +256,9 @@ def read_fasta(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the name and the ids, uint8 [T], of each record of a FASTA file.
 
     A, C, G and T, in upper or lower case, are 0 to 3. All other symbols are 4.
+
+    Raises:
+      ValueError: If the file does not begin with a header, such as a compressed file.
     """
     codes = np.full(256, 4, np.uint8)
     codes[list(b"ACGT")] = range(4)
@@ -263,6 +266,9 @@ def read_fasta(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     name = ""
     lines: list[bytes] = []
     with path.open("rb") as file:
+        if file.read(1) != b">":
+            raise ValueError(f"{path} must begin with '>', as FASTA files do. Decompress it first.")
+        file.seek(0)
         for line in itertools.chain(file, [b">"]):  # A last header ends the last record.
             if not line.startswith(b">"):
                 lines.append(line.strip())

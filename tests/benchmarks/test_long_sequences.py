@@ -1,6 +1,7 @@
 """Tests of the measurements of long sequences: what the files have, and the script's pieces."""
 
 import csv
+import gzip
 import math
 
 import numpy as np
@@ -129,6 +130,13 @@ def test_records_of_a_fasta_file(tmp_path):
     assert list(records) == ["chr1", "chr2"]
     assert records["chr1"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
     assert records["chr2"].tolist() == [4, 0]
+
+
+def test_a_compressed_fasta_file_is_an_error(tmp_path):
+    path = tmp_path / "genome.fa.gz"
+    path.write_bytes(gzip.compress(b">chr1\nACGT\n"))
+    with pytest.raises(ValueError, match="Decompress"):
+        list(long_sequences.read_fasta(path))
 
 
 def test_repeats_of_one_record(tmp_path):
