@@ -22,15 +22,13 @@ an anomaly nor as a false alarm.
 
 import argparse
 import collections
-import csv
-import datetime
-import importlib.metadata
 import io
 import json
 import math
 import random
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import time
@@ -42,7 +40,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import txl_jax
-from txl_jax.runtime.environment import device_kind
+from benchmarks import records
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "docs" / "examples" / "score_lines.py"
@@ -422,16 +420,11 @@ def score(arguments: argparse.Namespace) -> None:
                 rows += _rows(name, score_name, seed, log, scores, valid_scores[score_name])
         print(name, flush=True)
 
-    shared = {
-        "machine": device_kind(),
-        "date": datetime.date.today().isoformat(),
-        "versions": f"jax {importlib.metadata.version('jax')}",
-        "command": " ".join(["python -m benchmarks.log_anomalies", *sys.argv[1:]]),
-    }
-    with arguments.csv.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, *KINDS], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(shared | row for row in rows)
+    command = shlex.join(["python", "-m", "benchmarks.log_anomalies", *sys.argv[1:]])
+    origin = records.origin(command, records.describe_versions("jax"))
+    # The file has one experiment, which replaces the last one.
+    arguments.csv.unlink(missing_ok=True)
+    records.append(arguments.csv, [*COLUMNS, *KINDS], [origin | row for row in rows])
     _print_table(rows)
 
 

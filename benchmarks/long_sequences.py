@@ -26,8 +26,6 @@ it is one. docs/sequences.md makes both files.
 import argparse
 import csv
 import dataclasses
-import datetime
-import importlib.metadata
 import itertools
 import math
 import shlex
@@ -42,11 +40,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import txl_jax
+from benchmarks import records
 from txl_jax import LanguageModel, Memory, ModelConfig, NormPlace, TransformerXL
 from txl_jax.config import config_tree
 from txl_jax.errors import UserError
 from txl_jax.ops.attention import AttentionPaths
-from txl_jax.runtime.environment import device_kind
 
 CSV = Path(__file__).with_name("long_sequences.csv")
 REPEATS_CSV = Path(__file__).with_name("long_sequences_repeats.csv")
@@ -239,7 +237,7 @@ def measure_cost(
             durations.append(time.process_time() - began)
         seconds = min(durations)
     return Cost(
-        **_origin(command),
+        **records.origin(command, records.describe_versions("jax")),
         method=method,
         tokens=tokens,
         segment_len=segment_len,
@@ -258,7 +256,7 @@ def read_fasta(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     A, C, G and T, in upper or lower case, are 0 to 3. All other symbols are 4.
 
     Raises:
-      ValueError: If the file does not begin with a header, such as a compressed file.
+      UserError: If the file does not begin with a header, such as a compressed file.
     """
     codes = np.full(256, 4, np.uint8)
     codes[list(b"ACGT")] = range(4)
@@ -267,7 +265,7 @@ def read_fasta(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     lines: list[bytes] = []
     with path.open("rb") as file:
         if file.read(1) != b">":
-            raise ValueError(f"{path} must begin with '>', as FASTA files do. Decompress it first.")
+            raise UserError(f"{path} must begin with '>', as FASTA files do. Decompress it first.")
         file.seek(0)
         for line in itertools.chain(file, [b">"]):  # A last header ends the last record.
             if not line.startswith(b">"):
@@ -346,28 +344,16 @@ def with_mem_len(model: LanguageModel, mem_len: int) -> LanguageModel:
 # The files
 
 
-def _origin(command: str) -> dict[str, str]:
-    """Returns the columns that say where and how a row was measured."""
-    return {
-        "machine": device_kind(),
-        "date": datetime.date.today().isoformat(),
-        "versions": f"jax {importlib.metadata.version('jax')}",
-        "command": command,
-    }
-
-
 def add_rows(path: Path, rows: Sequence[Cost] | Sequence[RepeatRow]) -> None:
-    """Adds rows of one kind to a file, which begins with the names of the columns."""
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if is_new:
-            writer.writerow([field.name for field in dataclasses.fields(rows[0])])
-        for row in rows:
-            cells = []
-            for value in dataclasses.astuple(row):
-                cells.append(f"{value:.4g}" if isinstance(value, float) else value)
-            writer.writerow(cells)
+    """Adds rows of one kind to a file. Their fields are its columns."""
+    formatted = []
+    for row in rows:
+        cells = dataclasses.asdict(row)
+        for column, value in cells.items():
+            if isinstance(value, float):
+                cells[column] = f"{value:.4g}"
+        formatted.append(cells)
+    records.append(path, list(formatted[0]), formatted)
 
 
 # Commands
@@ -395,12 +381,12 @@ def repeats_command(arguments: argparse.Namespace, command: str) -> None:
     Raises:
       UserError: If the FASTA file does not have the record.
     """
-    records = dict(read_fasta(arguments.fasta))
-    if arguments.record not in records:
+    sequences = dict(read_fasta(arguments.fasta))
+    if arguments.record not in sequences:
         raise UserError(
-            f"--record must be one of {', '.join(records)}, got {arguments.record}. Change it."
+            f"--record must be one of {', '.join(sequences)}, got {arguments.record}. Change it."
         )
-    ids = records[arguments.record][: arguments.symbols]
+    ids = sequences[arguments.record][: arguments.symbols]
     model = txl_jax.load(arguments.workdir)
     if arguments.mem_len is not None:
         model = with_mem_len(model, arguments.mem_len)
@@ -414,7 +400,7 @@ def repeats_command(arguments: argparse.Namespace, command: str) -> None:
         nats,
         [repeat for repeat in repeats if repeat.end <= len(ids)],
         limits=DISTANCES,
-        **_origin(command),
+        **records.origin(command, records.describe_versions("jax")),
         n_layer=model.config.model.n_layer,
         mem_len=model.config.eval.mem_len,
     )

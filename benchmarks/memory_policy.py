@@ -14,7 +14,6 @@ Policies with memory are trained with three learning rates and five seeds each.
 
 import argparse
 import csv
-import datetime
 import functools
 import importlib.metadata
 import importlib.util
@@ -33,12 +32,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import txl_jax
+from benchmarks import records
 from txl_jax.config import ModelConfig
 from txl_jax.modules.attention import Attention, LayerContext
 from txl_jax.modules.block import FeedForward, Stack, layer_norm
 from txl_jax.modules.dropout import dropout
 from txl_jax.modules.positions import encoding_of
-from txl_jax.runtime import environment
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "docs" / "examples" / "memory_policy.py"
@@ -293,23 +292,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if parsed.maze is None:
         parser.error("--maze or --summary must be passed")
 
-    packages = ("jax", "flax", "optax")
-    versions = [f"{package} {importlib.metadata.version(package)}" for package in packages]
-    machine = {
-        "machine": f"{environment.device_kind()}, shared",
-        "date": datetime.date.today().isoformat(),
-        "versions": ", ".join(versions),
-        "command": f"python -m benchmarks.memory_policy --maze={parsed.maze} --out={parsed.out}",
-    }
-    is_new = not parsed.out.exists()
-    with parsed.out.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        for policy_name in POLICIES:
-            for row in measure(parsed.maze, policy_name):
-                writer.writerow(machine | row)
-            file.flush()
+    command = f"python -m benchmarks.memory_policy --maze={parsed.maze} --out={parsed.out}"
+    origin = records.origin(command, records.describe_versions("jax", "flax", "optax"))
+    for policy_name in POLICIES:
+        rows = [origin | row for row in measure(parsed.maze, policy_name)]
+        records.append(parsed.out, COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -33,13 +33,11 @@ a memory. Both score every byte of the test split but the first.
 import argparse
 import csv
 import dataclasses
-import datetime
 import enum
 import importlib.metadata
 import importlib.util
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -51,6 +49,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from benchmarks import records
 from txl_jax.cli.plans import PRE_NORM_STEPS
 from txl_jax.config import NormPlace, config_tree
 from txl_jax.config.experiment import preset
@@ -58,7 +57,6 @@ from txl_jax.data.segments import training_segments
 from txl_jax.errors import UserError
 from txl_jax.runs.build import Built, build
 from txl_jax.runs.score import score
-from txl_jax.runtime.environment import device_kind
 
 CSV = Path(__file__).with_name("nanogpt.csv")
 VOCAB_SIZE = 256  # Bytes.
@@ -315,7 +313,7 @@ class Ours:
             batch_size=run.shape.rows,
             segment_len=run.shape.length,
         )
-        self.versions = describe_versions("jax", "flax", "optax")
+        self.versions = records.describe_versions("jax", "flax", "optax")
         self.settings = ""
         self._compile()
 
@@ -416,7 +414,7 @@ class NanoGPT:
         self._warmup = 0
         self._optimizer = self._make_optimizer()
         self.parameters = sum(tensor.numel() for tensor in self._model.parameters())
-        self.versions = f"{describe_versions('torch')}, nanoGPT {commit_of(clone)}"
+        self.versions = f"{records.describe_versions('torch')}, nanoGPT {commit_of(clone)}"
         self.settings = ""
 
     def _make_optimizer(self) -> Any:
@@ -552,12 +550,6 @@ def commit_of(clone: Path) -> str:
     return subprocess.check_output(command, text=True).strip()
 
 
-def describe_versions(*packages: str) -> str:
-    """Returns the versions of Python and of packages."""
-    versions = [f"{package} {importlib.metadata.version(package)}" for package in packages]
-    return ", ".join([*versions, f"Python {platform.python_version()}"])
-
-
 # A run
 
 
@@ -668,19 +660,9 @@ def read_results(path: Path) -> dict[Run, Result]:
 
 
 def add_result(path: Path, run: Run, result: Result, *, versions: str) -> None:
-    """Adds a row to a file, in one write, since both sides may add theirs at the same time."""
-    origin = {
-        "machine": f"{device_kind()}, 1 core",
-        "date": datetime.date.today().isoformat(),
-        "versions": versions,
-        "command": _command_of(run),
-    }
-    row = origin | _columns_of_run(run) | _columns_of_result(result)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerow(row)
+    """Adds a row to a file. Both sides may add theirs at the same time."""
+    origin = records.origin(_command_of(run), versions, note="1 core")
+    records.append(path, COLUMNS, [origin | _columns_of_run(run) | _columns_of_result(result)])
 
 
 def _command_of(run: Run) -> str:

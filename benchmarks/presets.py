@@ -18,8 +18,6 @@ neither a bound nor a prediction. Neither counts communication, evaluations or c
 import argparse
 import csv
 import dataclasses
-import datetime
-import importlib.metadata
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -28,6 +26,7 @@ from typing import Any
 
 import jax
 
+from benchmarks import records
 from experiments.bench import timing, topologies
 from experiments.bench.chips import CHIPS
 from experiments.bench.compile_tasks import compile_task, cost_of_task
@@ -37,7 +36,7 @@ from txl_jax.config import DType, ExperimentConfig, config_tree
 from txl_jax.config.experiment import preset, preset_names
 from txl_jax.errors import UserError
 from txl_jax.runs.build import Built, build
-from txl_jax.runtime.environment import device_kind, is_out_of_memory
+from txl_jax.runtime.environment import is_out_of_memory
 from txl_jax.sharding.mesh import make_mesh
 
 CSV = Path(__file__).with_name("presets.csv")
@@ -164,12 +163,8 @@ def _row(built: Built, program: Any, *, name: str, slice_name: str, command: str
     model_cost = flops.of_step(config, vocab_size=built.model.vocab_size, n_device=built.mesh.size)
     assert model_cost.flops is not None
     remat = built.remat.remat if built.remat is not None else config.model.remat
-    versions = [f"{package} {importlib.metadata.version(package)}" for package in ("jax", "libtpu")]
     return Row(
-        machine=device_kind(),
-        date=datetime.date.today().isoformat(),
-        versions=", ".join(versions),
-        command=command,
+        **records.origin(command, records.describe_versions("jax", "libtpu")),
         preset=name,
         tpu=tpu,
         slice=slice_name,
@@ -193,7 +188,7 @@ def _row(built: Built, program: Any, *, name: str, slice_name: str, command: str
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Returns the rows of a file. Without a file there are none."""
+    """Returns the rows of a file, or no rows if it does not exist."""
     if not path.exists():
         return []
     rows = []
@@ -208,16 +203,12 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def add_row(path: Path, row: Row) -> None:
-    """Adds a row to a file, which begins with the names of the columns."""
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if is_new:
-            writer.writerow([field.name for field in dataclasses.fields(Row)])
-        cells = []
-        for value in dataclasses.astuple(row):
-            cells.append(f"{value:.6g}" if isinstance(value, float) else value)
-        writer.writerow(cells)
+    """Adds a row to a file. Its fields are the columns."""
+    cells = dataclasses.asdict(row)
+    for column, value in cells.items():
+        if isinstance(value, float):
+            cells[column] = f"{value:.6g}"
+    records.append(path, list(cells), [cells])
 
 
 # The table

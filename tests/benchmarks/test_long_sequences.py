@@ -11,7 +11,7 @@ import txl_jax
 from benchmarks import long_sequences
 from benchmarks.long_sequences import Reader, Repeat
 from support import drawn_run
-from txl_jax import ModelConfig
+from txl_jax import ModelConfig, UserError
 
 # With such large parameters, losses depend on what the model attends to.
 TINY = ModelConfig(n_layer=2, d_model=16, n_head=2, d_head=8, d_inner=32, init_std=0.5)
@@ -135,7 +135,7 @@ def test_records_of_a_fasta_file(tmp_path):
 def test_a_compressed_fasta_file_is_an_error(tmp_path):
     path = tmp_path / "genome.fa.gz"
     path.write_bytes(gzip.compress(b">chr1\nACGT\n"))
-    with pytest.raises(ValueError, match="Decompress"):
+    with pytest.raises(UserError, match="Decompress"):
         list(long_sequences.read_fasta(path))
 
 
