@@ -99,16 +99,6 @@ def test_reset_touches_only_the_marked_rows(how):
         assert update(reset, layer_inputs(1)).valid.tolist() == [M, 1, M]
 
 
-@pytest.mark.parametrize("how", MemoryStart)
-def test_reset_with_another_start_than_the_memory_is_an_error(how):
-    [other] = set(MemoryStart) - {how}
-    rows = jnp.asarray([False, True, False])
-    with pytest.raises(UserError) as raised:
-        memory_lib.reset(start(how), rows, other)
-    assert f"{how}, got {other}" in str(raised.value)
-    assert memory_lib.reset(start(how), rows, how).start is how
-
-
 @pytest.mark.parametrize(
     "rows",
     [
@@ -136,7 +126,7 @@ def test_a_start_may_be_given_by_name():
     zeros = memory_lib.init(**sizes, start="zeros")
     assert zeros.start is MemoryStart.ZEROS
     assert zeros.valid.tolist() == [M] * B
-    assert memory_lib.reset(zeros, [True] * B, "zeros").start is MemoryStart.ZEROS
+    assert memory_lib.reset(zeros, [True] * B).start is MemoryStart.ZEROS
     with pytest.raises(UserError, match=r"masked.*zeros.*'empty'"):
         memory_lib.init(**sizes, start="empty")
 

@@ -267,9 +267,7 @@ def documents_by_ends(is_end: jax.Array, lengths: jax.Array | None = None) -> Do
 
 
 @jax.named_scope("memory")
-def reset(
-    memory: Memory, rows: jax.Array | Sequence[bool], start: MemoryStart | None = None
-) -> Memory:
+def reset(memory: Memory, rows: jax.Array | Sequence[bool]) -> Memory:
     """Sets the rows marked in `rows` (bool [B]) back to the memory's start, `memory.start`.
 
     Masked slots keep their states, which nothing attends to, because clearing a memory of gigabytes
@@ -278,17 +276,11 @@ def reset(
     Args:
       memory: The memory, from `init_memory` or a later segment.
       rows: bool [B], the rows to set back. A list of bools is converted.
-      start: None, or the memory's start, which is checked.
 
     Raises:
-      UserError: If `rows` is not bool [B], or `start` is not the memory's start.
+      UserError: If `rows` is not bool [B].
     """
     rows = _checked_rows(rows, batch_size=memory.valid.shape[0])
-    if start is not None and start != memory.start:
-        raise UserError(
-            f"start must be the memory's start, {memory.start}, got {start}. Leave it out: the "
-            "memory records how it starts"
-        )
     hidden = memory.hidden
     if memory.start is MemoryStart.ZEROS:
         hidden = jnp.where(rows[None, :, None, None], 0, hidden)

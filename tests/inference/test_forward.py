@@ -131,7 +131,7 @@ def both(model, lengths: Lengths, *, reset_at=None, cache_dtype=None):
         return Reading(hidden, forward.nll(weights, hidden, targets), cache)
 
     def read_with_states(variables, tokens, targets, memory, is_reset):
-        memory = memory_lib.reset(memory, is_reset, memory_start)
+        memory = memory_lib.reset(memory, is_reset)
         hidden, memory = model.apply(
             variables, tokens, memory, clamp_len=clamp_len, same_length=same_length
         )
