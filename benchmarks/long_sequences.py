@@ -85,9 +85,10 @@ class Cost:
     # Tokens per segment, and tokens of memory.
     segment_len: int
     mem_len: int
-    # Of the compiled function that reads a segment: parameters, tokens, memory, temporary arrays.
+    # Of the compiled function that reads a segment: parameters, tokens, memory, results, temporary
+    # arrays.
     peak_bytes: int
-    # Processor time, summed over cores, of reading the whole sequence: the least of some runs,
+    # Time of a CPU, summed over cores, of reading the whole sequence: the least of some runs,
     # without compilation. Empty if it did not run.
     processor_seconds: float | str
 
@@ -183,7 +184,7 @@ class Reader:
         The compiler's own peak does not include temporary arrays on a CPU.
         """
         sizes = self._compiled.memory_analysis()
-        assert sizes is not None  # Only some backends have none.
+        assert sizes is not None  # Some backends do not have an analysis.
         return int(
             sizes.argument_size_in_bytes
             + sizes.output_size_in_bytes
@@ -194,37 +195,33 @@ class Reader:
     def nats(self, sequence: np.ndarray) -> float:
         """Returns the summed loss of all symbols of a sequence, ids [T], except the first.
 
-        Raises:
-          ValueError: If T is not a multiple of the segment length.
+        T must be a multiple of the segment length.
         """
-        if len(sequence) % self._segment_len:
-            raise ValueError(
-                f"sequence must have a multiple of {self._segment_len} symbols, "
-                f"got {len(sequence)}. Cut or pad it."
-            )
         targets = np.append(sequence[1:], -1)
         memory = self._memory
-        total = 0.0
-        pending = None
+        losses = []
         for start in range(0, len(sequence), self._segment_len):
             segment = slice(start, start + self._segment_len)
             inputs = np.asarray(sequence[None, segment], np.int32)
             outputs = np.asarray(targets[None, segment], np.int32)
             nats, memory = self._compiled(self._params, inputs, outputs, memory)
-            # Losses are fetched one segment late, so that the device never waits for the host.
-            if pending is not None:
-                total += float(pending)
-            pending = nats
-        return total + float(pending or 0.0)
+            losses.append(nats)
+        return math.fsum(map(float, losses))
 
 
 def measure_cost(
     method: str, tokens: int, *, segment_len: int, mem_len: int, calls: int, command: str
 ) -> Cost:
-    """Compiles the reading of a sequence, and reads it `calls` times. 0 means only to compile."""
+    """Compiles the reading of a sequence, and reads it `calls` times. 0 means only to compile.
+
+    Raises:
+      UserError: If the sequence is not a whole number of segments.
+    """
     if method != "stream":
         segment_len = tokens
         mem_len = 0
+    if tokens % segment_len:
+        raise UserError(f"tokens must be a multiple of {segment_len}, got {tokens}. Change them.")
     reader = Reader(MODEL, method, segment_len=segment_len, mem_len=mem_len)
 
     seconds: float | str = ""
@@ -273,18 +270,33 @@ def read_fasta(path: Path) -> Iterator[tuple[str, np.ndarray]]:
                 continue
             if lines:
                 yield name, codes[np.frombuffer(b"".join(lines), np.uint8)]
-            name = line[1:].decode().strip().partition(" ")[0]
+            # The name ends at the first white space. A description follows.
+            name = (line[1:].decode().split() or [""])[0]
             lines = []
 
 
 def read_bed(path: Path, record: str) -> list[Repeat]:
-    """Returns the repeats of one record. The fourth column of the BED file is the distance."""
+    """Returns the repeats of one record with symbols that are scored.
+
+    The fourth column of the BED file is the distance.
+
+    Raises:
+      UserError: If a line does not have these columns.
+    """
     repeats = []
-    with path.open() as file:
-        for line in file:
-            name, start, end, distance = line.split()
-            if name == record:
-                repeats.append(Repeat(int(start), int(end), int(distance)))
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        columns = line.split()
+        if not columns or columns[0] != record:
+            continue
+        try:
+            repeat = Repeat(*map(int, columns[1:4]))
+        except (TypeError, ValueError):
+            raise UserError(
+                f"{path}, line {number} must have a name, a start, an end and a distance, got "
+                f"{line!r}. Correct it."
+            ) from None
+        if repeat.end - repeat.start > UNSCORED:
+            repeats.append(repeat)
     return repeats
 
 
@@ -404,6 +416,11 @@ def repeats_command(arguments: argparse.Namespace, command: str) -> None:
         n_layer=model.config.model.n_layer,
         mem_len=model.config.eval.mem_len,
     )
+    if not rows:
+        raise UserError(
+            f"{arguments.bed} must have two repeats of {arguments.record} at similar distances, "
+            f"within its first {len(ids):,} symbols. Pass other files."
+        )
     add_rows(arguments.csv, rows)
     for row in rows:
         print(

@@ -8,6 +8,8 @@ r"""Trains, evaluates and samples on your own text: bytes, characters, words, su
         --data.tokenizer.vocab_size=4000 --data.file=book.txt
     python -m experiments.text --flagfile=own_words --workdir=runs/ids --tokenizer=id \
         --train=train.bin --valid=val.bin
+    python -m experiments.text --mode=generate --workdir=runs/mine --generate.prompt='Once upon'
+    python -m experiments.text --mode=score --workdir=runs/mine --input=lines.txt > scores.jsonl
 
 One file is split 90/5/5 by position. A directory or glob pattern with three or more files is split
 between files. Lists are joined in the order you pass, patterns in the order of names. --train,

@@ -55,6 +55,7 @@ _RUN_KEYS = ("grid", "random", "runs")
 _KEYS = (*_PLAIN_KEYS, "base", "sampler", "pruner", *_RUN_KEYS)
 # Values of a run, when its last process started, how it ended, and the seconds of all of them.
 _NOTES = "sweep.json"
+_NOT_STARTED = "not started"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Python reports a signal as a negative code, and a shell in between as 128 + the number.
 _STOP_CODES = {
@@ -185,23 +186,27 @@ class SweepRun:
 
         `so_far` is the state according to its records.
         """
+        # A process that has just started has no records yet.
+        details = "" if so_far == _NOT_STARTED else f", {so_far}"
         if is_held(self.folder):
-            return f"running, {so_far}"
-        if notes.get("state"):
-            return str(notes["state"])
+            return f"running{details}"
+        noted = notes.get("state")
+        # A run that had finished before its settings changed has only the steps of its records.
+        if noted and noted not in run_tables.END_STATES:
+            return str(noted)
         started = notes.get("started")
-        if started is None or not has_locks(self.folder):
+        if noted or started is None or not has_locks(self.folder):
             return so_far
         # A process locks its directory some seconds after its start. A dead worker is noticed after
         # the grace period.
         if time.time() - started < GRACE_SECONDS:
-            return f"starting, {so_far}"
-        return f"interrupted, {so_far}"
+            return f"starting{details}"
+        return f"interrupted{details}"
 
     def row(self, names: Sequence[str]) -> dict[str, Any]:
         """Returns the row of results.csv."""
         notes = _notes(self.folder)
-        row: dict[str, Any] = {"state": "not started"}
+        row: dict[str, Any] = {"state": _NOT_STARTED}
         if run_lib.holds_run(self.folder):
             [records] = run_tables.read_runs([self.folder])
             # Results of other settings are not this run's.

@@ -143,11 +143,24 @@ def test_a_restart_continues_with_the_same_numbers(run, score, tmp_path, learnin
 
     assert first + rest == whole
     assert "line 3" in err
-    # The same input again: nothing is left to read, and a longer input continues.
-    assert score(*words, "--skip")[0] == []
-    longer, _, _ = score(*words, "--skip", text=TEXT + b"\nnew\n")
-    assert [record["line"] for record in longer] == [len(LINES) + 1]
     assert list(tmp_path.iterdir()) == [state], "no other file is left"
+
+
+def test_an_input_that_has_grown_continues(run, score, tmp_path):
+    words = [run, "--threshold=1000", f"--state={tmp_path / 'state'}", "--skip"]
+    whole, _, _ = score(run, "--threshold=1000", text=TEXT + b" much\nnew\n")
+
+    first, _, _ = score(*words, text=b"".join(LINES[:3]))
+    empty, err_of_empty, _ = score(*words, text=b"")
+    rest, _, _ = score(*words, text=TEXT)
+    # The last line had no newline, so it is scored again.
+    longer, err, _ = score(*words, text=TEXT + b" much\nnew\n")
+    again, _, _ = score(*words, text=TEXT + b" much\nnew\n")
+
+    assert (empty, err_of_empty.count("\n"), again) == ([], 1, [])
+    assert first + rest[:-1] + longer == whole
+    assert rest[-1]["text"] == "too"
+    assert "another" not in err
 
 
 def test_a_new_input_is_not_skipped(run, score, tmp_path):
@@ -166,9 +179,26 @@ def test_a_new_input_is_not_skipped(run, score, tmp_path):
     assert [record["line"] for record in longer] == [len(LINES) + len(rotated) + 1]
 
 
+def test_without_skip_an_input_begins_anew(run, score, tmp_path):
+    words = [run, "--threshold=1000", f"--state={tmp_path / 'state'}"]
+    score(*words, text=TEXT + b"\n")
+    score(*words, text=b"cat\nran\n")
+    records, _, _ = score(*words, "--skip", text=b"cat\nran\nnew\n")
+    assert [record["line"] for record in records] == [len(LINES) + 3]
+
+
+def test_an_input_that_differs_at_the_last_line_read_is_named(run, score, tmp_path):
+    """Such as a rotated file that begins with the same header. Its lines cannot be read again."""
+    words = [run, "--threshold=1000", f"--state={tmp_path / 'state'}", "--skip"]
+    score(*words, text=b"header\nthe cat\nsat\n")
+    records, err, _ = score(*words, text=b"header\nthe dog\nran\naway\n")
+    assert [record["text"] for record in records] == ["away"]
+    assert "line 3 of the input" in err
+
+
 def test_an_input_that_is_too_short_to_skip_is_named(run, score, tmp_path):
     words = [run, "--threshold=1000", f"--state={tmp_path / 'state'}", "--skip"]
-    score(*words)
+    score(*words, text=TEXT + b"\n")
     records, err, _ = score(*words, text=b"".join(LINES[:3]))
     assert records == []
     assert f"3 of {len(LINES)}" in err

@@ -22,7 +22,9 @@ def check_jax() -> None:
         found = importlib.metadata.version("jax")
     except importlib.metadata.PackageNotFoundError:
         raise UserError(
-            f"jax must be {OLDEST_JAX} or newer, but is not installed. {_INSTALL}"
+            f"jax must be {OLDEST_JAX} or newer, but is not installed for {sys.executable}. "
+            "Activate the environment of txl_jax (source .venv/bin/activate), or install jax: "
+            f"pip install -U 'jax>={OLDEST_JAX}'"
         ) from None
     if _numbers(found) < _numbers(OLDEST_JAX):
         raise UserError(f"jax must be {OLDEST_JAX} or newer, got {found}. {_INSTALL}")

@@ -88,7 +88,7 @@ def observe(maze):
 
 def choose_rows(rows, new, old):
     """Returns `new` in some rows, bool [B], and `old` in the others. Both have fields [B, ...]."""
-    # vmap compares row by row, so fields may have any shape after B.
+    # vmap takes one row of each field at a time, so fields may have any shape after B.
     return jax.tree.map(lambda a, b: jax.vmap(jnp.where)(rows, a, b), new, old)
 
 

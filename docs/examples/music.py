@@ -1,7 +1,7 @@
 """Turns MIDI files into token ids for `experiments.text`, and generated ids into MIDI files.
 
     pip install miditok
-    python docs/examples/music.py compose midi --pieces=2000  # Or use your own folder.
+    python docs/examples/music.py compose midi --pieces=2000  # Or use your own directory.
     python docs/examples/music.py encode midi ids
     python -m experiments.text --tokenizer=id --train=ids/train.npy ...  # `encode` prints it.
     python docs/examples/music.py decode runs/music/sample-seed0.txt piece.mid
@@ -132,8 +132,8 @@ def encode(tokenizer: REMI, score: Score) -> list[int]:
 def decode(tokenizer: REMI, ids: Iterable[int]) -> Score:
     """Returns the piece that ids describe, up to their first end id.
 
-    End ids before the piece are skipped. Ids that do not form notes are ignored, such as those of a
-    piece that was cut off within a note.
+    End ids before the piece are skipped. Ids that do not form notes are ignored, such as the last
+    ids of a piece that was cut off within a note.
     """
     end = tokenizer[END]
     piece: list[int] = []
@@ -207,9 +207,9 @@ def repeated_bars(scores: Iterable[Score]) -> float:
 
 
 def notes_in_key(scores: Iterable[Score]) -> float:
-    """Returns the fraction of notes that lie in the major scale that fits their piece best.
+    """Returns the fraction of notes that are in the major scale that fits their piece best.
 
-    NaN if there are no notes.
+    NaN without notes.
     """
     n_in_key = 0
     n_note = 0

@@ -18,8 +18,9 @@ Lines are scored in pieces of `eval.segment_len` bytes, so that a line may have 
 bytes. --state names a file that carries memory and learned parameters over a restart. It is written
 every --save_every lines, at the end of the input, after Ctrl-C or SIGTERM, and when the reader of
 the records closes the pipe. Only a kill loses the lines since then: started again on the same input
-with --skip, the program writes their records a second time, with the same numbers. If the input
-begins with another line than before, such as a log that was rotated, nothing is skipped.
+with --skip, the program writes their records a second time, with the same numbers. The same holds
+for a last line without newline, because it may be a part of a longer one. If the input begins with
+another line than before, such as a log that was rotated, nothing is skipped.
 """
 
 import argparse
@@ -47,7 +48,6 @@ from txl_jax.evaluation.dynamic import make_rule
 
 SCORES = ("nats", "max_nats", "bits_per_byte")  # Fields that a threshold can be for.
 TEXT_BYTES = 200  # A record shows so many bytes of its line.
-SKIPPED_BYTES = 1 << 16  # Bytes of a skipped line that are read at once.
 INTERRUPTED = 130  # Exit code after Ctrl-C or SIGTERM.
 PIPE_CLOSED = 141  # Exit code if nobody reads the records any more, as after SIGPIPE.
 
@@ -61,20 +61,28 @@ class State:
     previous: int
     # Number of lines read.
     lines: int
-    # How many of them were read before the current input, and how its first line begins. --skip
-    # recognizes the input by them.
+    # How many of them were read before the current input. --skip recognizes the input by how its
+    # first line and the last line that was read begin.
     lines_before_input: int
     first_line: bytes
+    last_line: bytes
     # Score above which a line is an alert.
     threshold: float
     # The current parameters and the state of the update rule, or None if nothing is learned.
     learned: Any
 
     def after_line(self, score: "Score") -> "State":
-        """Counts a line, and remembers how the first one of the input begins."""
+        """Counts a line, and remembers how it begins."""
         is_first = self.lines == self.lines_before_input
-        first_line = score.text if is_first else self.first_line
-        return self.replace(lines=self.lines + 1, first_line=first_line)
+        return self.replace(
+            lines=self.lines + 1,
+            first_line=score.text if is_first else self.first_line,
+            last_line=score.text,
+        )
+
+    def before_new_input(self) -> "State":
+        """The same state, for an input of which nothing has been read."""
+        return self.replace(lines_before_input=self.lines)
 
 
 class Score(NamedTuple):
@@ -84,6 +92,7 @@ class Score(NamedTuple):
     max_nats: float = 0.0  # Nats of the least likely byte.
     n_bytes: int = 0
     text: bytes = b""  # The first bytes of the line.
+    has_newline: bool = False
 
     @property
     def bits_per_byte(self) -> float:
@@ -97,6 +106,7 @@ class Score(NamedTuple):
             max_nats=max(self.max_nats, float(nats.max())),
             n_bytes=self.n_bytes + len(piece),
             text=(self.text + piece)[:TEXT_BYTES],
+            has_newline=piece.endswith(b"\n"),
         )
 
 
@@ -156,6 +166,7 @@ class LineScorer:
             lines=0,
             lines_before_input=0,
             first_line=b"",
+            last_line=b"",
             threshold=math.inf,
             learned=learned,
         )
@@ -170,7 +181,7 @@ class LineScorer:
         while piece := stream.readline(self.piece_len):
             state, nats = self._read(state, piece)
             score = score.add(piece, nats)
-            if piece.endswith(b"\n"):
+            if score.has_newline:
                 state = state.after_line(score)
                 yield score, state
                 score = Score()
@@ -205,7 +216,8 @@ class LineScorer:
         net = txl_jax.TransformerXL(config.model, vocab_size=self.model.vocabulary.size)
         attends = {
             "clamp_len": config.eval.clamp_len,
-            # Each byte attends to as many bytes before it, wherever lines and pieces end.
+            # Each byte attends to as many bytes before it, wherever lines and pieces end. A window
+            # as long as the memory is empty without memory.
             "same_length": config.eval.same_length and self.mem_len > 0,
         }
 
@@ -284,38 +296,49 @@ def read_normal_lines(scorer: LineScorer, path: Path, by: str, quantile: float) 
     # The first lines have no memory yet, but there are few of them.
     threshold = float(np.quantile(values, quantile, method="higher"))
     print(f"{path}: {len(values):,} lines, {by} above {threshold:.2f} alert", file=sys.stderr)
-    return state.replace(lines=0, threshold=threshold)
+    return state.replace(lines=0, threshold=threshold).before_new_input()
 
 
-def skip_lines(stream: BinaryIO, state: State) -> tuple[BinaryIO | Rewound, State]:
+def skip_lines(stream: BinaryIO, state: State, piece_len: int) -> tuple[BinaryIO | Rewound, State]:
     """Reads past the lines of the input that a state has read.
 
     If the input's first line is another one than before, it is a new input, such as a log that was
-    rotated, and nothing is skipped.
+    rotated, and nothing is skipped. If only the last line to skip is another one, the lines before
+    it are lost, since a pipe cannot be read again. A warning says so.
+
+    Args:
+      stream: The input, from its beginning.
+      state: What was read of it before.
+      piece_len: Bytes of the pieces in which lines are read.
 
     Returns:
-      The rest of the input, and the state before its first line.
+      The rest of the input, and the state before it.
     """
     n_line = state.lines - state.lines_before_input
-    if n_line == 0:
+    piece = stream.readline(piece_len) if n_line else b""
+    if not piece:  # Nothing to skip, or an empty input.
         return stream, state
-    piece = stream.readline(SKIPPED_BYTES)
-    if piece[:TEXT_BYTES] != state.first_line:
+    if not state.first_line.startswith(piece[:TEXT_BYTES]):
         print("the input begins with another line than before: all are scored", file=sys.stderr)
-        return Rewound(piece, stream), state.replace(lines_before_input=state.lines)
+        return Rewound(piece, stream), state.before_new_input()
 
     skipped = 0
-    has_newline = True
+    text = b""  # How the current line begins.
     while piece:
-        has_newline = piece.endswith(b"\n")
-        skipped += has_newline
-        if skipped == n_line:
-            return stream, state
-        piece = stream.readline(SKIPPED_BYTES)
-    # The last line may lack its newline.
-    skipped += not has_newline
-    if skipped < n_line:
-        print(f"the input has only {skipped:,} of {n_line:,} lines to skip", file=sys.stderr)
+        text = (text + piece)[:TEXT_BYTES]
+        if piece.endswith(b"\n"):
+            skipped += 1
+            if skipped == n_line:
+                if text != state.last_line:
+                    print(
+                        f"line {n_line:,} of the input is not the one that was read last, so this "
+                        "is another input. Its lines up to this one were skipped, not scored",
+                        file=sys.stderr,
+                    )
+                return stream, state
+            text = b""
+        piece = stream.readline(piece_len)
+    print(f"the input has only {skipped:,} of {n_line:,} lines to skip", file=sys.stderr)
     return stream, state
 
 
@@ -373,7 +396,9 @@ def score_input(
         for score, after in scorer.scores(state, stream):
             with signals.waiting():
                 write_record(score, after, arguments.by)
-                state = after
+                # A last line without newline is read again when it is complete.
+                if score.has_newline:
+                    state = after
             if path is not None and state.lines % arguments.save_every == 0:
                 scorer.save(state, path)
         return 0
@@ -430,7 +455,9 @@ def main(words: list[str] | None = None) -> int:
             state = state.replace(threshold=arguments.threshold)
         stream: BinaryIO | Rewound = sys.stdin.buffer
         if arguments.skip:
-            stream, state = skip_lines(sys.stdin.buffer, state)
+            stream, state = skip_lines(sys.stdin.buffer, state, scorer.piece_len)
+        else:
+            state = state.before_new_input()
         return score_input(scorer, state, stream, signals, arguments)
     except txl_jax.UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -169,7 +169,7 @@ def loss(params, encoder, frames, lengths, next_kind):
       encoder: An `Encoder`.
       frames: Floats [B, T, BANDS].
       lengths: Frames of each utterance, int [B].
-      next_kind: Kind of the next syllable, int [B, T], or -1 if there is none.
+      next_kind: Kind of the next syllable, int [B, T], or -1 after the last one.
 
     Returns:
       The mean loss in nats, and the fraction of frames whose next syllable is right.

@@ -65,7 +65,7 @@ def draw_cell(
       is_used: Whether the query attends to the key. If not, the cell is grey.
       is_in_tile: Whether the marked tile has the score.
     """
-    # Shades begin a little beside the middle of the color map, which is white.
+    # Shades begin slightly off the middle of the color map, which is white.
     shade = colormaps["PuOr"](0.5 + 0.42 * (distance + 0.6) / (largest + 0.6))
     color = shade if is_used else HIDDEN
     axes.add_patch(

@@ -131,7 +131,7 @@ def _item(field: Field) -> str:
 
 
 def _docstring(node: ast.Module | ast.ClassDef | Function) -> list[Part]:
-    """Returns the parts of a docstring. Without a docstring there are no parts."""
+    """Returns the parts of a docstring, or an empty list without one."""
     return docstrings.parse(ast.get_docstring(node) or "")
 
 

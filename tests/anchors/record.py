@@ -49,7 +49,7 @@ FLOAT64 = 1e-9
 BFLOAT16 = 1e-3
 # From version 0.11 of JAX on, XLA rounds bfloat16 at other places than when the numbers were
 # recorded. With 0.12.0.1, the first norm differs by 1.3e-3, and losses of the evaluations by up to
-# 1.0e-3. Losses of training differ by at most 3.4e-4, so they keep the narrow bound. They alone
+# 1.0e-3. Losses of training differ by at most 3.4e-4, so they keep the narrow bound. Only they
 # notice a run in float32 without dropout, by 1.3e-3.
 BFLOAT16_OF_LATER_VERSIONS = 2e-3
 INITIAL = 1e-6

@@ -79,9 +79,10 @@ def test_a_streams_memory_is_cut():
 
 
 def test_a_part_of_a_segment_is_an_error():
-    reader = Reader(TINY, "stream", segment_len=8, mem_len=8)
-    with pytest.raises(ValueError, match="multiple of 8"):
-        reader.nats(np.zeros(12, int))
+    with pytest.raises(UserError, match="multiple of 8"):
+        long_sequences.measure_cost(
+            "stream", 12, segment_len=8, mem_len=8, calls=0, command="a command"
+        )
 
 
 def test_bytes_include_temporary_arrays():
@@ -123,7 +124,7 @@ def test_a_table_has_a_line_for_each_length():
 
 def test_records_of_a_fasta_file(tmp_path):
     path = tmp_path / "genome.fa"
-    path.write_text(">chr1 a description\nACGT\nacgtN\n>chr2\nRA\r\n\n>empty\n")
+    path.write_text(">chr1\ta description\nACGT\nacgtN\n>chr2\nRA\r\n\n>empty\n")
 
     records = dict(long_sequences.read_fasta(path))
 
@@ -141,8 +142,13 @@ def test_a_compressed_fasta_file_is_an_error(tmp_path):
 
 def test_repeats_of_one_record(tmp_path):
     path = tmp_path / "repeats.bed"
-    path.write_text("chr1\t5\t9\t3\nchr2\t1\t2\t4\n")
-    assert long_sequences.read_bed(path, "chr1") == [Repeat(5, 9, 3)]
+    # Without scored symbols, a repeat has no mean.
+    path.write_text("# header\nchr1\t5\t99\t3\nchr2\t1\t2\t4\nchr1\t5\t9\t3\textra\n\n")
+    assert long_sequences.read_bed(path, "chr1") == [Repeat(5, 99, 3)]
+
+    path.write_text("chr1\t5\t99\n")
+    with pytest.raises(UserError, match="line 1"):
+        long_sequences.read_bed(path, "chr1")
 
 
 def test_bits_are_means_over_second_copies_by_their_distance(monkeypatch):

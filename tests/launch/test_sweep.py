@@ -437,8 +437,11 @@ def test_a_run_whose_workdir_is_locked_is_running(started_run):
 
 def test_a_run_whose_worker_was_killed_is_interrupted(one_run):
     """Its notes have no end. The time of the killed process is counted up to its last record."""
-    record(one_run, one_run.config)
     folder = Path(one_run.folder)
+    folder.mkdir(parents=True)
+    one_run.note()
+    assert one_run.row([])["state"] == "starting"
+    record(one_run, one_run.config)
     (folder / "results.json").unlink()
     one_run.note()
     assert one_run.row([])["state"] == "starting, 0 of 1,200 training steps"
@@ -460,6 +463,15 @@ def test_a_run_whose_worker_was_killed_is_interrupted(one_run):
     one_run.note()
     one_run.end(-signal.SIGKILL, 2.0, pruned=False)
     assert one_run.row([])["seconds"] == pytest.approx(102, abs=1)
+
+
+def test_a_finished_run_whose_results_do_not_count_has_its_steps(one_run):
+    """Such as one whose train.steps was raised. Its note still says that it has finished."""
+    record(one_run, one_run.config)
+    one_run.note()
+    assert one_run.end(0, 2.0, pruned=False) == "finished"
+    (Path(one_run.folder) / "results.json").unlink()
+    assert one_run.row([])["state"] == "0 of 1,200 training steps"
 
 
 @pytest.mark.parametrize(

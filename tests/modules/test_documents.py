@@ -11,7 +11,7 @@ import pytest
 
 from support import tiny, tiny_run
 from support.cases import nightly_but
-from txl_jax.config import DType, NormPlace
+from txl_jax.config import DType, MemoryStart, NormPlace
 from txl_jax.errors import UserError
 from txl_jax.inference import forward
 from txl_jax.ops.attention import Visibility, attention, choose
@@ -176,6 +176,15 @@ def test_ends_that_do_not_mark_each_position_are_an_error(ended):
     model = tiny.make()
     memory = model.init_memory(batch_size=4, mem_len=2)
     with pytest.raises(UserError, match=r"ended\b.*\[4, 3\].*got"):
+        model.apply(tiny.variables(model), np.zeros((4, 3), np.int32), memory, ended=ended)
+
+
+def test_ends_with_a_memory_that_starts_with_zeros_are_an_error():
+    """The next document would begin with masked slots, unlike the first one."""
+    model = tiny.make(compat__memory_start=MemoryStart.ZEROS)
+    memory = model.init_memory(batch_size=4, mem_len=2)
+    ended = np.zeros((4, 3), bool)
+    with pytest.raises(UserError, match="zeros"):
         model.apply(tiny.variables(model), np.zeros((4, 3), np.int32), memory, ended=ended)
 
 

@@ -127,7 +127,7 @@ PAGE_TABLES = [table for page in PAGES for table in tables(page)]
 def numbers(text):
     """Returns the numbers of a cell as they are written, in links' texts too.
 
-    Numbers in code and in the addresses of links are left out.
+    Numbers in code and in the addresses of links are omitted.
     """
     return NUMBER.findall(CODE_OR_ADDRESS.sub(" ", text))
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from txl_jax import memory as memory_lib
-from txl_jax.config import ModelConfig, NormPlace
+from txl_jax.config import MemoryStart, ModelConfig, NormPlace
 from txl_jax.errors import UserError
 from txl_jax.memory import Memory
 from txl_jax.modules.attention import LayerContext, sow_if_asked
@@ -103,7 +103,8 @@ class TransformerXL(nn.Module):
 
         Raises:
           UserError: If tokens or embeddings have another shape, the memory has another number of
-            layers or rows, lengths are not integers [B], or `ended` is not bool [B, L].
+            layers or rows, lengths are not integers [B], or `ended` is not bool [B, L] or the
+            memory starts with zeros, which an end within the segment cannot bring back.
         """
         memory.check(tokens, n_layer=self.config.n_layer, d_model=self.config.d_model)
         batch_size, segment_len = tokens.shape[:2]
@@ -116,7 +117,8 @@ class TransformerXL(nn.Module):
         if ended is None:
             documents = memory_lib.documents(tokens, self.end_token, lengths)
         else:
-            documents = memory_lib.documents_by_ends(_checked_ends(ended, tokens), lengths)
+            is_end = _checked_ends(ended, tokens, memory)
+            documents = memory_lib.documents_by_ends(is_end, lengths)
         document_start = None if documents is None else documents.start
         visibility = Visibility(
             valid=memory.valid,
@@ -212,12 +214,18 @@ class TransformerXL(nn.Module):
         )
 
 
-def _checked_ends(ended: jax.Array, tokens: jax.Array) -> jax.Array:
+def _checked_ends(ended: jax.Array, tokens: jax.Array, memory: Memory) -> jax.Array:
     """Returns `ended` as an array.
 
     Raises:
-      UserError: If it is not bool [B, L].
+      UserError: If it is not bool [B, L], or the memory does not start masked: the keys of a
+        document that has ended are masked, so the next one cannot begin with zeros.
     """
+    if memory.start is not MemoryStart.MASKED:
+        raise UserError(
+            f"ended must be None for a memory that starts with {memory.start}, got an array. Call "
+            "reset_memory between segments, or set model.compat.memory_start to masked"
+        )
     ended = jnp.asarray(ended)
     if ended.shape != tokens.shape[:2] or ended.dtype != jnp.bool_:
         raise UserError(

@@ -31,6 +31,10 @@ Point = tuple[int, float]  # A training step, and the value recorded there.
 PER_BYTE = ("bits_per_byte", "approximate_bits_per_byte")
 MEASURED = ("best_valid", "test", "measure", *PER_BYTE, "steps", "seconds")
 SEED = "seed"
+# States of a run with results.
+FINISHED = "finished"
+DIVERGED = "diverged"
+END_STATES = (FINISHED, DIVERGED)
 _SCORES = ("best_valid", "test")
 # Headings of columns whose heading differs from their name.
 _HEADINGS = {
@@ -155,9 +159,9 @@ def _totals(results: Mapping[str, Any]) -> dict[str, Totals]:
 
 
 def state_of(results: Mapping[str, Any]) -> str:
-    """Returns the state of a run with these results: "finished", or "diverged"."""
+    """Returns the state of a run with these results, one of `END_STATES`."""
     has_diverged = any(totals.diverged for totals in _totals(results).values())
-    return "diverged" if has_diverged else "finished"
+    return DIVERGED if has_diverged else FINISHED
 
 
 def read_runs(paths: Sequence[str]) -> list[RunRecords]:
@@ -276,7 +280,7 @@ def means(names: Sequence[str], rows: Sequence[Row]) -> list[dict[str, Any]]:
 
     mean_rows = []
     for group in groups:
-        finished = [row for row in group if row["state"] == "finished"]
+        finished = [row for row in group if row["state"] == FINISHED]
         mean: dict[str, Any] = {name: group[0].get(name, "") for name in _without_seed(names)}
         mean["seeds"] = len(finished)
         measures = [row["measure"] for row in group if "measure" in row]
